@@ -66,10 +66,10 @@ def check_signature(
 ) -> None:
     """Check that a request comes from the holder of the secret. `body` is the body as received, in bytes.
 
-    While a secret is being replaced, give the old and the new secret. `tolerance` is how many seconds the clocks of the
-    service and of the receiver may differ. A recorded request can be replayed for the same number of seconds. Raises
-    Unauthorized for a request that is not signed, signed with another secret, changed, or signed at a time that is more
-    than `tolerance` away from now.
+    While a secret is being replaced, give the old and the new secret. `tolerance` is the maximum difference in seconds
+    between the clocks of the service and of the receiver. A recorded request can be replayed for the same number of
+    seconds. Raises Unauthorized for a request that is not signed, signed with another secret, changed, or signed at a
+    time that is more than `tolerance` away from now.
     """
     found = {name.lower(): value for name, value in headers.items()}
     group_id, timestamp, signatures = (found.get(name, "") for name in (ID, TIMESTAMP, SIGNATURE))

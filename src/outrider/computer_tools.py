@@ -20,7 +20,7 @@ from outrider.messages import ToolSpec
 OPENAI_NAME = "computer"
 """The model's name for OpenAI's computer tools, which have no name on the wire."""
 GRID = 1000
-"""Google's coordinates count thousandths of the screen's width and height: 0 to 999."""
+"""Google's coordinates are thousandths of the screen's width and height: 0 to 999."""
 
 Schema = dict[str, Any]
 
@@ -50,7 +50,7 @@ _ANTHROPIC_ACTIONS = (
 
 
 class _OpenAiAction(msgspec.Struct, forbid_unknown_fields=True, tag_field="type"):
-    """An action of OpenAI's computer tool. `keys` of a mouse's action are held meanwhile."""
+    """An action of OpenAI's computer tool. `keys` are the keys that are held during a mouse action."""
 
 
 class OpenAiClick(_OpenAiAction, tag="click"):

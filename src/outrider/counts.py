@@ -47,7 +47,7 @@ class Histogram:
         self.total = 0.0
 
     def add(self, value: float) -> None:
-        """Count a value. A negative value, of a clock that was set back, counts as 0."""
+        """Count a value. A negative value counts as 0; it occurs if a clock was set back."""
         if value < 0.0:
             value = 0.0
         self.counts[bisect_left(self.bounds, value)] += 1

@@ -123,8 +123,8 @@ def is_address(host: str) -> bool:
 
 
 def not_covered(asked: Iterable[str], allowed: Iterable[str]) -> list[int]:
-    """Return the indexes of the asked destinations that no allowed one covers. Raises ValueError for a text that is no
-    destination."""
+    """Return the indexes of the destinations in `asked` that no destination in `allowed` covers. Raises ValueError for
+    a text that is not a destination."""
     may = [Destination.read(text) for text in allowed]
     wanted = [Destination.read(text) for text in asked]
     return [
@@ -135,7 +135,7 @@ def not_covered(asked: Iterable[str], allowed: Iterable[str]) -> list[int]:
 
 
 def _ports_covered(one: Destination, may: Iterable[Destination]) -> bool:
-    """Return whether several destinations together cover one: each of its ports by another."""
+    """Return whether the destinations `may` together cover every port of `one`."""
     parts = [one._replace(ports=frozenset({port})) for port in one.ports]
     return not one.mirror and bool(parts) and all(any(each.covers(part) for each in may) for part in parts)
 
@@ -149,7 +149,7 @@ DestinationText = Annotated[str, StringConstraints(min_length=1, max_length=300)
 
 
 def checked_place(value: str) -> str:
-    """Return a text that names one host and one port. Raises ValueError."""
+    """Return `value` unchanged if the text names one host and one port. Raises ValueError otherwise."""
     found = Destination.read(value)
     if found.mirror or not found.exact or len(found.ports) != 1:
         raise ValueError(f"{value!r} is not one host with one port, such as files.lan:8080")

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 DEFAULT_URL = "http://127.0.0.1:8700"
-"""The address of the service for clients that are given no other, not even in the variable OUTRIDER_URL."""
+"""The address of the service for clients without a given address and without the variable OUTRIDER_URL."""
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

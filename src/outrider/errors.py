@@ -174,8 +174,8 @@ def renamed_field(old: str, new: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def renamed_fields(names: Iterable[tuple[str, str]], *, whole: Collection[str] = ()) -> Iterator[None]:
-    """Do the same as `renamed_field` for pairs of an old and a new name, of which the first that fits counts. An error
-    about a field below a new name in `whole` names the new name alone."""
+    """Like `renamed_field`, for pairs of an old and a new name. The first pair that matches is used. An error about a
+    field below a new name in `whole` has only the new name as its field."""
     try:
         yield
     except OutriderError as error:

@@ -91,7 +91,7 @@ def known_names(kind: type[BaseModel], place: Sequence[int | str]) -> list[str]:
     models = [kind]
     for part in place:
         fields = [field.annotation for model in models for name, field in model.model_fields.items() if name == part]
-        # A part that is no field is the place in a list, or pydantic's name of one alternative.
+        # A part that is not a field is the position in a list, or pydantic's name for one alternative.
         models = [model for annotation in fields for model in _models_in(annotation)] or models
     return sorted({name for model in models for name in model.model_fields})
 

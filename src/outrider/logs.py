@@ -21,7 +21,7 @@ from outrider.redaction import SHORTEST, redacted
 
 
 class LoggedSession(msgspec.Struct, frozen=True, kw_only=True):
-    """The attempt for which a program works. `secrets` are texts that no line may have."""
+    """The session attempt that a log line belongs to. `secrets` are texts that no line may contain."""
 
     group: str
     session: str
@@ -45,9 +45,10 @@ def logged_for(session: LoggedSession | None) -> Iterator[None]:
 
 
 class LogFormatter(logging.Formatter):
-    """Formats log records, tracebacks included, without secrets and control characters. All lines of a record but the
-    first are indented, so that a message with an agent's text cannot look like two messages. `process` is the name of
-    the process, which is in each record. Records of a session have its id and attempt, unless the message names it."""
+    """Formats log records, tracebacks included, without secrets and control characters. All lines of a record except
+    the first are indented, so that a message with an agent's text cannot look like two messages. `process` is the name
+    of the process, and is added to each record. Records of a session contain the session's id and attempt, unless the
+    message names the session."""
 
     def __init__(self, token: str | None = None, *, process: str = "") -> None:
         named = f"{process.replace('%', '%%')} " if process else ""
@@ -65,7 +66,7 @@ class LogFormatter(logging.Formatter):
 
 class JsonLogFormatter(logging.Formatter):
     """Formats each log record as one line with a JSON object: `at` (seconds since the epoch), `time` (UTC), `level`,
-    `logger`, `message`, and where they apply `process`, `group`, `session`, `attempt` and `traceback`."""
+    `logger`, `message`, and, if they apply, `process`, `group`, `session`, `attempt` and `traceback`."""
 
     def __init__(self, token: str | None = None, *, process: str = "") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Texts that stand for images and other files in a tool's result, for models that cannot read them.
+"""Texts that replace images and other files in a tool's result, for models that cannot read them.
 
 The module fetches nothing, and reads an image's size from the image's first bytes, without a library. Invariant: the
 text depends on the file, its media type and its address only, so a history that a client sends again has the same
@@ -122,8 +122,8 @@ class UnpreparedImages(Exception):
 
 class ReadableMessages:
     """`WireMessages` with texts in place of the files that the model does not read: attachments, and if `images` is
-    False also the images of tools' results. Images of the user stay, because a task whose images the model does not get
-    is another task. `described` maps the index of a parsed message to the media types of its replaced files.
+    False also the images of tools' results. Images of the user stay, because without its images the task would be a
+    different task. `described` maps the index of a parsed message to the media types of its replaced files.
 
     With `grids`, the model reads images of known grid: `grids` maps the digest of an image to its grid, or to the
     reason why the image cannot be decoded. A tool's image that cannot be decoded is replaced by a text."""
@@ -170,7 +170,7 @@ class ReadableMessages:
                     parts.append(Text("\n"))
                 parts.append(part)
             else:
-                # every note is a line of its own
+                # each note has its own line
                 if parts and isinstance(before := parts[-1], Text) and not before.text.endswith("\n"):
                     parts.append(Text("\n"))
                 parts.append(Text(note))
@@ -218,6 +218,6 @@ def _media_type(part: Part) -> str:
 
 
 def _printable_type(media_type: str | None) -> str | None:
-    """Return a media type without its parameters; None for a text that is no media type."""
+    """Return a media type without its parameters; None for a text that is not a media type."""
     kind = (media_type or "").partition(";")[0].strip().lower()
     return kind if _MEDIA_TYPE.fullmatch(kind) else None

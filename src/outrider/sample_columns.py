@@ -314,8 +314,8 @@ def encode(samples: Sequence[Sample], reply: bytes) -> bytes:
 
 
 def head(reply: bytes) -> bytes:
-    """Return the beginning of a stream, which batches and `END` follow. It has the columns, and `reply`, which is the
-    JSON of the reply without its samples."""
+    """Return the beginning of a stream: the columns, and `reply`, which is the JSON of the reply without its samples.
+    The batches and `END` follow."""
     from nanoarrow.ipc import StreamWriter
 
     written = _Pieces()
@@ -337,7 +337,7 @@ class _Pieces:
 
 
 def batches(samples: Sequence[Sample]) -> Iterator[bytes]:
-    """Yield the batches of a stream with the samples, in pieces of any size, which are not joined, because that
+    """Yield the batches of a stream with the samples, in pieces of any size. The pieces are not joined, because joining
     would copy them."""
     for some in rows_of_batches(samples):
         yield from batch(some)

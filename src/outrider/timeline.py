@@ -1,4 +1,5 @@
-"""The timeline of an attempt: what happened when, besides the model calls that have a turn, which has their times.
+"""The timeline of an attempt: what happened, and when. Model calls that have a turn are left out, because the turn has
+their times.
 
 An attempt notes entries in a `Timeline`, and its node stores the new entries from time to time. All times are seconds
 since the epoch by the node's wall clock, like those of the turns. Invariants: a timeline has a bounded number of
@@ -24,7 +25,8 @@ MOST_ENTRIES = 1000
 MOST_CHARACTERS = 200
 """Maximum number of characters of an entry's name."""
 MOST_BYTES = 8 << 20
-"""Maximum size in bytes of a part. All entries of all kinds, each with the longest text, have fewer."""
+"""Maximum size in bytes of a part. The maximum number of entries of all kinds, each with the longest text, fits into a
+part."""
 MOST_PARTS = 500
 """Maximum number of parts that are stored at once."""
 
@@ -41,8 +43,8 @@ class EntryKind(StrEnum):
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One thing that happened. `number` is unique in the timeline: a later entry with the same number replaces the
-    earlier one. `end` is None while the thing goes on. `data` has more values, which depend on the kind."""
+    """One event or activity. `number` identifies the entry in the timeline: a later entry with the same number replaces
+    the earlier one. `end` is None while the activity goes on. `data` has more values, which depend on the kind."""
 
     number: int
     kind: EntryKind
@@ -63,8 +65,8 @@ class TimelinePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timeline:
-    """Notes the entries of one attempt. `secrets` are texts that no entry may have. `first` is the number of the first
-    entry and of the first part: two timelines of one attempt need different numbers."""
+    """Notes the entries of one attempt. `secrets` are texts that no entry may contain. `first` is the number of the
+    first entry and of the first part. If an attempt has two timelines, their numbers must not overlap."""
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class Timeline:
         self._left_out_changed = False
 
     def begin(self, kind: EntryKind, name: str, **data: Any) -> int:
-        """Note the beginning of something now. Returns the number for `end`."""
+        """Note that something begins now. Returns the number for `end`."""
         return self.add(kind, name, self._clock(), None, **data)
 
     def end(self, number: int, *, at: float | None = None, **data: Any) -> None:
@@ -136,7 +138,7 @@ class Timeline:
         self._stored[f"{model or ''}/{index}"] = self._clock()
 
     def take(self) -> TimelinePart | None:
-        """Return what is to be stored, and None if nothing has changed. Each entry is returned once for each change."""
+        """Return the entries that changed since the last call as a part to store, or None if nothing changed."""
         found: list[Entry] = list(self._changed.values())
         if self._stored:
             times: Iterable[float] = self._stored.values()

@@ -151,8 +151,8 @@ class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a worker has reported of a call, for records only: nothing here is trained on. `timing` are times in seconds
-    since the epoch, and durations in milliseconds where the name ends with `_ms`.
+    """A worker's report of a call. The report is only stored and never trained on. `timing` are times in seconds since
+    the epoch, and durations in milliseconds where the name ends with `_ms`.
 
     output_ids, logprobs: the sampled ids (packed int32) and their log-probabilities (packed float64) of a reply without
         the ids of its prompt. Such a turn has the mode TEXT and no ids of its own, because the ids of the reply alone

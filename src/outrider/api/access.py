@@ -32,7 +32,8 @@ from outrider.wire.http_server import Application, Message, Receive, Scope, Send
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS
 UNAUDITED = frozenset({"/mcp"})
-"""Paths whose calls change nothing by themselves: the calls of the control API that they make are in the audit log."""
+"""Paths whose calls change nothing by themselves. Such a call makes calls of the control API, and these are in the
+audit log."""
 
 CALLER = "outrider.caller"
 CREATED = "outrider.created"
@@ -45,9 +46,9 @@ class AccessControl:
     to the service. So a call without a token is refused if its Host or Origin header names another machine, because a
     page cannot forge these headers.
 
-    `open_paths` need no token: OPEN_PATHS, or fewer if one of them is a path of another system. `calls` is the
-    maximum number of calls under way with one token. An admin's calls are not limited. The connections of an admin
-    with a token are not closed to make room for others. `roles` has the role that each route requires, by method
+    `open_paths` are the paths that need no token: OPEN_PATHS, without the paths that belong to another system. `calls`
+    is the maximum number of calls under way with one token. An admin's calls are not limited. The connections of an
+    admin with a token are not closed to make room for others. `roles` has the role that each route requires, by method
     and path. `refusal` makes the reply to an error of this class, for a request's scope.
     """
 
@@ -86,8 +87,8 @@ class AccessControl:
                 check_local(headers)
         except OutriderError as error:
             # A call without a valid token is not in the audit log, because it changes nothing, and any program could
-            # fill the log with such calls. Starlette replies to a WebSocket request that is not accepted yet as to any
-            # other request.
+            # fill the log with such calls. Starlette replies to a WebSocket request that is not yet accepted like to
+            # any other request.
             await self._refusal(scope, error)(scope, receive, send)
             return
         admin = caller.may("admin")
@@ -115,7 +116,7 @@ class AccessControl:
                 del self._under_way[caller.name]
 
     def _check_websocket(self, path: str, caller: Principal) -> None:
-        """Raises Forbidden as `check_role`, and NotFound for an unknown route. Errors raised after the routing of a
+        """Raises Forbidden like `check_role`, and NotFound for an unknown route. Errors raised after the routing of a
         WebSocket request would reach the dialing program as a bare 403."""
         for route in self._websockets:
             if route.path_regex.fullmatch(path):
@@ -166,7 +167,7 @@ def _entry(scope: Scope, status: int) -> AuditEntry:
 
 
 def _called(scope: Scope) -> str:
-    """Return the route as in the table of roles, or the method and requested path if there is no such route."""
+    """Return the route's name in the table of roles, or the method and requested path if there is no such route."""
     route = scope.get("route")
     return f"{scope.get('method', 'WEBSOCKET')} {scope['path'] if route is None else route.path}"
 
@@ -191,9 +192,9 @@ def check(called: str, needed: Role, caller: Principal) -> None:
 
 
 def _token(headers: dict[bytes, bytes]) -> bytes | None:
-    """Return the token in the headers, or None without an Authorization header: the bearer token, or the password of
-    HTTP Basic authentication, which clients that take only a URL send for http://USER:TOKEN@HOST. For any other scheme,
-    return the whole header."""
+    """Return the token in the headers: the bearer token, or the password of HTTP Basic authentication. Clients that
+    take only a URL send such a password for http://USER:TOKEN@HOST. For any other scheme, return the whole header.
+    Without an Authorization header, return None."""
     given = headers.get(b"authorization")
     if given is None:
         return None
@@ -222,8 +223,8 @@ def check_local(headers: dict[bytes, bytes]) -> None:
 
 
 def check_address(config: Config, *, has_token: bool) -> None:
-    """Raise InvalidField for an address that other machines can reach, if the service has no token, or has no TLS and
-    the settings do not allow that (`insecure`)."""
+    """Raise InvalidField for an address that other machines can reach if the service has no token. Also raise
+    InvalidField if the service has no TLS, unless the setting `insecure` allows this."""
     if not config.public:
         return
     if not has_token:

@@ -88,7 +88,7 @@ async def _joined(parts: AsyncIterator[bytes]) -> bytes:
             if size > MAX_BODY:
                 raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
             held.append(part)
-    except ClientDisconnect as error:  # only the audit log shows this error: the client is gone
+    except ClientDisconnect as error:  # the client is gone, so only the audit log shows this error
         raise RequestError("the client has left before its request had arrived") from error
     return b"".join(held)
 

@@ -27,7 +27,7 @@ def long_reply(body: Sequence[bytes], media_type: str = "application/json") -> R
     if size <= PIECE:
         return Response(b"".join(body), media_type=media_type)
 
-    async def pieces() -> AsyncIterator[bytes | memoryview]:  # Starlette would read an ordinary iterator in a thread
+    async def pieces() -> AsyncIterator[bytes | memoryview]:  # Starlette reads an ordinary iterator in a thread
         for piece in body:
             if len(piece) <= PIECE:
                 yield piece

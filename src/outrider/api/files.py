@@ -39,7 +39,7 @@ class AnyPath(PathConvertor):
     regex = "(?s:.*)"
 
 
-register_url_convertor("any_path", AnyPath())  # for the routes below; a second registration changes nothing
+register_url_convertor("any_path", AnyPath())  # for the routes below; registering it twice is harmless
 ROUTES = ControlRouter()
 
 

@@ -226,7 +226,7 @@ class _ClientReply:
         self._quiet = True
 
     async def more(self, body: bytes) -> None:
-        """Send a part, unless the reply has ended, because a ping may be late."""
+        """Send a part, unless the reply has ended. This may happen, because a ping may be late."""
         if body and not self._ended:
             self._quiet = False
             await self._send({"type": "http.response.body", "body": body, "more_body": True})

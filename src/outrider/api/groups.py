@@ -49,7 +49,7 @@ Samples = Annotated[bool, Query(description="include the training rows")]
 async def wants_columns(
     accept: Annotated[list[str] | None, Header(description=f"{MEDIA_TYPE}: samples as an Arrow stream")] = None,
 ) -> bool:
-    """Return whether the client names the stream, and does not prefer JSON."""
+    """Return whether the client accepts the Arrow stream, and does not prefer JSON."""
     qualities = dict(_quality(each) for line in accept or () for each in line.split(","))
     stream = qualities.get(MEDIA_TYPE, 0.0)
     in_json = next((qualities[name] for name in JSON_NAMES if name in qualities), 0.0)
@@ -67,9 +67,9 @@ def _quality(accepted: str) -> tuple[str, float]:
 
 
 JSON_NAMES = ("application/json", "application/*", "*/*")
-"""Media types of an Accept header that include JSON. The first that is present decides its quality (RFC 9110)."""
+"""Media types of an Accept header that include JSON. The first one that is present gives JSON's quality (RFC 9110)."""
 Columns = Annotated[bool, Depends(wants_columns)]
-"""Whether the client takes samples as an Arrow stream."""
+"""True if the client accepts samples as an Arrow stream."""
 ARROW_REPLY = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
 

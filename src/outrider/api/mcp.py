@@ -1,8 +1,8 @@
 """`/mcp`: the MCP server over streamable HTTP. The tools call the control API in this process, with the headers of the
 caller.
 
-Invariant: a tool can do no more than a call of the control API with the same token, and is in the audit log as this
-call.
+Invariant: a tool has the rights of a call of the control API with the same token, and is recorded in the audit log as
+this call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class McpEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller = caller_in(scope)
         check(f"POST {PATH}", "read", caller)
-        if scope["method"] != "POST":  # the server sends nothing unasked, and has no state that a client could delete
+        if scope["method"] != "POST":  # the server pushes nothing, and has no state to delete
             await Response(status_code=405, headers={"Allow": "POST"})(scope, receive, send)
             return
         if find_spec("mcp") is None:

@@ -43,7 +43,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
-    "Cache-Control": "no-cache",  # the browser asks again with the ETag: a new version is shown at once
+    "Cache-Control": "no-cache",  # the browser always checks the ETag, so a new version is shown at once
 }
 
 

@@ -42,6 +42,6 @@ async def attach(websocket: WebSocket, engine: str, service: Serving) -> None:
         return
 
     async def check(worker: AttachedWorker) -> None:
-        await pool.health.check(cast(Engine, worker))  # a worker has all attributes that the check uses
+        await pool.health.check(cast(Engine, worker))  # a worker has the attributes that the check uses
 
     await relay.serve(socket, check=check, attached=partial(pool.probe_now, engine))

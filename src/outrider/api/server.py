@@ -188,7 +188,7 @@ def control_app(service: Service) -> FastAPI:
     async def described() -> Response:
         """Return the OpenAPI description, made in a thread on the first request, because making it takes longer than
         the rest of a start."""
-        async with describing:  # made only once, because anybody may request it, without a token
+        async with describing:  # made only once, because any caller may request the description without a token
             if not description:
                 description.append(await asyncio.to_thread(_description, app))
         return Response(description[0], media_type="application/json")

@@ -1,4 +1,4 @@
-"""The parameters with which lists of sessions and of groups are filtered."""
+"""The query parameters that filter lists of sessions and of groups."""
 
 from __future__ import annotations
 

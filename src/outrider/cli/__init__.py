@@ -14,11 +14,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `argv` are the arguments without the program's name, by default those
     of this process."""
     try:
-        # The imports are here, because they take long, and Ctrl-C meanwhile must not end in a traceback.
+        # The imports are inside the block, because they take long, and Ctrl-C during the imports must not print a
+        # traceback.
         import sys
 
         if (sys.argv[1:] if argv is None else list(argv)) == ["--version"]:
-            # Answered before click and rich are imported, which takes longer than the answer.
+            # The version is printed before click and rich are imported, because the import takes longer than the
+            # output.
             from outrider.environment import installed_version
 
             print(f"outrider {installed_version('outrider')}")

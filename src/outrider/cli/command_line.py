@@ -117,8 +117,8 @@ class CliCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         if not gc.isenabled():
-            # In a process of its own, the collector is off until now. What was imported is never garbage: to look
-            # through it, during the imports and when Python ends, takes a quarter of the time of a short command.
+            # In a process of its own, the garbage collector is off until now. Imported objects are never garbage, and
+            # scanning them during the imports and at the end of Python takes a quarter of the time of a short command.
             gc.freeze()
             gc.enable()
         return super().invoke(ctx)
@@ -131,7 +131,7 @@ class CliCommand(click.Command):
 
 class CliGroup(click.Group):
     """Commands or groups by name. `load` returns the command or group with a name. It is called only for the command
-    that runs or whose help is shown. `lines` are the first lines of their help; a line that is None is read from the
+    that runs or whose help is shown. `lines` are the first lines of their help. If a line is None, it is read from the
     command."""
 
     def __init__(

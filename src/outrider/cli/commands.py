@@ -48,7 +48,7 @@ Then start a service with `outrider serve` and run a task with `outrider run`.
 """
 
 CLIENT_VARIABLES = {"OUTRIDER_URL", "OUTRIDER_TOKEN", "OUTRIDER_CA", "OUTRIDER_HOME"}
-"""The variables of commands that call a service, which need no look at the settings."""
+"""The variables of commands that call a service. These variables are not checked against the settings."""
 
 COMMANDS = {
     "serve": ("serve:serve", "Serve rollouts until Ctrl-C or SIGTERM."),
@@ -204,7 +204,8 @@ def run_command(argv: Sequence[str] | None) -> int:
 
 
 def commands() -> CliGroup:
-    """Return the whole command line. The module of a command is imported when the command is run or explained."""
+    """Return the whole command line. The module of a command is imported only when the command runs or its help is
+    shown."""
     version = CliOption("--version", callback=_version, help="Show the version and exit.")
     return CliGroup(
         {name: line for name, (_, line) in COMMANDS.items()} | {name: line for name, (line, _) in GROUPS.items()},

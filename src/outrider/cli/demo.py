@@ -170,7 +170,7 @@ def _print(terminal: Terminal, rollouts: RolloutSummary, summary: Summary, polic
 
 
 def _meaning(policy: Path, summary: Summary, keep: Path | None) -> Iterator[str]:
-    """Yield what the reward means, and what to do next."""
+    """Yield lines that explain the reward and name the next steps."""
     from outrider.lab.demo.dialogue import RENDERER
 
     yield ""
@@ -204,6 +204,6 @@ def _make(folder: Path) -> None:
 
 
 def _near(path: Path) -> Path:
-    """Return a path in the current folder without the name of that folder, and every other path unchanged."""
+    """Return a path below the current folder as a relative path, and every other path unchanged."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

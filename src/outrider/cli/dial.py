@@ -98,7 +98,7 @@ def dial(
                 terminal.note("stopping: the calls that run go to the proxy's other workers")
                 running.cancel()
                 attached.cancel()
-        except ExceptionGroup as group:  # the error for which the worker has given up
+        except ExceptionGroup as group:  # the error that made the worker give up
             raise group.exceptions[0] from None
         except asyncio.CancelledError:
             if not signals.came:

@@ -50,8 +50,9 @@ def eval_(
 ) -> None:
     """Run the tasks of a source, and score the policy.
 
-    Sessions that could not be graded are counted apart, and are in no score.
-    Ctrl-C leaves running sessions to the service: --resume goes on with them.
+    Sessions that could not be graded are counted separately, and are in no
+    score. After Ctrl-C the sessions run on in the service; --resume continues
+    with them.
 
     Examples:
 
@@ -66,7 +67,7 @@ def eval_(
             source, limit=limit, image=image, test_command=test_command, offline=offline, network=network
         )
     ]
-    service.policy()  # an address at which there is no service is an error at once, and not after some minutes
+    service.policy()  # fails at once, not after minutes, if no service has this address
     run = resume or secrets.token_hex(6)
     terminal.note(
         f"run {run}: {counted(len(tasks), 'task')}, {counted(n, 'session')} each; "

@@ -35,9 +35,9 @@ def run_service(work: Coroutine[Any, Any, T]) -> T:
 
 def _started_threads() -> ThreadPoolExecutor:
     """Return the thread pool for blocking calls, with all threads started. Python would start each thread for the first
-    call that needs it. At a limit on threads this start fails, although the call is queued already, and another thread
-    may still make the call later. Raises RuntimeError if a thread cannot be started."""
-    number = min(32, (os.cpu_count() or 1) + 4)  # asyncio's own executor has as many
+    call that needs it. At a limit on threads such a start fails; but the call is already queued, and another thread may
+    still run it later. Raises RuntimeError if a thread cannot be started."""
+    number = min(32, (os.cpu_count() or 1) + 4)  # the number of threads in asyncio's own executor
     threads = ThreadPoolExecutor(number, thread_name_prefix="outrider-blocking")
     all_started = threading.Barrier(number)
     try:
@@ -51,7 +51,7 @@ def _started_threads() -> ThreadPoolExecutor:
 
 @asynccontextmanager
 async def short_pauses(idle: Callable[[], bool], failures: Failures) -> AsyncIterator[None]:
-    """While the block runs, keep the delays short that the garbage collector and other threads cause in the event loop.
+    """While the block runs, shorten the delays of the event loop that the garbage collector and other threads cause.
     Enter the block after all imports. For `idle` and `failures` see `concurrency/garbage.py`."""
     # A busy thread gives the interpreter back to the event loop after 1 ms; the default is 5 ms.
     sys.setswitchinterval(0.001)

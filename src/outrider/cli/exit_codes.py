@@ -6,4 +6,4 @@ FAILURE = 1
 USAGE = 2
 """The request is invalid."""
 INTERRUPTED = 130
-"""Ctrl-C: the code that shells report for a program that SIGINT has ended."""
+"""Ctrl-C. Shells report this code for a program that SIGINT has ended."""

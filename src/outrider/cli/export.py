@@ -36,7 +36,7 @@ from outrider.schemas import EVALUATION_LABEL, GroupView, ResultsPage
 from outrider.trajectory import ChatRow, Sample
 
 BY_ENDING = {f".{kind}": kind for kind in WRITERS}
-"""The formats of files whose ending names a binary format."""
+"""Binary formats, by the ending of a file's name."""
 PAGE = 20
 """Number of groups per request."""
 
@@ -186,7 +186,7 @@ class _Images:
 
     @property
     def where(self) -> str | None:
-        """The folder; None if images are not downloaded, or while the folder has no image."""
+        """The folder, or None if images are not downloaded or the folder has no image yet."""
         return str(self._folder.path) if self._folder and self.shown else None
 
     def take(self, samples: Sequence[Row], service: Client) -> None:
@@ -214,8 +214,8 @@ def _groups(service: Client, only: str | None, after: int, *, samples: bool) -> 
 
 @asynccontextmanager
 async def _reading(client: AsyncClient, after: int, *, samples: bool) -> AsyncIterator[asyncio.Future[ResultsPage]]:
-    """Read the page after a cursor while the block runs, because the writing of a page takes longer than its reading.
-    The future has the page or the error."""
+    """Read the page after a cursor while the block runs, because writing a page takes longer than reading it. The
+    future has the page or the error."""
     page: asyncio.Future[ResultsPage] = asyncio.get_running_loop().create_future()
 
     async def read() -> None:
@@ -229,7 +229,7 @@ async def _reading(client: AsyncClient, after: int, *, samples: bool) -> AsyncIt
         yield page
         reading.cancel()
     if page.done():
-        page.exception()  # otherwise asyncio would log an error that a block which ended early has not asked for
+        page.exception()  # the block ended early: marks the error as seen, so that asyncio does not log it
 
 
 async def _page_of(page: asyncio.Future[ResultsPage]) -> ResultsPage:

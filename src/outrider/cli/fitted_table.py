@@ -1,8 +1,8 @@
 """A table without a frame that fits the width of its output.
 
-Invariant: no cell is cut. In an output that is wide enough, such as a file, each row is one line. In a narrow one the
-headers wrap first, then the text of the last column; columns that still do not fit follow below, as a second table that
-repeats the first column.
+Invariant: no cell is cut. In an output that is wide enough, such as a file, each row is one line. In a narrow output
+the headers wrap first, then the text of the last column. Columns that still do not fit follow below, in a second table
+that repeats the first column.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class FittedTable:
                 yield from self._row(console, columns, row)
 
     def _parts(self, room: int) -> Iterator[dict[int, int]]:
-        """Yield the columns of each table, by their places, with their widths."""
+        """Yield the columns of each table: a mapping from the column's position to its width."""
         places = range(len(self._names))
         if sum(self._widths) + GAP * (len(places) - 1) > room and self._is_text(places[-1]):
-            # A last column without any text, such as that of errors which did not occur, is left out.
+            # The last column is left out if it has no text, such as a column of errors if there are none.
             places = places if any(self._cells(places[-1])) else places[:-1]
         columns: dict[int, int] = {}
         for at in places:
@@ -62,7 +62,8 @@ class FittedTable:
         return at == len(self._names) - 1 and not self._right[at]
 
     def _smallest(self, at: int, room: int) -> int:
-        """Return the least width of a column: that of its cells and of the longest word of its name."""
+        """Return the minimum width of a column, which is the width of its widest cell or of the longest word of its
+        name."""
         words = max(map(cell_len, self._names[at].split()), default=0)
         width = max(words, *self._cells(at), 0)
         if self._is_text(at):
@@ -70,11 +71,11 @@ class FittedTable:
         return min(width, room if at == 0 else room - self._repeated(room) - GAP)
 
     def _repeated(self, room: int) -> int:
-        """Return the width of the first column in the second table and later ones: at most half of the room."""
+        """Return the width of the first column in the second and later tables, at most half of the room."""
         return min(self._widths[0], room // 2)
 
     def _widened(self, columns: dict[int, int], room: int) -> dict[int, int]:
-        """Share out the room that the smallest widths leave, from the left."""
+        """Distribute the room that the minimum widths leave, from left to right."""
         left = room - sum(columns.values()) - GAP * (len(columns) - 1)
         widths = {}
         for at, width in columns.items():

@@ -64,10 +64,10 @@ def install_harness(
 ) -> None:
     """Install a preset's program for this user.
 
-    The program comes from PyPI or npm, in the version that the preset pins.
-    It gets a folder of its own below ~/.cache/outrider (or $OUTRIDER_HOME).
-    Several versions may be installed. A task runs another one than the pinned
-    one with `harness.version`.
+    The program comes from PyPI or npm, in the version that the preset pins. It
+    gets a folder of its own below ~/.cache/outrider (or $OUTRIDER_HOME).
+    Several versions may be installed. A task selects another version than the
+    pinned one by `harness.version`.
 
     Examples:
 
@@ -77,7 +77,7 @@ def install_harness(
     """
     path = install(name, terminal.note, version=version)
     if version is not None:
-        check(name, version)  # the preset was made for another version
+        check(name, version)  # the preset may not fit this version
     terminal.show(_row(name), f"{name} is installed in {path}")
 
 

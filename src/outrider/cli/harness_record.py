@@ -29,9 +29,9 @@ from outrider.lab.record.draft import INSTRUCTION, TaskDraft, place_of, task_tom
 from outrider.lab.record.run import Program, files_below, record
 
 UNTOLD = "Run the command `echo hello`, and report what it prints."
-"""The instruction of a program whose arguments have none."""
+"""The instruction for a program whose arguments contain no instruction."""
 OURS = 0o600
-"""Mode of the files: a transcript has whole conversations."""
+"""Mode of the files. Others cannot read them, because a transcript has whole conversations."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

@@ -30,8 +30,9 @@ class VersionDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TriedUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of `outrider harness update --json`. `ok` is true if the newest version's certificate holds, or the
-    newest version is the pinned one; the certificates are None then. `written` is true if the preset has a new pin."""
+    """The output of `outrider harness update --json`. `ok` is true if the newest version's certificate holds. It is
+    also true if the newest version is the pinned version; the certificates are then None. `written` is true if the
+    preset has a new pin."""
 
     harness: str
     pinned: str
@@ -50,13 +51,13 @@ def update_and_print(
     the preset's pin if its certificate holds.
 
     Raises InvalidField for a preset without a program and, without `only_check`, outside of a checkout of the source;
-    HarnessUnavailable if the registry cannot be asked or the program cannot be installed.
+    HarnessUnavailable if the registry does not reply or the program cannot be installed.
     """
     preset = load_preset(name, field="preset")
     if not only_check and preset.install is not None:
         pin_file(preset)
     newest = newest_version(preset, terminal.note)
-    assert preset.install is not None  # else there is no newest version
+    assert preset.install is not None  # otherwise there would be no newest version
     pinned = preset.install.version
     update = TriedUpdate(harness=name, pinned=pinned, newest=newest, ok=True)
     if newest == pinned:
@@ -98,7 +99,8 @@ def _result(update: TriedUpdate) -> str:
 
 
 def _differences(before: Certificate, after: Certificate) -> Iterator[VersionDifference]:
-    """Yield what differs between two certificates of the same rows. Times, tokens and logs differ between any two."""
+    """Yield the differences between two certificates of the same rows. Times, tokens and logs are not compared, because
+    they always differ."""
     for one, other in zip(before.rows, after.rows, strict=True):
         for (fact, pinned), (_, newest) in zip(_facts(one), _facts(other), strict=True):
             if pinned != newest:

@@ -55,8 +55,8 @@ def join(
 
         outrider token create --role node --name nodes
 
-    After a signal no new sessions come, and running sessions get a while to
-    end (--stop-seconds). The sessions left then are run elsewhere.
+    After a signal the machine gets no new sessions, and running sessions may
+    end within --stop-seconds. The remaining sessions are run elsewhere.
 
     Examples:
 

@@ -38,8 +38,8 @@ log = logging.getLogger("outrider.node")
 
 
 def main() -> None:
-    # The signals have no effect, because the service decides when its nodes end. The handler is a function, because the
-    # programs that are started here would inherit SIG_IGN.
+    # The signals have no effect, because the service decides when its nodes end. The handler is a function and not
+    # SIG_IGN, because programs started by this process would inherit SIG_IGN.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     for name in os.listdir("/proc/self/fd"):
@@ -97,7 +97,7 @@ class Starter:
         await self._tell(Ready())
 
     async def note_failure(self, error: OutriderError) -> None:
-        """Report to the starting program that this process cannot work for the service, with the error."""
+        """Report to the starting program the error for which this process cannot work for the service."""
         await self._tell(Ready(error=error.record()))
 
     async def read_orders(self) -> None:

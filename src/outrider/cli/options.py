@@ -75,7 +75,7 @@ HarnessName = Annotated[
     CliOption("--harness", metavar="PRESET", help="Agent program for all tasks.", show_default="their own"),
 ]
 BUILT_IN = "tools"
-"""The agent of a data set's tasks that name none."""
+"""The agent for a data set's tasks that name no agent."""
 AgentName = Annotated[
     str | None,
     CliOption("--agent", metavar="NAME", help="Agent in Python for tasks that name none.", show_default=BUILT_IN),
@@ -138,8 +138,8 @@ FOR_ANY_HARNESS = ("mcp_servers", "skills")
 def with_harness(
     task: Mapping[str, Any], harness: str | None, agent: str | None, *, default: str | None = None
 ) -> dict[str, Any]:
-    """Return a task with the preset `harness`, if one is given, or else with the Python agent `agent`, or `default`, if
-    the task names none."""
+    """Return the task with the preset `harness` or the Python agent `agent`, if one of them is given. Otherwise a task
+    without a harness gets `default`."""
     own = task.get("harness") or {}
     given = {name: own[name] for name in FOR_ANY_HARNESS if name in own}
     if harness:
@@ -150,7 +150,7 @@ def with_harness(
 
 
 def _made(kind: Any, ctx: click.Context, given: Mapping[str, Any]) -> Any:
-    """Return the object of a parameter that is no option."""
+    """Return the object for a parameter that is not an option."""
     if kind is Terminal:
         return terminal_of(ctx)
     if kind is RunFilter:
@@ -183,14 +183,15 @@ def _setting_options(hint: Any) -> list[click.Parameter]:
 
 
 def _parameter(name: str, annotation: Any, default: Any = None) -> click.Parameter:
-    """Return click's parameter for one of a function: its annotation has the type and a CliOption or CliArgument."""
+    """Return click's parameter for a parameter of a function. The annotation has the type, and a CliOption or
+    CliArgument."""
     kind, declared = get_args(annotation)
     found: click.Parameter = declared.made(name, kind, default)
     return found
 
 
 def _listed(value: Any) -> Any:
-    """Return the values of a parameter with any number of them as a list, or None if there is none."""
+    """Return the values of a parameter that may be repeated, as a list, or None if there are no values."""
     return (list(value) or None) if isinstance(value, tuple) else value
 
 

@@ -1,8 +1,8 @@
 """Reads a topology file of Polar as the settings of a service.
 
-The gateway nodes of the file become one service: their engines are its engines, and its lanes have the sum of their
-workers. Keys about the connections of Polar's servers to each other have no effect. Invariant: unknown keys are
-refused, and so is every other part of the file that has no setting.
+The gateway nodes of the file become one service: the service has the engines of all nodes, and each lane has as many
+slots as the nodes have workers together. Keys about the connections of Polar's servers to each other have no effect.
+Invariant: unknown keys and known keys without a setting are refused.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def read_topology(path: Path) -> dict[str, Any]:
 
 
 def settings_of(topology: PolarTopology) -> dict[str, Any]:
-    """Return the settings of the service that takes the place of all nodes. Raises InvalidField."""
+    """Return the settings of the service that replaces all nodes. Raises InvalidField."""
     rollout, nodes = topology.rollout, topology.gateway.nodes
     for number, node in enumerate(nodes):
         field = f"gateway.nodes.{number}"

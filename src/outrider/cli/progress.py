@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def session_progress(terminal: Terminal, first: str = "submitting") -> Iterator[Watch]:
-    """Show one bar for the sessions of all watched groups, with the number of sessions in each state. Before the first
-    look at the groups, the bar shows the text `first`."""
+    """Show one bar for the sessions of all watched groups, with the number of sessions in each state. Until the groups
+    are read for the first time, the bar shows the text `first`."""
     with _progress(terminal, transient=False) as progress:
         bar = progress.add_task(first, total=None)
 

@@ -75,9 +75,9 @@ def run(
 ) -> None:
     """Run a task, or all tasks of a data set, and wait for them.
 
-    Files beside TASK.toml that its `upload` steps name are sent with it.
-    Ctrl-C cancels the sessions of a task. Those of a data set go on in the
-    service, and --resume RUN waits for them, and submits what is missing.
+    Files beside TASK.toml that its `upload` steps name are sent with it. Ctrl-C
+    cancels the sessions of a task. The sessions of a data set continue in the
+    service. --resume RUN waits for them, and submits the missing ones.
 
     Exit code 0: every session ended without an error. 1: one did not.
 
@@ -104,7 +104,7 @@ def run(
             task = with_harness(example.task, harness, agent, default=BUILT_IN)
             try:
                 validate_group({"task": task, "n": n, "priority": priority})
-            except InvalidField as error:  # before anything is submitted
+            except InvalidField as error:  # raised before anything is submitted
                 raise InvalidField(
                     f"task {example.id!r} of {source}: {error.message}", field=error.field, hint=error.hint
                 ) from error

@@ -79,8 +79,8 @@ class RunFilter:
 
 
 def time_of(text: str, option: str, *, now: float | None = None) -> float:
-    """Return the time that an option names, in seconds since the epoch: an age, such as 2h, a date and time in ISO
-    8601, by the local clock if it names no time zone, or seconds since the epoch. Raises InvalidField."""
+    """Return the time that an option names, in seconds since the epoch: an age such as 2h; a date and time in ISO 8601,
+    in local time if no time zone is given; or seconds since the epoch. Raises InvalidField."""
     if age := re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h|d)", text.strip()):
         return (time.time() if now is None else now) - float(age[1]) * UNITS[age[2]]
     if re.fullmatch(r"\d+(\.\d+)?", text.strip()):

@@ -22,8 +22,8 @@ from outrider.redaction import without_keys
 from outrider.store.artifacts import GRADING_LOG
 
 UNRESERVED = "!~*'()"
-"""Characters that `quote` escapes and the `encodeURIComponent` of browsers does not. The page looks replies up by paths
-that `encodeURIComponent` has made."""
+"""Characters that `quote` escapes and the `encodeURIComponent` of browsers does not. The page finds the replies by
+paths that were made with `encodeURIComponent`."""
 MOST_IMAGES = 64 << 20
 """Maximum number of bytes of the images in a file. The images that follow are left out."""
 
@@ -62,7 +62,7 @@ def html_file(recording: Recording, *, title: str) -> bytes:
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src blob: data:;"
         " base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
-    # In JSON, each `<` is in a text, where its escape means the same; so no text can end the element.
+    # JSON has `<` only in texts, where it can be escaped. So no text can end the element.
     data = without_keys(msgspec.json.encode(recording).decode()).replace("<", "\\u003c")
     heading = "".join(char for char in title if char.isalnum() or char in "-_ ")
     return (
@@ -85,7 +85,7 @@ def _replies(service: Client, session_id: str) -> dict[str, Recorded]:
     session = service.reply_body(base)
     try:
         turns = service.reply_body(f"{base}/turns", {"tokens": True, "pieces": True})
-    except Forbidden:  # a read-only token, or a service without the texts of tokens
+    except Forbidden:  # the token is read-only, or the service does not have the texts of tokens
         turns = service.reply_body(f"{base}/turns")
     replies = {base: _json(session), f"{base}/turns": _json(turns)}
     for part in ("timeline", "samples", "artifacts"):
@@ -120,7 +120,7 @@ def _file(data: bytes, media_type: str) -> Recorded:
 
 
 def _digests(turns: dict[str, Any]) -> Iterator[str]:
-    """Yield the digests of the images in the messages of turns, except of images sent by address."""
+    """Yield the digests of the images in the messages of turns, except for images that were sent as a URL."""
     for turn in turns["turns"]:
         for message in (turn.get("tokens") or {}).get("messages", ()):
             for part in message.get("parts", ()):

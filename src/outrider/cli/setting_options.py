@@ -34,8 +34,8 @@ _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
 def setting_options(only: frozenset[str] | None) -> Iterator[tuple[str, Any]]:
-    """Yield the options of all settings, or of the settings and sections `only`: the name and the annotation of a
-    command's parameter each."""
+    """Yield the options of all settings, or of the settings and sections `only`: for each option, the name and the
+    annotation of a command's parameter."""
     yield "config", ConfigFile
     for path, field, setting in all_settings():
         section, dot, _ = path.partition(".")
@@ -78,7 +78,7 @@ def _plain(markdown: str) -> str:
 
 
 def _shown(default: Any) -> str | bool:
-    """Return a setting's default as the help shows it, or False if the help shows no default."""
+    """Return the text of a setting's default for the help, or False if the help shows no default."""
     if isinstance(default, tuple):
         return ", ".join(map(str, default)) or False
     if isinstance(default, float):

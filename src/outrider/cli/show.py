@@ -54,7 +54,7 @@ def show(
 ) -> None:
     """Show a session: what the model was shown, what it sampled, and how it ended.
 
-    Of several attempts, the newest is shown. The file of --html needs neither a
+    The newest attempt is shown. The file that --html writes needs neither a
     service nor a network: send it to others, or keep it.
 
     Examples:
@@ -114,7 +114,7 @@ def _lines(session: SessionView, turns: Sequence[TurnView], network: Sequence[Sp
 
 
 def _server(span: SpanView) -> Text:
-    """Return the line of a server that a sandbox asked for."""
+    """Return the line for a server that a sandbox has called."""
     data = span.data
     said = [f"{data['requests']} requests", f"{data['sent']:,} bytes sent, {data['received']:,} received"]
     for name, reason in (("refused", "refusal"), ("failed", "failure")):

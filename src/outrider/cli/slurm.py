@@ -106,8 +106,8 @@ def slurm(
     """Submit a job that runs a service and its nodes on a Slurm cluster.
 
     The service runs on the first node of the allocation, and sessions run on
-    all nodes. The data folder and this Python must be on a file system that
-    all nodes share. A job that is queued again goes on where it was.
+    all nodes. The data folder and this Python must be on a file system that all
+    nodes share. A job that is queued again continues with the same data.
 
     Examples:
 
@@ -123,7 +123,7 @@ def slurm(
     _check(given, settings)
     data = Path(os.path.abspath(settings.data))
     folder = data / FOLDER
-    added = ["--processes", "0"]  # the next lines add the defaults of a job for flags that the user has not given
+    added = ["--processes", "0"]  # the next lines add the job's defaults for flags that are not given
     added += [] if "host" in settings.model_fields_set else ["--host", "0.0.0.0"]
     added += [] if "port" in settings.model_fields_set else ["--port", "0"]
     job = BatchJob(

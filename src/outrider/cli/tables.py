@@ -208,9 +208,9 @@ def token_table(tokens: Iterable[TokenView]) -> RenderableType:
 
 
 def node_table(node: NodeStats) -> RenderableType:
-    """Return a row for each lane of a node, and one for the resources that tasks have reserved. Warm sandboxes and
-    stalls of the event loop have a row each if there were any. The column `waited` is the mean wait of all sessions
-    served so far."""
+    """Return a row for each lane of a node, and one for the resources that tasks have reserved. There is a row for warm
+    sandboxes, and a row for stalls of the event loop, each only if there were any. The column `waited` is the mean wait
+    of all sessions served so far."""
     rows: list[Sequence[object]] = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
     resources = node.resources
     memory = f"{resources.memory_mb_set_aside:,}/{resources.memory_mb:,} MiB"

@@ -49,13 +49,13 @@ WIDTH = 80
 GAP = 3
 """Columns between the columns of a table."""
 MAX_TOLD = 20
-"""Maximum number of kinds of faults that the list explains."""
+"""Maximum number of kinds of faults that are explained."""
 MIN_INSTRUCTION, MAX_ID = 12, 32
-"""Minimum width of the column of the instructions, and maximum width of that of the ids."""
+"""Minimum width of the column of instructions, and maximum width of the column of ids."""
 
 
 class Listed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A task of a source. `gold` is true if its solution is known. `missing` is what keeps the row from being a
+    """A task of a source. `gold` is true if its solution is known. `missing` is the reason why the row is not a
     task."""
 
     id: str
@@ -79,7 +79,7 @@ def list_(
 ) -> None:
     """List the tasks of sources: how each is graded, whether a solution is known, its instruction.
 
-    Of rows that lack something, it lists the columns and what to do.
+    For rows that lack something, the missing columns and the remedy are listed.
 
     Examples:
 
@@ -139,7 +139,7 @@ def task_table(listed: Sequence[Listed]) -> RenderableType:
 
 
 def faulty_tables(listed: Sequence[Listed]) -> list[RenderableType]:
-    """Return the table of the rows that lack something, and for each kind of fault what to do."""
+    """Return the table of the rows that lack something, and the remedy for each kind of fault."""
     bad = [one for one in listed if one.missing]
     rows = [
         (
@@ -222,8 +222,8 @@ def import_(
 ) -> None:
     """Copy the tasks of sources into one file, which is a source itself.
 
-    The file holds everything that was beside the tasks, and their solutions.
-    The machine that uses it needs neither the dataset nor its package.
+    The file includes the tasks' files and solutions. A machine that uses the
+    file needs neither the dataset nor its package.
 
     Examples:
 

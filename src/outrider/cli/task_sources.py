@@ -51,8 +51,9 @@ ROWS_FIELDS = 'it has `file = "ROWS.jsonl"`, and may have `id`, `kind`, `image` 
 
 class RowsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The table `rows` of a TOML file. `file` is relative to the TOML file, in a format that `datasets.read_rows`
-    reads. `id` is the column of the rows' ids. If it is None, the rows are numbered. With a `kind` the tasks are made
-    by its adapter, with its `image` and `test_command`, and the file's fields go over them."""
+    reads. `id` is the column of the rows' ids. If it is None, the rows are numbered. With a `kind`, the adapter of this
+    kind makes the tasks, with `image` and `test_command`, and the fields of the TOML file override the adapter's
+    fields."""
 
     file: str
     id: str | None = None
@@ -79,9 +80,10 @@ def examples_in(
     test_command: str | None = None,
     faults: bool = False,
 ) -> list[Example]:
-    """Return the tasks of a source, given as a name or a path. `offline`: run Harbor tasks without the network that
-    they request. `network`: the destinations of Harbor tasks that request a public network. `test_command`: how the
-    tests of rows run. `faults`: also return rows that lack something. Raises InvalidField."""
+    """Return the tasks of a source, given as a name or a path. With `offline`, Harbor tasks run without the network
+    that they request. `network` are the destinations of Harbor tasks that request a public network. `test_command` is
+    the command that runs the tests of rows. With `faults`, rows that lack something are also returned. Raises
+    InvalidField."""
     given = Additions(image=image, test_command=test_command)
     examples = _examples_in(source, limit, given, offline=offline, network=network or PUBLIC)
     if not examples:
@@ -113,7 +115,7 @@ def _examples_in(
         return adapted_examples(kind, path, msgspec.structs.replace(given, folder=path.parent), limit=limit)
     path = Path(source)
     if rows and not path.exists() and Path(rows).exists():
-        return adapted_examples(kind, Path(rows), given)  # which names the kinds
+        return adapted_examples(kind, Path(rows), given)  # raises an error that names the kinds
     if not path.is_dir():
         return examples_in_file(path)[:limit]
     files = sorted(path.glob("*.toml"))
@@ -138,8 +140,8 @@ def examples_in_file(path: Path) -> list[Example]:
 
 def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
     """Return one example per row of the file that the table `rows` names: the task and the table `gold` of the TOML
-    file, filled with the row's values. If the table names a kind, the fields of the TOML file go over the task that
-    the kind's adapter makes."""
+    file, filled with the row's values. If the table names a kind, the fields of the TOML file override those of the
+    task that the kind's adapter makes."""
     try:
         rows_table = msgspec.convert(table.pop(ROWS), RowsTable)
     except msgspec.ValidationError as error:
@@ -207,7 +209,7 @@ def write_tasks(examples: Sequence[Example], path: Path) -> None:
 
 
 def load_group(path: Path, *, n: int, priority: int) -> GroupSpec:
-    """Return a group of `n` sessions of the task in file `path`, or, of a file with several tasks, of the first one.
+    """Return a group of `n` sessions of the task in file `path`. If the file has several tasks, the first one is used.
     Raises InvalidField, which names the field, and TooLarge for files that are too big to send with the task."""
     examples = examples_in_file(path)
     if not examples:

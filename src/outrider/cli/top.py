@@ -50,8 +50,8 @@ FROM errors WHERE at > unixepoch() - {ERROR_SECONDS} GROUP BY code, boundary ORD
 
 
 class ErrorCause(msgspec.Struct, frozen=True, kw_only=True):
-    """The errors of the last hour with one code and boundary: their number, and time, session and message of the
-    newest."""
+    """The errors of the last hour with one code and boundary: their number, and the time, session and message of the
+    newest error."""
 
     code: str
     boundary: str
@@ -62,8 +62,8 @@ class ErrorCause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over the last `seconds`: done and failed sessions, stored model calls and sampled tokens a second. Tokens
-    of a tenant get done sessions only; the others are None."""
+    """Means over the last `seconds`: done and failed sessions, stored model calls and sampled tokens a second. For a
+    tenant's token, only the done sessions are known, and the other means are None."""
 
     seconds: float
     sessions: float
@@ -181,7 +181,7 @@ class TopReadings:
 
 
 def frame(view: TopView) -> RenderableType:
-    """Return a view for people: at least 80 columns show each line whole."""
+    """Return a view for people. In 80 columns or more, no line is cut."""
     status, rates = view.service, view.rates
     states = " · ".join(f"{count} {state}" for state, count in status.sessions.items() if count)
     parts: list[Any] = [
@@ -222,7 +222,8 @@ def _line(message: str) -> str:
 
 
 class _Cut:
-    """Shows as many lines as the terminal has, with the last one naming the rest: a screen cannot be scrolled."""
+    """Shows as many lines as the terminal has, because the screen cannot be scrolled. The last line gives the number of
+    hidden lines."""
 
     def __init__(self, inner: RenderableType) -> None:
         self._inner = inner
@@ -237,8 +238,8 @@ class _Cut:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits up to some seconds for a key, and returns the pressed keys. In the block, the
-    terminal passes each key on at once, and does not show it. Ctrl-C still interrupts."""
+    """Yield a function that waits up to some seconds for a key, and returns the pressed keys. Within the block, the
+    terminal passes each key on at once without showing it. Ctrl-C still interrupts."""
     import termios  # late: only a terminal needs these
     import tty
 

@@ -94,7 +94,7 @@ def _first_ctrl_c(terminal: Terminal) -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _progress(terminal: Terminal, seed: int, seeds: int, most: int) -> Iterator[Callable[[TrainStep], None]]:
-    """Show the curve and the number of steps of at most `most`, on a terminal; or else lines."""
+    """Show the curve and the number of steps, of at most `most`, on a terminal. Write lines to any other output."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -126,7 +126,7 @@ def plot(rewards: Sequence[float]) -> Text:
     shown = rewards[-WIDTH:]
     lines = []
     for row in reversed(range(HEIGHT)):
-        # The part of this row that each column fills, in eighths.
+        # For each column, the part of this row that is filled, in eighths.
         eighths = (round((min(max(reward * HEIGHT - row, 0.0), 1.0)) * 8) for reward in shown)
         lines.append(f"{(row + 1) / HEIGHT:4.1f} │" + "".join(BARS[each] for each in eighths))
     lines.append("     └" + "─" * WIDTH)
@@ -150,5 +150,5 @@ def _print(terminal: Terminal, runs: Sequence[SeedRun], found: TrainSummary) -> 
 
 
 def _reached(run: SeedRun) -> float:
-    """Return the reward after the training, or that of the last step if the training was ended early."""
+    """Return the reward after the training, or the reward of the last step if the training ended early."""
     return run.steps[-1].stats.reward if run.last_reward is None else run.last_reward

@@ -1,7 +1,7 @@
 """Reads the group `proxy_server` of a YAML configuration of verl's recipe as the settings of a service.
 
-All other groups of the file belong to the recipe's trainer, and are not read. Invariants: an unknown key of the group
-is refused, and so is every value without a setting; an error names the key and its line.
+All other groups of the file belong to the recipe's trainer, and are not read. Invariants: unknown keys of the group and
+values without a setting are refused; an error names the key and its line.
 """
 
 from __future__ import annotations

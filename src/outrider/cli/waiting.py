@@ -1,4 +1,4 @@
-"""Notes that say what sessions wait for, while nothing happens."""
+"""Notes with the reason for which sessions wait, written while nothing happens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from outrider.errors import OutriderError
 from outrider.schemas import ServiceStatus
 
 QUIET_SECONDS = 10.0
-"""Seconds between two looks at the service. If nothing has happened in between, a note says why."""
+"""Seconds between two requests for the service's status. If nothing has happened in between, a note gives the
+reason."""
 
 
 @asynccontextmanager
@@ -32,7 +33,7 @@ async def _look(terminal: Terminal, client: AsyncClient, every: float) -> None:
         await asyncio.sleep(every)
         try:
             status = await client.status()
-        except OutriderError:  # the block itself calls the service, and its error says more
+        except OutriderError:  # the block itself calls the service, and raises a better error
             continue
         reason = reason_of_wait(status)
         if _progress(status) == before and reason != told:
@@ -42,14 +43,14 @@ async def _look(terminal: Terminal, client: AsyncClient, every: float) -> None:
 
 
 def _progress(status: ServiceStatus) -> object:
-    """Return figures of which one changes with every step of any session."""
+    """Return figures, at least one of which changes with every step of any session."""
     engines = [(each.in_flight, each.generated_tokens, each.failures) for each in status.engines]
     lanes = [(lane.in_use, lane.served) for node in status.nodes for lane in node.lanes]
     return status.sessions, engines, lanes, status.cursor
 
 
 def reason_of_wait(status: ServiceStatus) -> str:
-    """Say what keeps the sessions of a service from going on, as far as its status shows."""
+    """Return the reason why the sessions of a service make no progress, as far as the status shows it."""
     engines = [each for each in status.engines if each.serves is None]
     nodes = [node for node in status.nodes if not node.drained]
     if status.policy.paused is not None:

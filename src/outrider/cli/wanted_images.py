@@ -1,4 +1,4 @@
-"""The images that a command is asked to pull, and their pull with a line of progress for each."""
+"""Reads the images that a command must pull, and pulls them with a line of progress for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HELP = "REFERENCE NAME for one image; NAME=REFERENCE for each of several."
 
 
 def read_images(words: Sequence[str]) -> dict[str, str]:
-    """Return the references by the names that the images get. Raises InvalidField."""
+    """Return the reference of each image, by the image's new name. Raises InvalidField."""
     found: dict[str, str] = {}
     if len(words) == 2 and not any("=" in word for word in words):
         return {words[1]: words[0]}

@@ -1,4 +1,4 @@
-"""Chooses the reader of a YAML file of another system, which is read as the settings of a service."""
+"""Chooses the reader for a YAML file of another system that contains the settings of a service."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.errors import InvalidField
 from outrider.text_files import read_text_file
 
 RECIPE, TOPOLOGY = (re.compile(f"^{name}:", re.MULTILINE) for name in ("proxy_server", "gateway"))
-"""Lines of the files."""
+"""Patterns of the lines by which the two kinds of files are recognised."""
 
 
 def yaml_reader(systems: Sequence[Any]) -> Callable[[Path], dict[str, Any]]:

@@ -665,7 +665,7 @@ class AsyncClient:
         go_back: bool = False,
     ) -> PolicyStatus:
         """Pause the policy, make the engines load `weights` (a file or folder) if given, set the version, and resume.
-        Returns when the engines generate again. This call has no time limit. `go_back` as for `resume_policy`."""
+        Returns when the engines generate again. This call has no time limit. For `go_back`, see `resume_policy`."""
         asked = {"mode": mode, "weights": weights, "cancel_older_than": cancel_older_than, "go_back": go_back}
         body = _encoded({"version": version, **asked})
         return await self._call("POST", "/v1/policy", PolicyStatus, body=body, seconds=None)
@@ -1108,7 +1108,7 @@ def _not_open() -> ServiceError:
 
 def _path(*segments: str) -> str:
     """Return a path of the control API. Names and ids are quoted, because a name may be any text. Raises InvalidField
-    for an empty one, because its path would be that of all others."""
+    for an empty name, because the path would then be the path of the whole list."""
     if not all(segments):
         raise InvalidField("a name or an id in the request is empty", hint="give the name or the id")
     return "/v1/" + "/".join(quote(segment, safe="") for segment in segments)

@@ -141,8 +141,8 @@ class PendingPrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
-    """A sampler's state between two batches, for a checkpoint. `delivered` is the number of groups that were delivered
-    since the version was raised, as far as they exceed those of the raised versions."""
+    """A sampler's state between two batches, for a checkpoint. `delivered` is the number of delivered groups that the
+    trainer has not trained on yet, as far as the raised versions show."""
 
     run: str
     next: int
@@ -153,9 +153,9 @@ class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Prompt(msgspec.Struct):
-    """A prompt in progress. `version`: the policy version under which its group was submitted; None before that.
-    `protected`: the prompt was submitted before, so its group is not stopped when a batch is full. Otherwise the
-    prompts of slow tasks would be stopped again and again, and never be delivered."""
+    """A prompt in progress. `version` is the policy version under which its group was submitted, or None before the
+    submission. `protected` is True if the prompt was submitted before; its group is then not stopped when a batch is
+    full. Otherwise the prompts of slow tasks would be stopped again and again, and never be delivered."""
 
     number: int
     attempt: int = 0
@@ -731,7 +731,7 @@ def _now() -> float:
 
 
 def _task_by_number(source: Source) -> Callable[[int], Task]:
-    """Return the function from a prompt's number to its task. Raises InvalidField for a source that is none."""
+    """Return the function from a prompt's number to its task. Raises InvalidField for a value that is not a source."""
     if callable(source):
         return source
     if isinstance(source, Mapping) or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):

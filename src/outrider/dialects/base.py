@@ -282,9 +282,9 @@ def opencode_caller(call: WireCall) -> Caller:
 
 
 def with_declaration(call: WireCall, request: ModelRequest) -> ModelRequest:
-    """Return the request with the branch that the client declares; the same request if it declares none. The header
-    counts more than the model's name. Raises RequestError for a header of another form. A name of another form is only
-    a name."""
+    """Return the request with the branch that the client declares, or unchanged if it declares none. The header takes
+    precedence over the model's name. Raises RequestError for a malformed header. A model's name without a declaration
+    is only a name."""
     header = call.header(BRANCH_HEADER)
     if header is None:
         _, at, suffix = request.model.rpartition("@")

@@ -19,7 +19,8 @@ MARKER = ".outrider-sealed.json"
 
 
 class BuildInputs(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The inputs of a folder's build, recorded in the marker: a folder with other inputs counts as incomplete."""
+    """The inputs of a folder's build, which the marker records. A folder whose marker has other inputs counts as
+    incomplete."""
 
     packages: tuple[str, ...]
     node: str | None = None
@@ -56,6 +57,6 @@ def build_in_place(folder: Path, contents: BuildInputs, build: Callable[[], None
             draft.write_bytes(msgspec.json.encode(contents))
             sync_file_system(folder)
             draft.rename(folder / MARKER)
-        except BaseException:  # also KeyboardInterrupt
+        except BaseException:  # includes KeyboardInterrupt
             shutil.rmtree(folder, ignore_errors=True)
             raise

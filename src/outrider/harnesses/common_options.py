@@ -1,4 +1,5 @@
-"""The options that have the same name, type and meaning in every preset. A preset only adds how its program gets them.
+"""The options that have the same name, type and meaning in every preset. A preset only adds the way in which its
+program gets the option.
 
 The module is pure data. Invariant: a preset cannot give one of these names another type.
 """
@@ -13,8 +14,8 @@ OptionType = Literal["string", "template", "integer", "number", "boolean", "name
 
 
 class CommonOption(msgspec.Struct, frozen=True, kw_only=True):
-    """A common option. `choices`, if not empty, are all values that any program has; `minimum` is the smallest number.
-    `instead` is the hint for a program without the option."""
+    """A common option. `choices`, if not empty, are the values of all programs together; `minimum` is the smallest
+    number. `instead` is the hint for a program without the option."""
 
     type: OptionType
     help: str

@@ -1,7 +1,7 @@
 """Translates calls of the vendors' computer tools (`outrider.computer_tools`) to actions on a desktop.
 
 Invariant: a call either becomes the actions that the vendor documents, or raises ValueError with an explanation for the
-model; nothing of a call is left out in silence.
+model; no part of a call is ignored silently.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _KEYS = {
     "`": "grave",
     " ": "space",
 }
-"""X names of the keys that the vendors' models name otherwise, by the vendors' names in lower case."""
+"""X names of keys, by the vendors' names in lower case. Has only the keys whose vendor's name is not the X name."""
 
 
 def tools(vendor: Vendor, width: int, height: int) -> list[ToolSpec]:
@@ -194,7 +194,7 @@ def _anthropic(arguments: str) -> list[Action]:
             return [_checked(Zoom, start=(x0, y0), end=(x1 - 1, y1 - 1))]
         case action if action in _CLICKS:
             button, count = _CLICKS[action]
-            if call.coordinate is None:  # a click where the mouse is
+            if call.coordinate is None:  # click at the mouse's position
                 return [_holding(call.text, Press(button, "click"))] * count
             x, y = call.coordinate
             return [_holding(call.text, _checked(Click, x=x, y=y, button=button, count=count))]
@@ -297,12 +297,13 @@ def _notches(pixels: int) -> int:
 
 
 def _holding(keys: str | list[str] | None, action: Click | Drag | Move | Press | Scroll) -> Action:
-    """Return the action with the keys held; the action itself if `keys` is None or empty."""
+    """Return an action that holds `keys` during `action`. Returns `action` itself if `keys` is None or empty."""
     return Hold(_key(keys).keys, action=action) if keys else action
 
 
 def _key(keys: str | list[str]) -> Key:
-    """Return the action that presses keys together. `keys` are a list, or joined by "+". Raises ValueError."""
+    """Return the action that presses keys together. `keys` is a list, or a text with the keys joined by "+". Raises
+    ValueError."""
     if isinstance(keys, str):
         words = keys.split("+")
         if keys.endswith("+"):  # the last key is plus itself
@@ -313,7 +314,8 @@ def _key(keys: str | list[str]) -> Key:
 
 
 def _x_name(key: str, *, alone: bool) -> str:
-    """Return the X name of a key. A letter that is pressed with other keys is in lower case, as X names the key."""
+    """Return the X name of a key. A letter that is pressed together with other keys is in lower case, because this is
+    the key's X name."""
     return _KEYS.get(key.lower()) or (key if alone or len(key) > 1 else key.lower())
 
 
@@ -324,5 +326,5 @@ def _given(value: Any, name: str) -> Any:
 
 
 def _checked(kind: Any, **fields: Any) -> Any:
-    """Return an action whose fields have been checked. Raises ValueError."""
+    """Return an action of the type `kind` after checking its fields. Raises ValueError."""
     return msgspec.convert(fields, kind)

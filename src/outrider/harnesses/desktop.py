@@ -2,7 +2,7 @@
 keyboard.
 
 The option `run` opens the programs to be used. Invariants: a call acts on the screen of its own sandbox or not at all;
-for a mistake of the model, the result is an explanation; only a broken sandbox raises.
+a mistake of the model gives an explanation as the result; an exception is raised only for a broken sandbox.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ ready xdotool get_num_desktops
 
 
 class DesktopOptions(Spec):
-    """The size of the screen in pixels, and a shell command that opens the programs and ends when they are visible.
-    `actions` names the vendor whose computer tool the model has instead of the tools in ACTIONS."""
+    """The size of the screen in pixels, and a shell command that opens the programs and ends when they are visible. If
+    `actions` names a vendor, the model has the vendor's computer tool instead of the tools in ACTIONS."""
 
     width: Annotated[int, Field(ge=64, le=4096)] = 1024
     height: Annotated[int, Field(ge=64, le=4096)] = 768

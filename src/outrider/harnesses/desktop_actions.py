@@ -1,4 +1,4 @@
-"""The actions of an agent on a desktop: a look at the screen, and the use of mouse and keyboard.
+"""The actions of an agent on a desktop: looking at the screen, and using the mouse and the keyboard.
 
 The docstring of an action in `ACTIONS` is its description for a model. Actions with pixels name them in `pixels`.
 """
@@ -75,7 +75,7 @@ class Wait(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Press(msgspec.Struct):
-    """Press or release a button of the mouse, or click with it, where the mouse is."""
+    """Press, release or click a button of the mouse at the mouse's position."""
 
     button: Button
     event: Literal["mousedown", "mouseup", "click"]

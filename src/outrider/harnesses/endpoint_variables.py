@@ -1,5 +1,5 @@
-"""The environment variables of a session: its model endpoint, under the names that the vendors' programs read, its ids
-and its folders.
+"""The environment variables of a session: its model endpoint (under the names that the vendors' programs read), its
+ids, and its folders.
 
 Invariant: no task can set these variables.
 """
@@ -10,13 +10,13 @@ from outrider.harnesses.base import ModelEndpoint, SessionFolders, SessionIds
 
 
 def folder_environment(folders: SessionFolders) -> dict[str, str]:
-    """Return the variables from which agents for Outrider read the folders of their session."""
+    """Return the variables with the session's folders, for agents that are written for Outrider."""
     return {"OUTRIDER_ARTIFACTS": folders.artifacts, "OUTRIDER_LOGS": folders.logs}
 
 
 def endpoint_environment(endpoint: ModelEndpoint, instruction: str, ids: SessionIds) -> dict[str, str]:
-    """Return the variables from which agent programs of all vendors read the endpoint and the instruction, and agents
-    for Outrider the ids of their attempt."""
+    """Return the variables with the endpoint and the instruction, for the agent programs of all vendors, and with the
+    ids of the attempt, for agents that are written for Outrider."""
     base, key = endpoint.base_url, endpoint.api_key
     return {
         "OPENAI_BASE_URL": f"{base}/v1",

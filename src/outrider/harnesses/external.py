@@ -13,7 +13,7 @@ from outrider.sandbox.runtimes.base import Availability
 
 
 class ExternalHarness:
-    """Has nothing to install and nothing to run."""
+    """A harness with nothing to install and nothing to run."""
 
     def available(self) -> Availability:
         return Availability(ok=True, detail="")

@@ -83,7 +83,7 @@ def installation(preset: Preset) -> Installation | None:
 
 def install(name: str, progress: Progress | None = None, *, version: str | None = None) -> Path:
     """Install a preset's program if it is missing, and return its folder. `progress` is called with a line for each
-    step. `version` is another version than the pinned one, which stays beside it.
+    step. `version` is another version than the pinned one. Other installed versions are kept.
 
     Raises InvalidField if the preset has no program to install, and HarnessUnavailable if a step fails.
     """
@@ -164,7 +164,7 @@ def _install_command(preset: Preset) -> str:
 
 
 def _node_needed(prefix: Path, recipe: Install) -> str | None:
-    """Return a hint with the versions of Node.js that an npm package asks for; None if the package does not say."""
+    """Return a hint with the versions of Node.js that an npm package asks for; None if the package names none."""
     package = recipe.packages[0].removesuffix(f"@{recipe.version}")
     try:
         manifest = json.loads((prefix / "node_modules" / package / "package.json").read_text("utf-8"))

@@ -1,8 +1,9 @@
 """The tools of a task's MCP servers, for in-process agents. The servers run in the sandbox.
 
-The client is the package `mcp`, an extra that is imported late. A runtime has no process with open pipes, so the server
-reads and writes two named pipes: a live shell reads one line after another, and a command writes each message.
-Invariant: the servers end with the block of `mcp_tools`, and an exception of the block is passed on as it is.
+The client is the package `mcp`, an extra that is imported late. A runtime cannot keep the pipes of a process open, so
+the server reads and writes two named pipes. A live shell reads the server's lines one after another, and each message
+to the server is written by a command of its own. Invariant: the servers end with the block of `mcp_tools`, and an
+exception of the block is passed on as it is.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ mkdir -p {folder} && rm -f {folder}/in {folder}/out && mkfifo {folder}/in {folde
 (. {folder}/start) <>{folder}/in >{folder}/out 2>{folder}/err &
 exec 4<{folder}/out
 """
-"""Starts a server in the background. The server's input is open for writing, too, so that the input has no end. The
-shell waits until the server's output is open."""
+"""Starts a server in the background. The server itself also opens its input for writing, so that the input never ends.
+The shell waits until the server's output is open."""
 NEXT = """IFS= read -r line <&4 && printf '%s\\n' "$line\""""
 SEND = 'cat > "$0"'
 
@@ -134,7 +135,7 @@ def _tool(session: ClientSession, server: McpServer, found: Any) -> Tool:
     async def call(context: HarnessContext, arguments: Mapping[str, Any]) -> str:
         try:
             result = await session.call_tool(found.name, dict(arguments))
-        except Exception as error:  # an error of the server, whose results the model sees, or of the connection
+        except Exception as error:  # an error of the server, which the model sees as the result, or of the connection
             # In a broken sandbox this command raises RuntimeFailure.
             await context.runtime.exec(["true"], seconds=PROBE_SECONDS)
             return f"the MCP server {server.name} failed: {error or type(error).__name__}"

@@ -1,7 +1,7 @@
 """Finds out why a program could not be started in a sandbox: which file is missing, and how to change the task.
 
-This module changes nothing. Invariant: a program, interpreter or loader is reported as missing only after a check in
-the sandbox, a library if the dynamic loader has printed so; for an unknown cause the result is None.
+This module changes nothing. Invariant: a program, an interpreter or a loader is reported as missing only after a check
+in the sandbox, and a library only if the dynamic loader has printed this; for an unknown cause the result is None.
 """
 
 from __future__ import annotations

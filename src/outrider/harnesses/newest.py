@@ -1,6 +1,6 @@
 """Finds the newest version of a preset's program in its registry, and writes a new pin into a preset's file.
 
-The registries are asked by their ordinary clients: npm, uv, pip. All functions of this module block.
+The registries are queried by their ordinary clients: npm, uv, pip. All functions of this module block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REGISTRIES = {"npm": "the npm registry", "pip": "the Python package index"}
 def newest_version(preset: Preset, say: Progress) -> str:
     """Return the newest version of the preset's program that its registry offers.
 
-    Raises InvalidField for a preset without a program, and HarnessUnavailable if the registry cannot be asked.
+    Raises InvalidField for a preset without a program, and HarnessUnavailable if the query fails.
     """
     recipe = preset.install
     if recipe is None:
@@ -59,7 +59,7 @@ def pin_file(preset: Preset) -> Path:
 
 
 def write_pin(preset: Preset, version: str) -> None:
-    """Write another version into the file of a preset. Raises InvalidField as `pin_file`."""
+    """Write another version into the file of a preset. Raises InvalidField like `pin_file`."""
     path = pin_file(preset)
     pinned = preset.install
     assert pinned is not None

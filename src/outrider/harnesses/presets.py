@@ -28,7 +28,8 @@ DIALECT = "dialect"
 """Name of the option that selects the dialect of a preset with several dialects."""
 
 MAX_ARGUMENT = 100_000
-"""Maximum bytes of a text that becomes a part of an argument or variable: Linux refuses any above 128 KiB."""
+"""Maximum bytes of a text that becomes a part of an argument or variable. Linux refuses arguments and variables above
+128 KiB."""
 
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+-]{0,63}")
 
@@ -46,7 +47,8 @@ _TYPES: dict[str, type | UnionType] = {
 _CALLED = {"integer": "an integer", "names": "a list of names", "template": "a string"}
 
 _NAME = re.compile(r"(?!-)[^\s,\"'\\{}\x00-\x1f]{1,256}")
-"""A name in an option of type `names`: no character with a meaning in the lists and settings that hold the name."""
+"""A name in an option of type `names`. The name has no character with a special meaning in the lists and settings into
+which the name is written."""
 
 
 class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -157,8 +159,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     and {dialect.x} is word x of the chosen dialect's entry in `words`, which may use the endpoint's placeholders.
     `logs` are the program's log files, as shell patterns below HOME: the end of the newest file is added to the
     program's output. `nonzero_exit` is the meaning of a non-zero exit code after the model has replied: see
-    NonzeroExit. `mcp` and `skills` are the ways in which the program gets MCP servers and skills; None for a program
-    that has none.
+    NonzeroExit. `mcp` and `skills` are the ways in which the program gets MCP servers and skills; None if the program
+    does not support them.
     """
 
     name: str
@@ -203,7 +205,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def at_version(self, version: str | None, *, field: str = "version") -> Preset:
         """Return the preset with another version of its program; for None the preset itself. Raises InvalidField if the
-        preset has no program, or for a text that is no version."""
+        preset has no program, or if the text is not a version."""
         if version is None:
             return self
         if self.install is None:
@@ -213,7 +215,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return msgspec.structs.replace(self, install=self.install.at_version(version))
 
     def with_options(self, values: Mapping[str, OptionValue]) -> Preset:
-        """Return the preset with everything that is added for the options in `values`."""
+        """Return the preset with the arguments, variables and files for the options in `values`."""
         given = [option for name, option in self.options.items() if name in values]
         files = {file.path: file for file in self.files}
         for path, text in (each for option in given for each in option.files.items()):

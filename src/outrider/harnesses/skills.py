@@ -31,7 +31,7 @@ for folder in "$@"; do
   cp -RL -- "$folder" "$0/$name" || exit 1
 done
 """
-"""Shell script that copies folders into the folder $0. Exit code 3: the name that is printed is taken."""
+"""Shell script that copies folders into the folder $0. Exit code 3 means that the printed name is taken already."""
 TAKEN = 3
 
 _HEAD = re.compile(r"\A---[ \t]*\r?\n(?P<lines>.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
@@ -48,7 +48,7 @@ class Skill(msgspec.Struct, frozen=True, kw_only=True):
 
 async def find_skills(runtime: Runtime, paths: Sequence[str]) -> list[Skill]:
     """Return the skills at the paths of a task. Raises InvalidField for a path without skills and for a SKILL.md that
-    programs do not read."""
+    agent programs cannot read."""
     found: list[Skill] = []
     for number, path in enumerate(paths):
         field = f"{FIELD}.{number}"

@@ -14,12 +14,12 @@ from outrider.wire.http_connections import Buffer, Connections, Response
 from outrider.wire.http_server import Application, Message, Scope
 
 KEPT = (b"authorization", b"host", b"origin")
-"""Headers of the caller that the calls of the tools have, too: access control reads them."""
+"""Headers of the caller that are copied to the tools' calls, because access control reads them."""
 
 
 class InnerClient(AsyncClient):
-    """A client that calls an application in this process, for the caller of the request `scope`. A busy service is not
-    asked again."""
+    """A client that calls an application in this process, for the caller of the request `scope`. A call is not repeated
+    if the service is busy."""
 
     def __init__(self, app: Application, scope: Scope) -> None:
         super().__init__(patience=0)
@@ -101,4 +101,4 @@ class _InnerResponse(Response):
 
 async def _received(body: bytes) -> AsyncIterator[dict[str, Any]]:
     yield {"type": "http.request", "body": body, "more_body": False}
-    await asyncio.get_running_loop().create_future()  # the caller's connection ends the outer call
+    await asyncio.get_running_loop().create_future()  # waits for ever: the outer call ends with the caller's connection

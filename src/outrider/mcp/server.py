@@ -36,7 +36,8 @@ INSTRUCTIONS = (
 
 def mcp_server(client: AsyncClient, may: Callable[[Role], bool] | None = None) -> Server[Any]:
     """Return a server whose tools call the service through `client`. Tools for whose role `may` is false are not
-    listed, and are refused. Without `may` the service is asked for the caller's roles, and refuses calls itself."""
+    listed, and are refused. Without `may`, the caller's roles are requested from the service, which also refuses calls
+    itself."""
     tools = {tool.name: tool for tool in TOOLS}
 
     async def list_tools(context: Any, asked: Any) -> types.ListToolsResult:
@@ -55,7 +56,7 @@ def mcp_server(client: AsyncClient, may: Callable[[Role], bool] | None = None) -
                 )
             text = enclosed(await tool.call(client, tool.read(asked.arguments or {})), more=tool.more)
         except OutriderError as error:
-            # The message of an error may have text of the caller or of a task, too.
+            # The message of an error may also have text of the caller or of a task.
             return types.CallToolResult(
                 content=[
                     types.TextContent(type="text", text=enclosed(error_text(error.record()), more="ask for less"))
@@ -92,8 +93,9 @@ def mcp_server(client: AsyncClient, may: Callable[[Role], bool] | None = None) -
 
 
 async def _roles(client: AsyncClient) -> frozenset[Role]:
-    """Return the roles that the caller of the service may act in. If they are unknown, because the service is away, old
-    or refuses the token, the tools that read are listed: a call of one gives the error with its hint."""
+    """Return the roles that the caller of the service may act in. If the roles are unknown, because the service does
+    not reply, is old or refuses the token, the tools that only read are listed. A call of such a tool then returns the
+    error with its hint."""
     reading: frozenset[Role] = frozenset({"read"})
     with suppress(OutriderError):
         return reading | frozenset((await client.status()).may)

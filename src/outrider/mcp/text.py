@@ -25,8 +25,8 @@ MAX_ITEMS = 100
 
 
 def enclosed(text: str, *, more: str) -> str:
-    """Return `text`, cut to MAX_RESULT characters, between two lines that mark the text as untrusted data. `more` is
-    the advice how to get what was cut."""
+    """Return `text`, cut to MAX_RESULT characters, between two lines that mark the text as untrusted data. `more`
+    advises how to get the part that was cut off."""
     mark = secrets.token_hex(8)
     shown, rest = text[:MAX_RESULT], len(text) - MAX_RESULT
     cut = f"\ncut: {rest} more characters are not shown; {more}" if rest > 0 else ""
@@ -59,7 +59,7 @@ def error_text(error: ErrorRecord) -> str:
 
 def session_text(session: SessionView, turns: Iterable[TurnView], *, first: int, limit: int) -> str:
     """Return a session with its turns from number `first` as text, each text cut to `limit` characters. If not all
-    turns fit, the last line names the next one."""
+    turns fit, the last line names the next turn."""
     lines = [f"session {session.id} · group {session.group_id} · attempt {session.attempt} · {session.state.value}"]
     lines += _ending(session, limit)
     size = sum(map(len, lines))

@@ -1,7 +1,7 @@
 """The tools of the MCP server: the arguments of each, the role that it needs, and the call of the service behind it.
 
-The tools use the client of the control API only, so that the service checks the token, role and tenant of each call as
-of any other. The module does not depend on the package `mcp`.
+The tools use the client of the control API only, so that the service checks the token, role and tenant of each call
+like those of any other call. The module does not depend on the package `mcp`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NoArguments(Spec):
 
 
 class ListArguments(Spec):
-    """A filter: every given field must hold. `after` is the `after` of the page before."""
+    """A filter: every given field must match. `after` is the `after` of the previous page."""
 
     state: Annotated[
         list[Name],
@@ -49,7 +49,7 @@ class ListArguments(Spec):
 
 
 class ShowArguments(Spec):
-    """A session, and the part of its turns that is wanted."""
+    """A session, and the requested part of its turns."""
 
     session: Annotated[Name, Field(description="id of the session, s-...")]
     first_turn: Annotated[int, Field(ge=0)] = 0
@@ -57,7 +57,7 @@ class ShowArguments(Spec):
 
 
 class TimelineArguments(Spec):
-    """A session, and the spans that are wanted."""
+    """A session, and the requested spans."""
 
     session: Annotated[Name, Field(description="id of the session, s-...")]
     attempt: Annotated[int, Field(ge=1)] | None = None

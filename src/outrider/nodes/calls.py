@@ -95,7 +95,7 @@ class PendingCall(Generic[R]):
 
 class LinkCalls:
     """One end of a connection. `handlers` carry out the peer's calls, in tasks made by `spawn`; `peer` describes the
-    peer in errors and log lines. `elsewhere`: see `framed`."""
+    peer in errors and log lines. For `elsewhere`, see `framed`."""
 
     def __init__(
         self,

@@ -51,8 +51,8 @@ ModelName = Name | None
 class NodeSetup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     """The service's first message: the node's settings. `config` is the JSON of the settings, without secrets; `path`
     is Python's module search path; `capacity` is the machine's capacity for all its nodes; `level` is the log level;
-    `json_log`: the log's lines are JSON. `file` is the path of the settings file on the node's machine, "" for
-    none. `folders` is for a node on another machine: the contents of the service's folders that the settings name,
+    `json_log` is True if the log's lines are JSON. `file` is the path of the settings file on the node's machine, ""
+    for none. `folders` is for a node on another machine: the contents of the service's folders that the settings name,
     as bytes by folder and file name."""
 
     name: str
@@ -180,8 +180,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
 
 class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
     """The present state of the node. `uses` is the node's use of the engines, by model and engine. `images` are the
-    names of the images on the node's machine, or None for a node on the service's machine. `counts` is what the node
-    has counted since its start."""
+    names of the images on the node's machine, or None for a node on the service's machine. `counts` are the node's
+    counts since its start."""
 
     stats: NodeStats
     uses: Annotated[tuple[ModelUses, ...], msgspec.Meta(max_length=256)]
@@ -299,7 +299,7 @@ class Leaving(msgspec.Struct, tag="leaving", frozen=True):
 
 
 def framed(message: object, *, elsewhere: bool = False) -> bytes:
-    """Encode a message, or the value of a reply. `elsewhere`: the sender is a node on another machine. Raises
+    """Encode a message, or the value of a reply. `elsewhere` is True if the sender is a node on another machine. Raises
     ServiceError for a message that is too long, has values that MessagePack cannot represent, or has more values than
     the service accepts."""
     kind = type(message.request if isinstance(message, CallRequest) else message).__name__

@@ -98,8 +98,8 @@ class ServiceParts(msgspec.Struct, frozen=True):
 class RemoteNode:
     """The service's proxy for a node in another process; implements `sessions.attempt.Node`. A node has at most one
     connection at a time, and may have several one after another. Until the node's first report its capacity is 0.
-    `elsewhere`: the node is on another machine, and cannot reach engines on this machine. `dialled`: the node opened
-    the connection, and may be any program that has a node's token."""
+    `elsewhere` is True if the node is on another machine and cannot reach engines on this machine. `dialled` is True if
+    the node opened the connection; it may then be any program that has a node's token."""
 
     def __init__(
         self, name: str, machine: str, parts: ServiceParts, *, elsewhere: bool = False, dialled: bool = False
@@ -174,7 +174,7 @@ class RemoteNode:
         return msgspec.structs.replace(self._stats, capacity=capacity, resources=self._parts.resources.stats())
 
     def counts(self) -> NodeCounts:
-        """Return the sum of what the node's processes have counted."""
+        """Return the sum of the counts of the node's processes."""
         return self._counted_before.plus(self._counted)
 
     def has_image(self, runtime: RuntimeSpec) -> bool:

@@ -50,11 +50,11 @@ log = logging.getLogger("outrider.relay")
 
 RECONNECTING = RetryPolicy(first=1.0, longest=60.0)
 CONNECT_SECONDS = 20.0
-"""Maximum seconds of a connection's beginning, up to the proxy's acknowledgement."""
+"""Maximum seconds from the start of a connection to the proxy's acknowledgement."""
 CLOSE_SECONDS = 2.0
 PING_SECONDS = 30.0
 SILENT_SECONDS = 90.0
-"""A connection without a message for so long is closed, because both sides ping each PING_SECONDS."""
+"""A connection is closed after this many seconds without a message. Both sides send a ping every PING_SECONDS."""
 MAX_FRAME = 100 << 20
 """Maximum bytes of a message, by the protocol."""
 NO_HELLO, NOT_SERVED = 4001, 4002
@@ -107,7 +107,7 @@ class ProxyWorker:
     """A worker for the proxy at `url` (`http://host:port`, or `https`).
 
     `engine` takes token ids; the caller starts and closes the engine. `renderer` is that of the engine's model.
-    `max_tokens` is the limit of a reply for which the proxy sets none. `facts` are further values of every response:
+    `max_tokens` is the limit of a reply if the proxy sets no limit. `facts` are further values of every response:
     `node_id`, `gpu_id` and `rank_info` of the protocol. `token` is a bearer token for a proxy that requires one, and
     `ca` a PEM file with the authority of the proxy's certificate. `reconnecting` are the waits between attempts to
     connect.
@@ -168,8 +168,8 @@ class ProxyWorker:
                 failed += 1
 
     async def _serve(self, http: aiohttp.ClientSession) -> None:
-        """Run one connection to its end. Raises _Ended, aiohttp.ClientError and OSError. The calls of the connection
-        have then ended."""
+        """Run one connection to its end. Raises _Ended, aiohttp.ClientError and OSError. At that time the calls of the
+        connection have ended."""
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
         async with asyncio.timeout(CONNECT_SECONDS):
@@ -183,7 +183,7 @@ class ProxyWorker:
                     self.attached.clear()
                     for task in running:
                         task.cancel()
-        except ExceptionGroup as group:  # of one connection: each of its errors ends the connection
+        except ExceptionGroup as group:  # the errors of one connection, each of which ends it
             raise group.exceptions[0] from None
         finally:
             await shielded(partial(socket.close))
@@ -303,8 +303,8 @@ class ProxyWorker:
         }
 
     def _prompt(self, messages: list[Message], tools: list[ToolSpec], known: list[int] | None) -> list[int]:
-        """Return the ids of the prompt: the `known` ids and those of the messages after the last reply or, if the
-        family cannot append these messages to the known ids, a rendering of all messages. Raises RequestError."""
+        """Return the ids of the prompt: the `known` ids, followed by the ids of the messages after the last reply. If
+        the family cannot append these messages to the known ids, all messages are rendered. Raises RequestError."""
         if known and known[-1] in self._renderer.stop_ids:
             replies = [at for at, message in enumerate(messages) if message.role is Role.ASSISTANT]
             new = messages[replies[-1] + 1 :] if replies else []
@@ -314,7 +314,7 @@ class ProxyWorker:
         return self._renderer.render(messages, tools)
 
     def _sampling(self, call: _Call) -> SamplingParams:
-        """Return the sampling parameters of a call; those that the call leaves out have the protocol's defaults."""
+        """Return the sampling parameters of a call. Missing parameters have the protocol's defaults."""
         stop = (call.stop,) if isinstance(call.stop, str) else tuple(call.stop or ())
         given: dict[str, Any] = {
             "temperature": call.temperature,
@@ -357,8 +357,8 @@ def _decoded(data: str | bytes) -> _Frame:
 
 
 def _versions(spans: tuple[VersionSpan, ...]) -> dict[str, Any]:
-    """Return the keys with the policy versions of a reply: the lowest version, and all spans if there are several. An
-    engine that reports no version leaves the version to the proxy."""
+    """Return the keys with the policy versions of a reply: the lowest version, and all spans if there are several. If
+    the engine reports no version, `weight_version` is None, and the proxy determines the version."""
     if not spans:
         return {"weight_version": None}
     lowest = {"weight_version": min(span.version for span in spans)}

@@ -15,7 +15,8 @@ __all__ = ["open_sandbox"]
 
 
 def __getattr__(name: str) -> object:
-    """Import `open_sandbox` on first use: it imports the whole package, and most importers need only one module."""
+    """Import `open_sandbox` on first use, because this import loads the whole package, and most importers need only one
+    module."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from outrider.sandbox import standalone

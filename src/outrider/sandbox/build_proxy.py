@@ -102,7 +102,7 @@ class BuildProxy:
         return BuildPassage(ProxyRoute(server=ProxiedServer(host=request.host, port=request.port, internal=True)))
 
     def refuse(self, request: RequestHead, reason: str) -> None:
-        """See `ProxyGate`. A build keeps only hosts that no option names."""
+        """See `ProxyGate`. Only hosts that no option names are recorded."""
 
 
 class BuildPassage:

@@ -58,7 +58,7 @@ class Sandbox:
         door: Door | None = None,
     ) -> None:
         """`field` is the spec's field in the task. The start is counted in `starts`. `door` is the sandbox's network,
-        at the context's `gateway_socket`; None without one."""
+        which listens at the context's `gateway_socket`, or None for a sandbox without a network."""
         self.runtime = runtime
         self.door = door
         self._door_at = context.gateway_socket
@@ -148,8 +148,8 @@ class Sandbox:
 class Sandboxes:
     """Makes the sandboxes of a node. `paths` are the files of this machine that tasks may name. `background` runs the
     tasks that start sandboxes for grading and that pull images, and records the failures of the warm pool. `pull` are
-    the beginnings of image references that may be pulled when a session wants them. `network` are the operator's rules,
-    by default without any network. The model gateway listens on `gateway_socket`, and at the URL set by
+    the prefixes of the image references that may be pulled when a session needs the image. `network` are the operator's
+    rules, by default without any network. The model gateway listens on `gateway_socket`, and at the URL set by
     `gateway_at`."""
 
     def __init__(
@@ -224,8 +224,8 @@ class Sandboxes:
             raise
 
     async def _with_door(self, spec: RuntimeSpec, kind: RuntimeKind) -> tuple[RuntimeSpec, Door | None]:
-        """Return the spec with the variables of its network, and the door of its sandbox. Raises InvalidField for a
-        network that is not allowed, or that the kind cannot have."""
+        """Return the spec with the variables for its network, and the door of its sandbox. Raises InvalidField for a
+        network that is not allowed, or if the kind supports no network."""
         network = spec.network
         if network is None:
             return spec, None

@@ -1,6 +1,6 @@
 """One sandbox without a service: `open_sandbox`.
 
-Invariant: when the block ends, the sandbox is stopped, and nothing of it is left on the machine.
+Invariant: when the block ends, the sandbox is stopped, and no file or process of the sandbox is left on the machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def open_sandbox(
     """Start a sandbox, run the prepare steps of `spec`, and stop the sandbox when the block ends. The sandbox has no
     model endpoint. `paths` are the files of this machine that `spec` may name; by default none. `gateway` opens a
     server at a Unix socket; `Runtime.endpoint` then leads to this server. `network` are the rules for the destinations
-    that `spec` may name, by default none; in the block the sandbox has those of the agent's phase.
+    that `spec` may name, by default none; in the block the sandbox has the network of the agent's phase.
 
     Raises InvalidField and RuntimeUnavailable for a spec that cannot work here, RuntimeFailure for a failed start or
     prepare step, and whatever the block raises.

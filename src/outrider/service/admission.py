@@ -134,13 +134,13 @@ async def stored_group(store: Store, group_id: str) -> StoredGroupSpec:
 
 
 def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
-    # The nesting is checked first, and level by level, so that no value can overflow the stack.
+    # The nesting is checked first, one level at a time, so that no value can overflow the stack.
     level: list[tuple[Location, Any]] = [((), value)]
     for _ in range(MAX_DEPTH):
         below: list[tuple[Location, Any]] = []
         for path, outer in level:
             if isinstance(outer, Mapping):
-                rewards = kind is ReportSpec and path in (("turns",), ("rows",))  # one for each turn or row
+                rewards = kind is ReportSpec and path in (("turns",), ("rows",))  # a list: one for each turn or row
                 if len(outer) > MAX_NAMES and "options" not in path and not rewards:
                     raise InvalidField(
                         f"has {len(outer)} fields; no object has more than {MAX_NAMES}", field=_shown(path)
@@ -158,7 +158,7 @@ def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
         # For an invalid prepare step, pydantic reports the errors of every kind of step that it has tried. The kind
         # with the fewest errors is most likely the intended kind.
         counts = Counter(_step_kind_tried(details["loc"]) for details in errors)
-        # An unknown field comes first: the unknown field may be a missing field, misspelt.
+        # An unknown field comes first, because it may be the misspelt name of a missing field.
         rank = {"extra_forbidden": 0, "missing": 2}
         chosen = min(
             errors, key=lambda details: (counts[_step_kind_tried(details["loc"])], rank.get(details["type"], 1))
@@ -245,9 +245,9 @@ def check_group(
 
     `paths` are the host's files that a task may name, and `endpoints` the external graders. If `here` is true, sessions
     run on this machine, and the machine's runtimes and harnesses are checked, too. Other machines check their own
-    runtimes and harnesses when a session starts there. `pull` are the beginnings of image references that are pulled
-    when a session wants them; such an image need not be here. Raises InvalidField, RuntimeUnavailable or
-    HarnessUnavailable.
+    runtimes and harnesses when a session starts there. `pull` are prefixes of image references. An image whose
+    reference has such a prefix is pulled when a session needs it, so it need not be on this machine. Raises
+    InvalidField, RuntimeUnavailable or HarnessUnavailable.
     """
     task = spec.task
     runtimes = runtimes_of(task)

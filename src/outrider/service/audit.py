@@ -67,7 +67,7 @@ class AuditLog:
         try:
             size = os.fstat(file).st_size
             try:
-                while line:  # a disk that is almost full takes a part of the line first, and fails at the rest
+                while line:  # an almost full disk takes a part of the line before a write fails
                     line = line[os.write(file, line) :]
             except OSError:
                 os.ftruncate(file, size)

@@ -49,8 +49,8 @@ class BackPressure:
         self._ends.append(self._clock())
 
     async def check(self, group: GroupRow) -> None:
-        """Count the group as accepted, or raise QueueFull. A group whose idempotency key is known was accepted before,
-        and is not refused."""
+        """Count the group as accepted, or raise QueueFull. A group with a known idempotency key was accepted earlier,
+        so it is not refused."""
         length = await self._count()
         waiting = length.sessions + self._added
         if waiting >= self._bound:

@@ -67,8 +67,8 @@ NOT_REFUSED = frozenset({408, 425, 429})
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """The reason why a push failed. `refused`: the receiver is unlikely to accept another try, or its address is wrong.
-    `wait`: seconds before the next try, as requested by the receiver."""
+    """The reason why a push failed. `refused` is True if the receiver is unlikely to accept another try, or its address
+    is wrong. `wait` is the number of seconds before the next try that the receiver has requested."""
 
     fault: str
     refused: bool = False
@@ -108,7 +108,7 @@ class Deliverer:
         self._translators: dict[str, Translate] = {}
 
     def translate(self, system: str, translate: Translate) -> None:
-        """Make the bodies for groups of this system's clients with `translate`."""
+        """Use `translate` to make the bodies for groups that clients of `system` have submitted."""
         self._translators[system] = translate
 
     def wake(self) -> None:
@@ -253,7 +253,7 @@ class Deliverer:
         except TimeoutError:
             return Failure(f"the receiver did not answer within {TRY_SECONDS:.0f} s")
         except (aiohttp.InvalidURL, ValueError):
-            # aiohttp raises one or the other. The error's text is left out, because its URL may be secret.
+            # aiohttp raises errors of both kinds. The error's text is left out, because it may contain a secret URL.
             return Failure("the callback URL cannot be used", refused=True)
         except (aiohttp.ClientError, OSError) as error:
             return Failure(storable((str(error) or type(error).__name__)[:MAX_FAULT]))

@@ -1,8 +1,8 @@
 """The metrics of a service: their names (`FAMILIES`), and their values now (`ServiceMetrics.read`).
 
-Most values are read from the parts of the service when they are asked for. `metrics_counts.py` has what is counted
-meanwhile, and `metrics_text.py` writes the values as text. Invariants: `read` gives values of these families only;
-no label has a value that a client or an agent has made up, and a family has a bounded number of values.
+Most values are read from the parts of the service at the time of the request. `metrics_counts.py` has the counters, and
+`metrics_text.py` writes the values as text. Invariants: `read` gives values of these families only; no client or agent
+chooses the value of a label, and a family has a bounded number of values.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSources:
-    """The parts of a service whose state the metrics are. `call_failures` are those of the service's own gateway;
+    """The parts of a service from which the metrics are read. `call_failures` are those of the service's own gateway;
     `engines`, `policy` and `failing` return the present status; `queue_limit` is the setting queue.sessions."""
 
     store: Store
@@ -258,7 +258,8 @@ class MetricSources:
 
 
 class ServiceMetrics:
-    """Reads the metrics of a service. Of nodes and engines beyond MOST_NAMED the values are added up."""
+    """Reads the metrics of a service. Nodes and engines beyond MOST_NAMED have no values of their own; the sum of their
+    values is one value."""
 
     def __init__(self, sources: MetricSources) -> None:
         self._sources = sources
@@ -266,7 +267,7 @@ class ServiceMetrics:
         """What nodes had counted that have left."""
 
     def note_departure(self, node: Node) -> None:
-        """Keep what a node has counted, because counters must not go down when the node leaves."""
+        """Keep the counts of a node that leaves, because counters must not decrease."""
         self._left = self._left.plus(node.counts())
 
     def totals(self) -> Totals:
@@ -314,7 +315,8 @@ class ServiceMetrics:
             ("outrider_session_errors", counts.errors),
             ("outrider_failed_attempts", counts.failed_attempts),
         ):
-            # An error is listed with a 0 before it occurs, because `rate` and `increase` ignore the first value.
+            # Every error has the value 0 before it occurs, because `rate` and `increase` ignore the first value of a
+            # series.
             zeros = {(boundary, code): 0 for code, boundary in known_codes().items()}
             for (boundary, code), number in (zeros | errors).items():
                 yield Value(family, (boundary.value, code), number)
@@ -358,7 +360,7 @@ class ServiceMetrics:
             for engine in statuses
             for value in _engine_values(engine, engine.name if engine.name in named else OTHER)
         )
-        # An engine that was removed has counts, too: they are added to those of all others.
+        # The counts of an engine that was removed are kept, in the sum of all engines without a name.
         yield from _added_up(
             value
             for name, engine in counts.engines.items()
@@ -381,7 +383,7 @@ class ServiceMetrics:
 
     def _counted_by_nodes(self) -> Iterator[Value]:
         counts, codes = self._all_counts(), known_codes()
-        # Nodes may be programs of others: names that this service does not have are counted together.
+        # A joined node may report any names, so unknown dialects, codes and runtimes are counted together.
         failed: dict[Labels, int] = {(dialect, "engine_unavailable"): 0 for dialect in DIALECT_NAMES}
         for dialect, of_dialect in counts.failed_calls.items():
             for code, number in of_dialect.items():

@@ -1,8 +1,8 @@
 """Counts of a service's model calls, sessions and groups since its start, for the metrics.
 
-Each call costs a few additions (`note_turn`). Invariant: the memory is bounded. Names come from fixed sets, or are
-engines of the service, at most MOST_NAMED; what is remembered about sessions and groups under way is bounded by
-MOST_REMEMBERED and PROMPT_BYTES. The oldest entries are dropped first.
+A call takes only a few additions (`note_turn`). Invariant: the memory is bounded. Names come from fixed sets or are the
+names of at most MOST_NAMED engines. The records of sessions and groups that have not ended are bounded by
+MOST_REMEMBERED and PROMPT_BYTES; the oldest records are dropped first.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ V = TypeVar("V")
 MOST_NAMED = 200
 """Maximum number of engines, and of nodes, with a name of their own in the metrics. All others are counted together."""
 MOST_REMEMBERED = 100_000
-"""Maximum number of sessions under way, and of groups under way, about which something is remembered."""
+"""Maximum number of sessions, and of groups, that have not ended and have a record."""
 PROMPT_BYTES = 32 << 20
-"""Maximum bytes of the first prompts that are remembered for comparison with the prompts of siblings."""
+"""Maximum bytes of the first prompts that are kept, to compare them with the prompts of siblings."""
 INPROCESS = "inprocess"
 """The name of the dialect of agents in the service's own process."""
 DIALECT_NAMES = (*(dialect.name for dialect in DIALECTS), INPROCESS, OTHER)
@@ -52,7 +52,7 @@ class DialectCounts:
 
 class EngineCounts:
     """The calls answered by one engine. `cached_tokens` of `reported_tokens` prompt tokens were in the engine's prefix
-    cache; `reported_tokens` has the prompts of the calls for which the engine has reported this."""
+    cache; `reported_tokens` counts only the prompts of calls for which the engine has reported the cached tokens."""
 
     __slots__ = ("cached_tokens", "calls", "prompt_tokens", "reported_tokens", "seconds")
 
@@ -65,7 +65,7 @@ class EngineCounts:
 
 
 class _Versions:
-    """The lowest and the highest policy version that sampled tokens of a session's newest attempt."""
+    """The lowest and the highest policy version among the sampled tokens of a session's newest attempt."""
 
     __slots__ = ("attempt", "high", "low")
 
@@ -179,7 +179,7 @@ class ServiceCounts:
             self.stage_seconds[stage] += getattr(result.seconds, stage)
         self.samples += result.samples
         tokens = result.tokens
-        if result.regrades is None:  # a run that is graded again was counted before
+        if result.regrades is None:  # a run that is graded again was counted in its first session
             self.model_seconds += result.model_seconds
             self.tool_seconds += max(0.0, result.seconds.run - result.model_seconds)
             self.turns.add(result.turns)
@@ -209,7 +209,8 @@ class ServiceCounts:
         return sum(self.ended.values())
 
     def _engine(self, name: str) -> EngineCounts:
-        """Return the counts of an engine that has none yet: its own, or those of all others."""
+        """Return the counts for an engine that has none yet: new counts of its own, or the shared counts of all further
+        engines."""
         if len(self.engines) > MOST_NAMED or not self._has_engine(name):
             return self.engines[OTHER]
         return self.engines.setdefault(name, EngineCounts())
@@ -232,7 +233,7 @@ class ServiceCounts:
             self._prompt_bytes += len(prompt)
             while self._prompt_bytes > PROMPT_BYTES:
                 self._forget_prompt(next(iter(self._prompts)))
-        elif known[0] != session_id:  # a new attempt of the same session is no sibling
+        elif known[0] != session_id:  # a new attempt of the same session is not a sibling
             self.shared_prompt_tokens += common_length(known[1], prompt)
 
     def _forget_prompt(self, key: str) -> None:
@@ -255,7 +256,7 @@ def common_length(first: bytes, second: bytes) -> int:
 
 
 def _siblings(session_id: str) -> str:
-    """Return the beginning that the ids of a group's sessions have in common."""
+    """Return the part of a session's id that all sessions of its group share."""
     return session_id.rpartition("-")[0]
 
 

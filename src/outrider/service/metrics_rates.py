@@ -1,6 +1,6 @@
-"""The last hour of a service in points of a few seconds, in memory, for the curves of the page.
+"""The counts of a service's last hour, in memory, with a point every few seconds, for the curves of the page.
 
-Invariant: the numbers of all points together are the service's counts; no call is lost between two points.
+Invariant: the sum over all points is the service's count; no call is lost between two points.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEPT_SECONDS = 3600.0
 
 
 class Totals(NamedTuple):
-    """Counts since the service's start, as in RatePoint."""
+    """Counts since the service's start. The fields are those of RatePoint."""
 
     sessions_done: int = 0
     sessions_failed: int = 0
@@ -53,7 +53,7 @@ class RateHistory:
             await chores.begin("rates", self.take, every=STEP_SECONDS)
 
     async def take(self) -> None:
-        """Add a point. Raises the errors of `states`; the next point then has the numbers of this one."""
+        """Add a point. Raises the errors of `states`; the next point then includes the numbers of this point."""
         states = await self._read_states()
         now, before = self._read_totals(), self._before
         self._before = now

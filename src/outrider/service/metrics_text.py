@@ -64,7 +64,7 @@ def _metric(family: Family, values: list[tuple[Labels, float | Distribution]]) -
 
 
 def _buckets(bounds: tuple[float, ...], value: Distribution) -> list[tuple[str, float]]:
-    """Return the cumulative numbers of values by the text of the upper bound."""
+    """Return the cumulative number of values up to each upper bound, which is given as text."""
     from prometheus_client.utils import floatToGoString
 
     names = [*map(floatToGoString, bounds), "+Inf"]

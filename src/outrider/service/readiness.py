@@ -1,7 +1,7 @@
 """Checks whether the service is ready, for `/readyz`: the service is ready while its store accepts writes.
 
-The check changes only one row of the store. Invariant: however many callers wait at once, the store is probed at most
-once in FRESH_SECONDS, and no caller waits much longer than STORE_SECONDS.
+The check changes only one row of the store. Invariant: for any number of callers, the store is probed at most once in
+FRESH_SECONDS, and no caller waits much longer than STORE_SECONDS.
 """
 
 from __future__ import annotations

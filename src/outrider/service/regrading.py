@@ -1,5 +1,4 @@
-"""Makes groups that grade sessions again. Each session of such a group takes over the agent's run of an earlier
-session.
+"""Makes groups that grade sessions again. Each session of such a group grades the agent's run of an earlier session.
 
 `service.py` submits the group. Invariants: the earlier sessions and verdicts do not change; a run is graded with the
 files that were kept from this run, or without files.
@@ -23,13 +22,13 @@ KEEP = "tasks with `evaluator.carry` and `evaluator.keep = true` keep what a gra
 async def regraded_group(
     store: Store, group_id: str, asked: RegradeSpec, *, tenant: str | None = None
 ) -> StoredGroupSpec:
-    """Return the spec of a group that grades sessions of `group_id` again: each session whose agent's run ended by
-    itself. Raises NotFound for an unknown group, a group of another tenant, or if a run was removed. Raises Conflict if
-    the group is not done, has no such session, or the task has several steps. Raises UnreadableTask if the stored task
-    cannot be read, and InvalidField if the new evaluator needs files that were not kept."""
+    """Return the spec of a group that grades the sessions of `group_id` again whose agent's run ended by itself. Raises
+    NotFound for an unknown group, a group of another tenant, or if a run was removed. Raises Conflict if the group is
+    not done, has no such session, or the task has several steps. Raises UnreadableTask if the stored task cannot be
+    read, and InvalidField if the new evaluator needs files that were not kept."""
     spec = await stored_group(store, (await store.group(group_id, tenant=tenant)).id)
-    # If the group itself graded earlier sessions again, the runs of these earlier sessions are graded, so that no files
-    # are kept twice.
+    # If the group itself graded earlier sessions again, the new group grades the runs of these earlier sessions, so
+    # that no files are stored twice.
     rows = [await _run(store, id) for id in spec.regrades] or await store.sessions(group_id)
     if any(row.state is not SessionState.DONE for row in rows):
         raise Conflict(f"group {group_id} is not done", hint="wait for the group, or grade single sessions of it")

@@ -1,6 +1,6 @@
 """Compares two runs: the sessions of two sets of groups, task by task. Pure: reads neither the store nor a clock.
 
-Invariant: a session without a reward is a failure with a cause, and is part of no mean reward and of no pass@k.
+Invariant: a session without a reward is a failure with a cause, and does not count in a mean reward or in pass@k.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _side(name: str, runs: Sequence[ListedRun], rewards: Rewards, passed: float)
 
 
 def _task(run: ListedRun) -> str:
-    """Return the run's task. A group whose task is unknown is a task of its own."""
+    """Return the run's task. A group with an unknown task counts as a task of its own."""
     return run.task or f"group {run.group_id}"
 
 
@@ -103,7 +103,8 @@ def _chance(rewards: Sequence[float], *, k: int, passed: float) -> float | None:
 def _difference(
     rewards: tuple[Rewards, Rewards], common: Sequence[str], figure: Callable[[Sequence[float]], float | None]
 ) -> Estimate | None:
-    """Return the difference of a figure of tasks: over the common tasks, or over all if there are none."""
+    """Return the difference of a figure, computed over the common tasks, or over all tasks if the runs have no common
+    task."""
     if common:
         pairs = [(figure(rewards[0][task]), figure(rewards[1][task])) for task in common]
         gains = [second - first for first, second in pairs if first is not None and second is not None]
@@ -116,7 +117,8 @@ def _difference(
 
 
 def _flips(a: Sequence[ListedRun], b: Sequence[ListedRun], passed: float) -> list[Flip]:
-    """Return the pairs of graded sessions of one task and place of which one is solved, those solved in `a` first."""
+    """Return the pairs of sessions of which only one is solved. Both sessions of a pair are graded, and have the same
+    task and the same number among the task's sessions. Pairs that are solved in `a` come first."""
     first, second = _places(a), _places(b)
     found = []
     for place, run in first.items():

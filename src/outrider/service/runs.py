@@ -1,7 +1,8 @@
 """Finds, compares and changes sessions by filters, for people and programs that look at runs.
 
-The index of runs (`store/run_index/`) answers which sessions match; what is shown of a session, and every change, comes
-from the store. Invariant: a caller who is not an admin sees and changes the sessions of the own tenant only.
+The index of runs (`store/run_index/`) finds the sessions that match. The data shown for a session is read from the
+store, and every change is made in the store. Invariant: a caller who is not an admin sees and changes only sessions of
+the caller's own tenant.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Runs:
         """Return a page of groups, newest first. Raises the errors of `sessions`."""
         _check(wanted, GroupState)
         if after is None and wanted == SessionFilter(states=wanted.states[:1]):
-            # The store has an index for this list, which does not wait for an index of runs that is being made.
+            # The store itself has an index for this list, so the list need not wait while the index of runs is built.
             state = GroupState(wanted.states[0]) if wanted.states else None
             return _group_list(await self._store.groups(state=state, limit=limit, tenant=caller.sees), limit)
         await self._index.catch_up()
@@ -126,8 +127,8 @@ class Runs:
     async def retry(self, asked: SessionsSpec, caller: Principal) -> ChangedSessions:
         """Submit the sessions that match and are done again: for each of their groups, a new group of the same task
         with as many sessions, under the label RETRY_LABEL. The new groups belong to the tenant of the old. Raises
-        Conflict for more than `max_matches`, and the errors of `Service.submit` if the only group, or the first of
-        several because the service is busy, is refused."""
+        Conflict for more than `max_matches` sessions. Raises the errors of `Service.submit` if the only group is
+        refused, or if the first of several groups is refused because the service is busy."""
         found, skipped = await self._matching(asked, (SessionState.DONE.value,), caller)
         ids = [id for id, _ in found]
         if asked.dry_run:
@@ -241,8 +242,8 @@ def selected(selector: str, field: str) -> SessionFilter:
 
 
 def _again(spec: StoredGroupSpec, group_id: str, n: int) -> GroupSpec:
-    """Return a group of `n` sessions of an earlier group's task. A group of another system's client has no callback
-    again, because this client does not know the new group."""
+    """Return a group of `n` sessions of an earlier group's task. The new group of a client of another system has no
+    callback, because this client has not submitted the new group."""
     labels = {**spec.task.labels, RETRY_LABEL: group_id}
     return GroupSpec(
         task=spec.task.model_copy(update={"labels": labels}),

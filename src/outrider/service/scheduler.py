@@ -177,7 +177,7 @@ class Scheduler:
         return len(self._placements) - len(self._open_external)
 
     async def run_dry(self) -> None:
-        """Start no more sessions, and return when none is under way but external ones. Queued sessions stay queued."""
+        """Start no more sessions, and return when only external sessions are under way. Queued sessions stay queued."""
         self.stopping = True
         while self.under_way:
             self._ended.clear()
@@ -201,8 +201,8 @@ class Scheduler:
         self.places.drained = await self._store.drained_nodes()
 
     async def end(self, sessions: Sequence[SessionRow]) -> None:
-        """End those of the given sessions that have `ending` set: queued sessions are finished, and attempts under way
-        are interrupted, each only once."""
+        """End the given sessions that have `ending` set. Queued sessions are finished, and running attempts are
+        interrupted, each only once."""
         for session in sessions:
             if session.state is SessionState.DONE or session.ending is None:
                 continue
@@ -250,7 +250,7 @@ class Scheduler:
             started = 0
             while not self.stopping and (slots := free()):
                 if kind is QueueKind.EXTERNAL and (slots := min(slots, EXTERNAL_AT_ONCE - started)) <= 0:
-                    self._work.set()  # go on after the sessions of other kinds
+                    self._work.set()  # continue after the sessions of other kinds
                     break
                 now = time.time()
                 queued = await self._store.queued(
@@ -419,7 +419,7 @@ class Scheduler:
         except ServiceError:  # the database failed: the caller repeats this call
             raise
         except Exception as error:
-            # A result that cannot be stored is a bug, but the bug must end only this session, not the service.
+            # A result that cannot be stored is a bug. Such a bug must end only this session and not the service.
             log.exception("the result of session %s cannot be stored", session.id)
             record = msgspec.structs.replace(record_of(error), retryable=False)
             failed = outcome or session_result(session, StopReason.ERROR, [], task=task)
@@ -504,7 +504,7 @@ class Scheduler:
 
 
 def _take_nothing() -> Callable[[], None]:
-    """Return a function that gives nothing back, because an external session takes no slot."""
+    """Return a function that does nothing, because an external session takes no slot that could be given back."""
     return lambda: None
 
 

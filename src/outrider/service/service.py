@@ -275,7 +275,7 @@ class Service:
             if len(body) > LARGE:
                 try:
                     yield from BodyCapacity(None, images=True).checking(body)
-                except ContextOverflow as error:  # no context is given: the body has too many values
+                except ContextOverflow as error:  # too many values: no context is given
                     raise TooLarge(f"the request has more than {MAX_VALUES} JSON values") from error
             yield len(body)
             return parse_body(kind, body)
@@ -360,7 +360,7 @@ class Service:
         )
         if not external:  # external sessions wait for no slot
             await self._back_pressure.check(row)
-        # This check takes the most processor time of all, so it comes after the other checks.
+        # This check takes more processor time than all other checks, so it is the last one.
         await self._checks.check(evaluators, caller.tenant)
         seconds = spec.expires_seconds or self.config.queue.expires_seconds
         session_ids = [f"s-{group_id[2:]}-{index}" for index in range(spec.n)]
@@ -407,8 +407,8 @@ class Service:
         caller: Principal = LOCAL,
     ) -> Page:
         """Return a page of the groups whose cursor is greater than `after`. Waits up to `wait` seconds for the first
-        group. A page ends after `limit` groups, and with the group that reaches PAGE_BYTES. `columns` for a page that
-        is sent as an Arrow stream."""
+        group. A page ends after `limit` groups, and with the group that reaches PAGE_BYTES. `columns` is True for a
+        page that is sent as an Arrow stream."""
         page = Page(after, columns=columns)
         if columns:
             await self.reader.prepare_columns()

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from outrider.sessions.external import ExternalSessions
 
 OPEN_SECONDS = 5.0
-"""Maximum seconds that opening a session waits until the session takes calls. A later call waits no more: until then,
-calls get the error `session_not_running`."""
+"""Maximum seconds that opening a session waits until the session takes calls. A repeated call after this time does not
+wait. Until the session takes calls, model calls get the error `session_not_running`."""
 FIELDS = (("task.harness.external.", ""), ("task.", ""))
 """Prefixes of the fields of a group's task, which a `SessionSpec` has without the prefix."""
 
@@ -83,8 +83,8 @@ class SessionControl:
 
     async def complete(self, session_id: str, report: ReportSpec, caller: Principal = LOCAL) -> SessionView:
         """End the session's run, and have the session graded. Repeating the call with the same report changes nothing.
-        Raises Conflict for another report and for a session that is over, and InvalidField for a report that does not
-        fit the session."""
+        Raises Conflict for a different report and for a session that has ended, and InvalidField for a report that does
+        not fit the session."""
         session = await self._store.session(session_id, tenant=caller.sees)
         spec = await self._external_spec(session.group_id)
         if spec is None:
@@ -95,8 +95,8 @@ class SessionControl:
         return reply_of(SessionView, await self._store.session(session_id))
 
     async def reset(self, session_id: str, caller: Principal = LOCAL) -> SessionView:
-        """Drop the session's turns. Its agent starts over with the same credential; the session's clocks go on. Raises
-        Conflict for a session that does not run."""
+        """Drop the session's turns. The agent starts again with the same credential. The session's clocks continue.
+        Raises Conflict for a session that does not run."""
         session = await self._store.session(session_id, tenant=caller.sees)
         if await self._external_spec(session.group_id) is None:
             raise _not_external(session_id)

@@ -1,4 +1,4 @@
-"""Makes the view of a session's timeline of what is stored: entries, turns and events.
+"""Makes the view of a session's timeline from the stored entries, turns and events.
 
 Pure. Invariants: all times of a view are seconds since the epoch by one clock, that of the service's machine or, with
 nodes on other machines, that of the session's node; each stored turn is exactly one span.
@@ -31,7 +31,7 @@ STAGE_OF_STATE = {
     SessionState.RUNNING: "run",
     SessionState.EVALUATING: "eval",
 }
-"""The stage that is shown as under way, by the session's state."""
+"""The stage that is shown as current, by the session's state."""
 
 
 def timeline_view(
@@ -118,7 +118,7 @@ def _span(entry: Entry) -> SpanView:
 
 
 def _cut(span: SpanView, over: float) -> SpanView:
-    """Return a span that ended, at the latest, when its attempt was over."""
+    """Return the span, which ends at the latest at `over`, the end of its attempt."""
     return msgspec.structs.replace(span, end=max(over, span.start), data=span.data | {"cut_off": True})
 
 
@@ -136,7 +136,7 @@ def _calls(
 
 
 def _mcp_tools(spans: Iterable[SpanView]) -> dict[str, str]:
-    """Return, by MCP server, the names of the server's tools, from the span of the agent's sandbox."""
+    """Return the names of the tools of each MCP server, from the span of the agent's sandbox."""
     for span in spans:
         if span.kind == EntryKind.SANDBOX and isinstance(names := span.data.get("mcp_tools"), dict):
             return {str(server): str(name) for server, name in names.items()}
@@ -144,8 +144,8 @@ def _mcp_tools(spans: Iterable[SpanView]) -> dict[str, str]:
 
 
 def mcp_calls(tools: Iterable[str], names: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the server and the tool of each call of an MCP tool. `tools` are the names of the called tools, and
-    `names`, by server, the names of the server's tools with {tool}."""
+    """Return the server and the tool of each call of an MCP tool. `tools` are the names of the called tools. `names`
+    has the pattern of the tools' names, with {tool}, for each server."""
     found = []
     for called in tools:
         plain = PLAIN.sub("_", called)
@@ -193,8 +193,8 @@ def _call(turn: Turn, model: str, stored: Mapping[str, float], mcp_tools: Mappin
 
 
 def _attempts(session: SessionRow, events: Sequence[EventView]) -> list[AttemptView]:
-    """Return the attempts by number. The events of removed groups may be gone; then the newest attempt is known from
-    the session's row alone."""
+    """Return the attempts in the order of their numbers. If the events are removed already, only the newest attempt is
+    returned, which is made from the session's row."""
     began: dict[int, tuple[float, str | None]] = {}
     ended: dict[int, tuple[float, str | None, str]] = {}
     for event in events:
@@ -218,7 +218,7 @@ def _attempts(session: SessionRow, events: Sequence[EventView]) -> list[AttemptV
 
 
 def _queued(session: SessionRow, attempts: Sequence[AttemptView], attempt: int) -> Iterable[SpanView]:
-    """Return the time that the session waited in the queue before the attempt, or waits now."""
+    """Return the span in the queue before the attempt. The span has no end if the session still waits."""
     before = [one for one in attempts if one.attempt < attempt]
     since = session.created if not before else (before[-1].ended or before[-1].began)
     until = next((one.began for one in attempts if one.attempt == attempt), None)

@@ -1,9 +1,9 @@
 """Sends a trace of each session that has ended to an OpenTelemetry collector, by OTLP over HTTP.
 
-The traces are made from the store, after the end of a session, so a rollout waits for nothing. The position in the
-events is stored: the next service continues there. One message holds the traces of several sessions. Invariants: a
-trace is sent until the collector has accepted it, or has refused it for good; a collector that cannot be reached holds
-up nothing else.
+The traces are made from the store after the end of a session, so they delay no rollout. The position in the events is
+stored, so that the next start of the service continues there. One message holds the traces of several sessions.
+Invariants: a trace is sent until the collector has accepted it, or has refused it for good; a collector that cannot be
+reached delays nothing else.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("outrider.traces")
 NAME = "traces"
 """The name of the chore, and of the stored position."""
 SETTLED_SECONDS = 3.0
-"""Seconds between the end of a session and its trace. Nodes store the last entries of a timeline meanwhile."""
+"""Seconds between the end of a session and its trace. In this time nodes store the last entries of the timeline."""
 LOOK_SECONDS = 1.0
 EVENTS_AT_ONCE = 200
 SPANS_AT_ONCE = 512
@@ -144,7 +144,7 @@ class TraceExport:
 
 
 def sdk_spans(spans: Sequence[TraceSpan]) -> list[Any]:
-    """Return the spans as those of OpenTelemetry's SDK."""
+    """Convert the spans to spans of OpenTelemetry's SDK."""
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 

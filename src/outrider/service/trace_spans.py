@@ -1,9 +1,9 @@
-"""Makes the spans of OpenTelemetry of the timelines of a session: one rollout is one trace.
+"""Makes OpenTelemetry spans from the timelines of a session. The spans of a session are one trace.
 
-The names are those of the GenAI semantic conventions, in the version that SCHEMA names. No text of agents and no
-command's arguments are in a span, because traces leave the service.
-Pure. Invariants: every span but the root has a parent in the same trace, and lies within the trace's time; the ids
-depend on the session alone, so a trace that is sent twice has the same ids.
+The names are those of the GenAI semantic conventions, in the version that SCHEMA names. A span has no text of an agent
+and no arguments of a command, because traces leave the service. Pure. Invariants: every span but the root has a parent
+in the same trace, and lies within the trace's time; the ids depend only on the session, so a trace that is sent twice
+has the same ids both times.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def session_trace(
     labels: Mapping[str, str],
     traceparent: str | None,
 ) -> list[TraceSpan]:
-    """Return the spans of a session that is done, the root first. `timelines` are those of its attempts, without the
-    arguments of commands. `traceparent` is the W3C trace context of the trainer's call, which the root links to."""
+    """Return the spans of a session that is done, the root first. `timelines` are the timelines of its attempts,
+    without the arguments of commands. `traceparent` is the W3C trace context of the trainer's call; the root has a link
+    to this context."""
     return list(_Trace(session, agent, model, labels, traceparent).spans(timelines))
 
 
@@ -230,7 +231,7 @@ class _Trace:
 
 
 class _Parents:
-    """Finds the parent of a span of an attempt: the stage in which the span began, or else the attempt."""
+    """Finds the parent of a span: the stage in which the span began, or the attempt if the span began in no stage."""
 
     def __init__(self, attempt: TraceSpan, stages: Sequence[TraceSpan]) -> None:
         self._attempt = attempt

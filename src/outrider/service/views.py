@@ -69,8 +69,8 @@ class ViewReader:
         *,
         frozen: Mapping[str, Tokenizer] = {},
     ) -> None:
-        """`tokenizer` is the policy's, None if it is not known; `frozen` are the tokenizers of frozen
-        models by name."""
+        """`tokenizer` is the policy's tokenizer, None if it is unknown. `frozen` are the tokenizers of frozen models by
+        name."""
         self._store = store
         self._tokenizer = tokenizer
         self._frozen = frozen
@@ -96,7 +96,8 @@ class ViewReader:
         return [sample_columns.head(reply), *await self.batches(view.samples or ()), sample_columns.END]
 
     async def prepare_columns(self) -> None:
-        """Import what an Arrow stream needs. The event loop, which makes the head of a stream, must not wait for it."""
+        """Import the libraries for Arrow streams. The event loop makes the head of a stream, and must not wait for this
+        import."""
         await self._offload.run(sample_columns.prepare)
 
     async def batches(self, samples: Sequence[Sample]) -> list[bytes]:
@@ -140,7 +141,7 @@ class ViewReader:
     async def timeline(
         self, session_id: str, attempt: int | None = None, *, whole_commands: bool, tenant: str | None = None
     ) -> TimelineView:
-        """Return what happened when in one attempt of a session (default: the newest). Without `whole_commands`, only
+        """Return the timeline of one attempt of a session (default: the newest attempt). Without `whole_commands`, only
         the first word of each command is shown."""
         session = await self._store.session(session_id, tenant=tenant)
         number, parts = await self._store.timeline(session_id, attempt)
@@ -182,12 +183,12 @@ class ViewReader:
     async def built(
         self, results: Sequence[SessionResult], build: Callable[[Sequence[Turn], SessionResult], B]
     ) -> list[B]:
-        """Return what `build` makes of the turns of each session."""
+        """Call `build` with the turns of each session, and return the results."""
         return await self._made(results, lambda stored, result: build(stored.turns(), result))
 
     async def _made(self, results: Sequence[SessionResult], make: Callable[[StoredTurns, SessionResult], B]) -> list[B]:
-        """Return what `make` makes of the stored turns of each session. The turns are read and used together, because a
-        change of threads costs as much as the rows of a session."""
+        """Call `make` with the stored turns of each session, and return the results. The turns are read and used in the
+        same thread, because a change of threads takes as long as building the rows of a session."""
         found: list[B] = []
         for some in (results[at : at + SESSIONS_AT_ONCE] for at in range(0, len(results), SESSIONS_AT_ONCE)):
             stored = await self._store.turns_of([(result.session_id, result.attempt) for result in some])
@@ -214,7 +215,8 @@ def _each(
 
 
 def _samples_of(stored: StoredTurns, result: SessionResult) -> list[Sample]:
-    """Return the training rows of a session. Texts are only read if the kinds of the session's turns depend on them."""
+    """Return the training rows of a session. The texts of the turns are read only if the kinds of the turns depend on
+    these texts."""
     outlines = stored.outlines()
     if is_one_conversation(outlines):
         return build_samples_of_conversation(outlines, result)

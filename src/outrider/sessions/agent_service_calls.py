@@ -1,8 +1,8 @@
 """Sends requests to agent services: programs of the operator that run agents.
 
 Requests are signed like callbacks. A service of Outrider without such agents imports no aiohttp: the import takes a
-seventh of the processor time of a start. Invariants: an error has no address and no key of a service; a reply has
-MAX_STATE bytes at most.
+seventh of the processor time of a start. Invariants: an error has no address and no key of a service; a reply has at
+most MAX_STATE bytes.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class RemoteRunFailed(HarnessError):
 
 
 class NotConnected(OSError):
-    """No connection to the service came about, so the service did not get the request."""
+    """No connection to the service could be opened, so the service did not get the request."""
 
 
 class BrokenOff(OSError):
-    """The connection to the service broke off, or what came is no HTTP. The service may have got the request."""
+    """The connection to the service broke, or the reply was not HTTP. The service may have got the request."""
 
 
 class ServiceReply(NamedTuple):
@@ -98,7 +98,7 @@ class ServiceCalls:
         again_on: Collection[int] = TRANSIENT,
     ) -> bytes:
         """Send a request until the service replies, for `patience_seconds` at most. A reply with a status in `again_on`
-        counts as none. Raises RemoteRunFailed."""
+        is ignored, and the request is sent again. Raises RemoteRunFailed."""
         loop, name = asyncio.get_running_loop(), self.name
         give_up_at = loop.time() + self._service.patience_seconds
         for tries in count():
@@ -146,8 +146,8 @@ class ServiceCalls:
         seconds: float = REQUEST_SECONDS,
         more: Mapping[str, str] | None = None,
     ) -> ServiceReply:
-        """Send a request once. `more` are further headers. Raises OSError, of which NotConnected, BrokenOff and
-        TimeoutError are kinds, and RemoteRunFailed for a reply that is too large."""
+        """Send a request once. `more` are further headers. Raises NotConnected, BrokenOff, TimeoutError or another
+        OSError, and RemoteRunFailed for a reply that is too large."""
         import aiohttp
 
         headers = {"Content-Type": kind, "Accept-Encoding": "identity", **self._signature(body), **(more or {})}

@@ -1,7 +1,8 @@
-"""The services of the operator that run agents, by name: which task a service can run, and the run of an attempt.
+"""The operator's services that run agents, by name. Checks whether a service can run a task, and makes the run of an
+attempt.
 
-A service has one of two contracts: that of `remote_runs.py`, or that of a Harbor run server (`harbor_remote.py`).
-Invariant: only this module asks which contract a service has.
+A service has one of two contracts: the contract of `remote_runs.py`, or the contract of a Harbor run server
+(`harbor_remote.py`). Invariant: no other module depends on which contract a service has.
 """
 
 from __future__ import annotations

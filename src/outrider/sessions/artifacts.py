@@ -1,8 +1,8 @@
-"""Keeps the files of the agent's sandbox that a task names as its artifacts, and those in the session's folders, after
-the agent's run has ended, and the output of the graders.
+"""Keeps files after the agent's run has ended: the artifacts that the task names, the files in the session's folders in
+the sandbox, and the output of the graders.
 
-Invariant: keeping files raises nothing but a cancellation. A file that is not kept is listed with the reason, or the
-log has the reason.
+Invariant: keeping files raises no exception except for a cancellation. A file that is not kept is listed with the
+reason, or the reason is logged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_FILES_IN_MEMORY = 8
 
 
 LOG_BYTES = 256 << 10
-"""Maximum bytes of a grading log, apart from the note on what was cut."""
+"""Maximum bytes of a grading log, without the note about the bytes that were cut out."""
 
 
 class GradingLog:
@@ -45,7 +45,7 @@ class GradingLog:
         self._heading = b""
 
     def begin(self) -> None:
-        """Begin the output of another evaluation: of a step, or of a repetition."""
+        """Begin the output of another evaluation, which is that of another step or a repetition."""
         self._evaluations += 1
         if self._evaluations > 1:
             self._heading = b"[evaluation %d]\n" % self._evaluations
@@ -80,10 +80,10 @@ class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def make_folders(runtime: Runtime) -> None:
-    """Make the session's folders in a started sandbox. A sandbox in which they cannot be made, because the image's user
-    may not write there, has no folders: the agent may need none."""
+    """Make the session's folders in a started sandbox. If the image's user may not write there, the sandbox has no such
+    folders, because the agent may not need them."""
     folders = folders_in(runtime)
-    try:  # a hidden file makes its folder, and is never collected
+    try:  # writing a hidden file creates the folder; hidden files are never collected
         for folder in (folders.artifacts, folders.logs):
             await runtime.write(f"{folder}/.keep", b"")
     except (RuntimeFailure, OSError) as error:
@@ -195,8 +195,8 @@ class ArtifactCollection:
         )
 
     async def paths(self) -> AsyncIterator[str]:
-        """Yield the absolute paths in the sandbox that the task's patterns match, and those in the session's folders,
-        each once."""
+        """Yield the absolute paths in the sandbox that match the task's patterns, and the paths in the session's
+        folders, each path once."""
         seen: set[str] = set()
         own = f"{self._folders}/**"
         for pattern in (*self.task.artifacts, own):

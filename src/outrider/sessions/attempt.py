@@ -31,9 +31,9 @@ RESERVED_PRIORITY = URGENT
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """The input of a node. `session.attempt` is the number of this attempt, from 1. `reserved`: the attempt uses the
-    slots reserved for evaluations. `stored` is a result whose run is graded in place of running an agent: the result of
-    an earlier session, or of this session if its agent ran elsewhere."""
+    """The input of a node. `session.attempt` is the number of this attempt, from 1. `reserved` is True if the attempt
+    uses the slots reserved for evaluations. If `stored` is set, no agent runs, and the run of this result is graded:
+    the result of an earlier session, or of this session if its agent ran elsewhere."""
 
     session: SessionRow
     task: TaskSpec
@@ -62,7 +62,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def logged(self) -> LoggedSession:
-        """The attempt as lines of the log name it."""
+        """The name of the attempt in lines of the log."""
         session = self.session
         return LoggedSession(
             group=session.group_id, session=session.id, attempt=session.attempt, secrets=secrets_of(self.task)
@@ -95,10 +95,10 @@ class NodeLost(Exception):
 
 
 class Node(Protocol):
-    """A host of sessions. `run` returns the result of an attempt, and raises only CancelledError and NodeLost.
-    `counts` returns what the node has counted since the service's start. `has_image` returns True if the runtime's
-    image need not be fetched before a sandbox starts. `pull_image` fetches an image from a registry, and raises
-    OutriderError. Nodes on one `machine` share resources and images.
+    """A host of sessions. `run` returns the result of an attempt, and raises only CancelledError and NodeLost. `counts`
+    returns the node's counts since the service's start. `has_image` returns True if the runtime's image need not be
+    fetched before a sandbox starts. `pull_image` fetches an image from a registry, and raises OutriderError. Nodes on
+    one `machine` share resources and images.
     """
 
     name: str

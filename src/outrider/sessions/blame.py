@@ -169,8 +169,8 @@ WORKING = (Stage.PREPARE, Stage.RUN, Stage.NEXT_STEP)
 class BlameRule(msgspec.Struct, frozen=True, kw_only=True):
     """A rule fits if the stage is in `stages`, the end is in `ends`, and all facts in `when` are true. A rule with a
     `cause` ends the attempt with this error. Under any other rule, the stop reason is `reason`, or the reached limit's
-    if `reason` is None, and the attempt is graded unless the session was out of time. `maybe_agent`: the agent is
-    blamed instead, if the error came from inside the sandbox and the model had replied."""
+    if `reason` is None, and the attempt is graded unless the session was out of time. With `maybe_agent`, the agent is
+    blamed instead if the error came from inside the sandbox and the model had replied."""
 
     name: str
     stages: tuple[Stage, ...] = (Stage.RUN,)

@@ -1,5 +1,5 @@
-"""A session's own time: budgets limit working time, a cutoff ends a run, a timeout can be paused, a stopwatch times the
-stages.
+"""The clocks of a session: budgets limit working time, a cutoff ends a run, a timeout can be paused, and a stopwatch
+measures the stages.
 
 Invariant: no budget is charged for time in which the event loop was blocked or the policy was paused, or for time
 outside a `spend` block, such as a wait for a slot.
@@ -95,7 +95,7 @@ class Cutoff:
 
 class PausableTimeout:
     """The time limit of one block: `async with timeout.block:` raises TimeoutError once the block has taken `seconds`.
-    Time during which at least one block of `paused` runs does not count."""
+    Time in which a `paused` block runs does not count."""
 
     def __init__(self, seconds: float) -> None:
         self.block = asyncio.timeout(seconds)
@@ -118,7 +118,7 @@ class PausableTimeout:
                 self._set_end(loop.time() + self._left)
 
     def _set_end(self, when: float | None) -> None:
-        with suppress(RuntimeError):  # the time is over, or a task of the block has outlasted the block
+        with suppress(RuntimeError):  # the time is over, or a task that was started in the block runs after its end
             self.block.reschedule(when)
 
 

@@ -72,7 +72,7 @@ STORE = "the store"
 STORE_SECONDS = 1.0
 """Storing a turn is overdue after this many seconds. Usually it takes milliseconds."""
 STORE_BYTES_PER_SECOND = 1 << 20
-"""The store is allowed one more second for this number of bytes of text and images in a turn, because the agent is
+"""The store gets one more second for each such number of bytes of text and images in a turn, because the agent is
 responsible for the size of its turns."""
 
 
@@ -167,8 +167,8 @@ class Conversation:
 
     `step` is the index of the task's current step, and `step_turns` the number of its turns.
 
-    `keep_failed` stores the failed calls for which no later call has made up. It is awaited whenever these change,
-    before the client gets the error or the end of the reply.
+    `keep_failed` stores the failed calls for which no later call has made up. The conversation awaits `keep_failed`
+    whenever these calls change, before the client gets the error or the end of the reply.
 
     `broken` is the error that caused a turn to be missing from the record, or None. When `broken` is set, `on_broken`
     is called, and later calls are refused. `hung_up` is True if a client gave up a call before the run ended. `frozen`
@@ -232,8 +232,8 @@ class Conversation:
         call."""
 
     async def resume(self, turns: Sequence[Turn], failed: Sequence[FailedCall]) -> None:
-        """Continue the conversation of an earlier attempt. `turns` are the stored turns of this attempt, which has
-        taken them over, in the order of their index and with the bytes of their images. `failed` are the failed calls
+        """Continue the conversation of an earlier attempt. `turns` are the turns that this attempt has taken over from
+        the earlier one, in the order of their index and with the bytes of their images. `failed` are the failed calls
         that `keep_failed` has stored. Call this before the first call."""
         exact = [turn for turn in turns if turn.mode is TokenMode.TOKENS]
         await self.backend.offload.run_steps(self.tree.restore(exact))
@@ -484,7 +484,8 @@ class Conversation:
                 on_limit()
 
     async def _begin(self, request: ModelRequest, dialect: str, received: float, held: ExitStack) -> EngineCall:
-        """Return the call, ready to start. `held` gives back what the call holds until its end."""
+        """Return the call, ready to start. The exit of `held` gives back everything that the call holds until its
+        end."""
         assigned = await self.backend.pool.calls.select(self.session_key, self._overdue)
         context = self.backend.context_tokens or assigned.context_tokens
         BodyCapacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
@@ -545,7 +546,7 @@ class Conversation:
         return self.backend.images
 
     def _readable_by_tokens(self, request: ModelRequest, reads_images: bool) -> ReadableMessages:
-        """Return the request's messages as the model of an engine that takes token ids reads them."""
+        """Return the request's messages in the form in which the model reads them on an engine that takes token ids."""
         grids = self._grids if reads_images and self._images is not None else None
         return ReadableMessages(request.messages, images=request.needs_images, grids=grids)
 
@@ -574,8 +575,8 @@ class Conversation:
     async def _request_images(
         self, prompt: PromptNode, readable: ReadableMessages, held: ExitStack
     ) -> tuple[RequestImage, ...]:
-        """Return the images of a prompt. An image that is not kept is decoded again, from the request's messages. Waits
-        for memory for the pixel values, which `held` gives back."""
+        """Return the images of a prompt. An image whose result is not kept is decoded again from the request's
+        messages. Waits for memory for the pixel values; the exit of `held` gives this memory back."""
         spans = prompt.all_images()
         if not spans:
             return ()
@@ -685,7 +686,7 @@ class Conversation:
 
 
 def _readable(request: ModelRequest, *, images: bool) -> ReadableMessages:
-    """Return the request's messages as the model of an engine reads them. `images` is True if the engine takes
+    """Return the request's messages in the form in which the model reads them. `images` is True if the engine takes
     images."""
     return ReadableMessages(request.messages, images=images or request.needs_images)
 

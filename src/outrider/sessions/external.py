@@ -5,8 +5,8 @@ attempt starts, takes model calls, and ends when somebody completes the session 
 before the completion is acknowledged. If the service is lost, the next attempt continues: the attempt takes over the
 turns that are stored, restores the conversations from these turns, and accepts the same credential.
 
-Invariants: a session that nobody completes ends with an error, never with a reward; a credential gives access to the
-model calls of one session and to nothing else.
+Invariants: a session that nobody completes ends with an error, never with a reward; a credential gives access only to
+the model calls of one session.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ class ExternalStore(AttemptStore, RunStore, Protocol):
 class ExternalSessions:
     """The `Node` of external sessions, in the service's own process. `async with` runs its watchdog.
 
-    `grader` returns a node that grades a session, and waits until there is one. It is used for tasks whose evaluator is
-    not `reported`. `services` run the agents of tasks with a remote harness; the files of such tasks are read from
-    `paths`. `address` returns the base URL of this service in a network, for the agents of such tasks.
+    `grader` waits until there is a node that can grade a session, and returns the node. It is called for tasks whose
+    evaluator is not `reported`. `services` run the agents of tasks with a remote harness; the files of such tasks are
+    read from `paths`. `address` returns the base URL of this service in a network, for the agents of such tasks.
     """
 
     def __init__(
@@ -257,14 +257,14 @@ class ExternalSessions:
         return await live.result(StopReason.ERROR, error=record_of(failure))
 
     def _continues(self, attempt: Attempt) -> bool:
-        """Return True if the attempt continues the turns of the attempt before. A remote agent starts anew after a
-        failure, but not after the loss of the service."""
+        """Return True if the attempt continues the turns of the previous attempt. A remote agent starts again after a
+        failure, but continues after the loss of the service."""
         error = attempt.session.last_error
         return attempt.task.harness.remote is None or error is None or error.code == LEASE_EXPIRED
 
     async def _until_ended(self, live: _LiveSession) -> OutriderError | None:
-        """Wait until the session is completed, and have a remote agent run meanwhile. Returns the error with which the
-        session ends, None for a completed session."""
+        """Run the remote agent, if there is one, and wait until the session is completed. Returns the error with which
+        the session ends, or None for a completed session."""
         remote = live.attempt.task.harness.remote
         if remote is None:
             return await live.until_ended()
@@ -317,8 +317,8 @@ class ExternalSessions:
             return await live.result(StopReason.ERROR, error=AgentFailed(f"reported: {report.error}").record())
         reason, error = await live.decision(report)
         if error is not None:
-            # Only a remote agent can be started again. Any other has ended, so another attempt would wait for calls
-            # that never come.
+            # Only a remote agent can be started again. Any other agent has ended, so another attempt would wait for
+            # calls that never come.
             retryable = error.retryable and task.harness.remote is not None
             error = msgspec.structs.replace(error, retryable=retryable)
             return await live.result(StopReason.ERROR, error=error, answer=report.answer)
@@ -415,7 +415,7 @@ class _LiveSession:
             except Conflict:  # completed meanwhile
                 raise
             except OutriderError as error:
-                self._failure = error  # the calls are refused by now, so this attempt cannot go on
+                self._failure = error  # later calls are refused, so this attempt cannot continue
                 self.ended.set()
                 raise
             self._new_models()
@@ -427,7 +427,7 @@ class _LiveSession:
         whole = Budget(limits.session_seconds, self._stalled_seconds)
         while True:
             idle, calls = Budget(elsewhere.idle_seconds, self._stalled_seconds), self.calls
-            busy = self._all.under_way > 0  # a call that began before this span ends in it, so the span is not idle
+            busy = self._all.under_way > 0  # a call is in flight during this interval, so the interval is not idle
             try:
                 async with whole.spend(), idle.spend():
                     await self.ended.wait()

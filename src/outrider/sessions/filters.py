@@ -1,4 +1,4 @@
-"""Applies a task's filters to a graded session: each filter restricts the use of one kind of run, such as cut-off runs.
+"""Applies a task's filters to a graded session. Each filter restricts the use of one kind of run, such as cut-off runs.
 
 Invariant: a filter never raises the session's reward. The filter `zero` also removes the rewards of single turns and
 rows, negative rewards included.
@@ -19,7 +19,8 @@ CUT_OFF = frozenset(
     {StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW, StopReason.AGENT_TIMEOUT}
 )
 REPEATS = 4
-"""Number of equal tool calls in a row from which a run matches `repeated_calls`, unless the filter has a `limit`."""
+"""A run matches `repeated_calls` if it has at least this number of equal tool calls in a row. A `limit` of the filter
+replaces this number."""
 
 
 class EndedRun(msgspec.Struct, frozen=True):
@@ -31,7 +32,7 @@ class EndedRun(msgspec.Struct, frozen=True):
 
 
 def filtered(run: EndedRun, verdict: Verdict, filters: Sequence[Filter]) -> tuple[Verdict, BranchPolicy]:
-    """Return the verdict after the filters, and the most that may be done with the session's rows: train, mask or drop.
+    """Return the verdict after the filters, and the upper bound for the use of the session's rows: train, mask or drop.
     Each matching filter is named in the verdict's metrics, as `filter_NAME`, and in its reason."""
     matching = [each for each in filters if MATCHES[each.when](run, each)]
     if not matching:

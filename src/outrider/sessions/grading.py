@@ -3,15 +3,15 @@
 An outcome is graded in the agent's own sandbox or, if the task carries files, in a new sandbox that no agent has
 touched. The new sandbox has the agent's runtime, or the evaluator's own if there is one. If the task carries paths or a
 diff, the new sandbox gets only these, and may start while the agent still runs. If the task carries `all`, the new
-sandbox starts from all files that the agent wrote. Tokens, and the lanes of the session itself, are handled elsewhere.
+sandbox starts from all files that the agent wrote. Tokens and the session's lanes are handled elsewhere.
 
 Invariants:
 
 - With carried files, the evaluator begins after the agent's sandbox has stopped, unless another step follows in that
   sandbox.
 - Every sandbox begun here is stopped.
-- Two sandboxes of a session are alive at once only while the resources of both are set aside, unless the second needs
-  none or is opened by `Outcome.beside`.
+- Two sandboxes of a session are alive at once only while the resources of both are set aside. Exceptions are a second
+  sandbox that needs no resources, and one that `Outcome.beside` opens.
 - An agent is blamed only if the failure came from inside the sandbox, the model had replied by then, and the failed
   operation works in an untouched sandbox.
 """
@@ -74,8 +74,8 @@ PROBE_SECONDS = 30.0
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict on an attempt. `excess`: the agent broke its sandbox or made the grading impossible (`agent_excess`).
-    `patch` is the agent's change to a repository, if the task carries a diff."""
+    """The verdict on an attempt. `excess` is True if the agent broke its sandbox or made the grading impossible
+    (`agent_excess`). `patch` is the agent's change to a repository, if the task carries a diff."""
 
     verdict: Verdict
     excess: bool
@@ -95,11 +95,11 @@ class Grading:
     begins, and `grade` once, when the run has ended; or call only `grade_again`. Leaving the block stops all sandboxes
     that the grading has started and not yet stopped.
 
-    `keep` stores a file of carried data as an artifact of the given name. `log` takes the output of the evaluator.
-    The records of the networks of new sandboxes are added to `records`. `numbers` yields a new number for each of
-    the session's sandboxes for grading. `field` is the evaluator's field in the task. `goes_on`: another step
-    follows in the agent's sandbox. Then this sandbox is stopped only if the agent is to be blamed, and the
-    session's resources are enough for a second sandbox beside the agent's.
+    `keep` stores a file of carried data as an artifact of the given name. `log` takes the output of the evaluator. The
+    records of the networks of new sandboxes are added to `records`. `numbers` yields a new number for each of the
+    session's sandboxes for grading. `field` is the evaluator's field in the task. `goes_on` is True if another step
+    follows in the agent's sandbox. This sandbox is then stopped only if the agent is to be blamed, and the session's
+    resources are enough for a second sandbox beside it.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class Grading:
     ) -> Grade:
         """Grade a run whose sandbox is gone. `fetch` writes the run's carried data into a file. If no data was kept,
         `fetch` is None, and the evaluator gets no files, but has the agent's answer and transcript, and
-        `Outcome.beside`. `gpus` are set aside for this grading. Raises as `grade`, and the errors of `fetch`."""
+        `Outcome.beside`. `gpus` are set aside for this grading. Raises the errors of `grade` and of `fetch`."""
         self._gpus = gpus
         if fetch is None:
             self._carry = None

@@ -1,11 +1,11 @@
-"""Has agents run by a Harbor run server, and follows their runs.
+"""Starts agents on a Harbor run server, and follows their runs.
 
-A run server takes a task folder and the name of an agent (docs/external.md). The server gives the run its id, which is
-stored, so that the next service process follows the same run. The server has no request that ends a run: after a
-cancellation the session's key gives access to nothing, so that the agent's model calls fail.
+A run server takes a task folder and the name of an agent (docs/external.md). The server's id of the run is stored, so
+that the next service process follows the same run. The server has no request that ends a run. So after a cancellation
+the session's key is invalid, and the agent's model calls fail.
 
-Invariants: a run that is lost or fails is an error, never a reward. A request that may have started a run is not
-repeated as another run, because two agents would write into one session.
+Invariants: a run that is lost or fails is an error, never a reward. A request that may have started a run is not sent
+again as another run, because two agents would then write into one session.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from outrider.spec import (
 SUBMIT_SECONDS = 600.0
 FIELD = "task.harness.remote.options"
 REFUSED_FOR_NOW = frozenset({429, 503})
-"""Statuses of a submission that has started no run for certain."""
+"""Statuses of a submission that has certainly not started a run."""
 NOT_YET = TRANSIENT | {404}
 """Statuses that are repeated: the server may not list a run right after its submission."""
 TASK_TOML = "task.toml"
 
 
 class RemoteRunUnclear(RemoteRunFailed):
-    """It is unknown whether a run goes on. Another try would have its calls mixed with the calls of that run."""
+    """It is unknown whether a run continues. The calls of another try could be mixed with the calls of this run."""
 
     code = "remote_run_unclear"
     retryable = False
@@ -175,8 +175,8 @@ class HarborRemoteRun:
         """Do nothing: a run server has no request that ends a run. The run's model calls are refused from now on."""
 
     async def _submit(self, archive: bytes) -> str:
-        """Start the run, and return the server's id of it. Raises RemoteRunFailed, and RemoteRunUnclear if the run may
-        have been started."""
+        """Start the run, and return the server's id of the run. Raises RemoteRunFailed, and RemoteRunUnclear if the run
+        may have been started."""
         folder = await asyncio.to_thread(task_folder_in, archive)
         boundary = secrets.token_hex(16)
         body = multipart(boundary, msgspec.json.encode(self._metadata(folder)), archive)
@@ -189,7 +189,7 @@ class HarborRemoteRun:
             try:
                 reply = await self._calls.once("POST", "/async", body, kind, seconds=SUBMIT_SECONDS, more=more)
                 failure = f"answered {reply.status}"
-            except NotConnected as error:  # no connection, so no run
+            except NotConnected as error:  # without a connection no run was started
                 reply, failure = None, f"cannot be reached: {type(error).__name__}"
             except OSError as error:
                 raise self._unclear(f"broke off the submission: {type(error).__name__}") from error
@@ -231,7 +231,7 @@ class HarborRemoteRun:
         }
 
     async def _look(self, path: str) -> HarborRemoteState:
-        """Ask for a status or a result until the server replies. Raises RemoteRunUnclear."""
+        """Request a status or a result, repeatedly until the server replies. Raises RemoteRunUnclear."""
         try:
             return self._calls.state(await self._calls.ask("GET", path, again_on=NOT_YET), HarborRemoteState)
         except RemoteRunFailed as error:

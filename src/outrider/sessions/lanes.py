@@ -57,11 +57,11 @@ class HeldSlot:
     @asynccontextmanager
     async def off_the_clock(self) -> AsyncIterator[None]:
         """Give the slot up while the block runs. Afterwards the session is the first in line, because it has waited
-        already. After an exception in the block no slot is taken again."""
+        already. After an exception in the block, the slot is not taken again."""
         self._release()
         yield
         slot = await self._lane.take(URGENT, self._tenant)
-        if self._over or self._slot is not None:  # the block has ended, or another wait of the evaluator has a slot
+        if self._over or self._slot is not None:  # the block has ended, or the session has a slot again
             slot.release()
         else:
             self._slot = slot
@@ -76,9 +76,10 @@ class Lanes:
     """The lanes of a node.
 
     A session holds a slot of `ready` from before its sandbox is prepared until it has a slot of `run`. So `ready`
-    bounds the sandboxes that are being prepared or wait for their run, by default to twice as many as are prepared at
-    once (`init`). Sandboxes that wait hold no slot of `init`, and so do not keep others from being prepared. `grading`
-    bounds the sandboxes for grading that start at once; sandboxes for agents start in `init`.
+    bounds the number of sandboxes that are being prepared or wait for their run. The default is twice the number of
+    sandboxes that are prepared at once (`init`). A waiting sandbox holds no slot of `init`, and so does not keep other
+    sandboxes from being prepared. `grading` bounds the sandboxes for grading that start at once; sandboxes for agents
+    start in `init`.
     """
 
     def __init__(self, sizes: LanesConfig) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 GENERATE = "generate"
-"""The action of a call for a reply, as a timeline names it."""
+"""The timeline's name for the action of a call that requests a reply."""
 INPROCESS = "inprocess"
 """The dialect of an agent in this process, which sends messages without HTTP."""
 
@@ -43,7 +43,7 @@ class SessionModels:
         logged: LoggedSession | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        """`logged`: the session that is named in the log's lines about calls. Failed calls are noted in `timeline`."""
+        """`logged` is the session that the log's lines about calls name. Failed calls are noted in `timeline`."""
         self.policy = policy
         self.logged = logged
         self.bodies = Bodies(policy.backend.intake)
@@ -63,8 +63,8 @@ class SessionModels:
         return self.frozen[name]
 
     async def contexts(self) -> dict[str, int | None]:
-        """Return the context length of each model by name; None if unknown. Waits for an engine of the policy, as
-        `Conversation.context_tokens` does, and for no other engine."""
+        """Return the context length of each model by name; None if unknown. Waits for an engine of the policy, like
+        `Conversation.context_tokens`, and for no other engine."""
         found = {self.policy.backend.model: await self.policy.context_tokens()}
         for name, conversation in self.frozen.items():
             backend = conversation.backend

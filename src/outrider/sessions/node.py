@@ -75,7 +75,7 @@ class LocalNode:
         service_silence: Callable[[], float] = lambda: 0.0,
         failures: Failures | None = None,
     ) -> None:
-        """Failures of background work are recorded in `failures`. `service_silence`: see `NodeServices`."""
+        """Failures of background work are recorded in `failures`. For `service_silence`, see `NodeServices`."""
         self.name = self.machine = name
         self._config = config
         self.backend = backend
@@ -189,7 +189,7 @@ class LocalNode:
         )
 
     def counts(self) -> NodeCounts:
-        """Return what this node has counted since its start."""
+        """Return the counts of this node since its start."""
         return NodeCounts(sandboxes=self._services.sandboxes.starts.read(), failed_calls=self.call_failures.read())
 
     def has_image(self, runtime: RuntimeSpec) -> bool:

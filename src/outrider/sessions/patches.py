@@ -2,8 +2,8 @@
 
 The patch is made in a new sandbox, whose git compares the new repository with the files that the agent left. So the
 agent's own `.git` has no effect: none of its hooks, filters or attribute drivers runs, and the patch is the same
-whether or not the agent has committed its changes. Invariant: after `make_patch` and `apply_patch` the repository is as
-the sandbox's preparation left it, with the patch applied and without anything else from the agent.
+whether or not the agent has committed its changes. Invariant: after `make_patch` and `apply_patch`, the repository is
+the result of the sandbox's preparation with the patch applied, and has nothing else from the agent.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ CLEAR = """xargs -0 git -c safe.directory='*' --literal-pathspecs clean -ffdxq -
 APPLY = """git apply --whitespace=nowarn .git/outrider-patch
 """
 # A repository of its own, because settings and excluded paths in the agent's `.git` could hide a change. The objects
-# are those of the agent's repository: `git add` reads each file, and writes none that is there already.
+# are shared with the agent's repository: `git add` reads each file, but writes only objects that do not exist yet.
 UNCHANGED = """set -e
 cd -- {repository}
 export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_ATTR_NOSYSTEM=1 LC_ALL=C
@@ -127,10 +127,10 @@ async def make_patch(runtime: Runtime, spec: DiffSpec, repository: str, archive:
 
 async def is_unchanged(runtime: Runtime, spec: DiffSpec, repository: str, base: str) -> bool:
     """Return True if the repository in the agent's sandbox has the files of the tree `base`, so that the agent's patch
-    is empty. False is returned whenever the check is not certain, also if the check fails.
+    is empty. The result is False whenever the check is uncertain or fails.
 
-    Programs in the sandbox may have been replaced by the agent, which can so pretend that its patch is empty, but not
-    that the patch is another one.
+    The agent may have replaced programs in the sandbox. It can thus pretend that its patch is empty, but cannot pretend
+    that the patch is a different one.
     """
     place = shlex.quote(f"{runtime.scratch}/outrider-unchanged-{secrets.token_hex(8)}")
     script = UNCHANGED.format(repository=shlex.quote(repository), place=place, base=base, excluded=_excluded(spec))
@@ -146,9 +146,9 @@ def _excluded(spec: DiffSpec) -> str:
 
 
 class PatchBases:
-    """The git trees of repositories as preparation leaves them, by the sandbox in which the repository is: a shared
+    """The git trees of repositories right after preparation, by the sandbox of the repository. The object is a shared
     part of the node (`Host.part`). A grading that makes a patch remembers the tree. If preparation is not reproducible,
-    the next tree differs, and the memory has no use, but does no harm."""
+    the next tree differs, and the remembered tree is useless but harmless."""
 
     def __init__(self, host: Host) -> None:
         self._trees: OrderedDict[bytes, str] = OrderedDict()
@@ -169,7 +169,7 @@ class PatchBases:
             self._trees.popitem(last=False)
 
     def find(self, runtime: RuntimeSpec, repository: str) -> str | None:
-        """Return the tree of the repository, None if no grading has remembered it."""
+        """Return the tree of the repository, or None if no grading has stored the tree."""
         return self._trees.get(_base_key(runtime, repository))
 
 

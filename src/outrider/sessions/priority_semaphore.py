@@ -6,7 +6,7 @@ served least recently. Requests of one owner are served by priority, first come 
 has no effect on the requests of other owners. URGENT requests come before all others.
 
 A request waiting for a kind of resource keeps all requests behind it from taking any of this kind, so that small
-requests cannot starve a large request. A request that needs none of this kind may pass, as long as enough of the other
+requests cannot starve a large request. A request that does not need this kind may pass, as long as enough of the other
 kinds is left for the first request in line. Invariants: no more is taken than exists, no owner takes more than its
 share, and no passing request delays the first in line.
 """

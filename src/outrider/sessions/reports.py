@@ -12,7 +12,7 @@ from outrider.trajectory import Turn, Verdict
 
 
 def verdict_of(report: ReportSpec) -> Verdict:
-    """Return the verdict in a report. The report has a reward."""
+    """Return the verdict in a report. The report must have a reward."""
     assert report.reward is not None
     return Verdict(
         reward=report.reward, metrics=report.metrics, reason=report.reason, turns=report.turns, rows=report.rows

@@ -124,8 +124,8 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason why an attempt ended, with the verdict or the error, if there is one. `run_reason`: see
-    `SessionResult`. `patch`: see `Grade`."""
+    """The reason why an attempt ended, with the verdict or the error, if there is one. For `run_reason` see
+    `SessionResult`, and for `patch` see `Grade`."""
 
     reason: StopReason
     verdict: Verdict | None = None
@@ -259,7 +259,8 @@ class Rollout:
         # must build the folder that the sandbox mounts.
         harness, mounts, evaluators = await asyncio.to_thread(self._made)
         *earlier, grading = [self._grading_of(number, made, mounts) for number, made in enumerate(evaluators)]
-        # Nothing is set aside yet, and no budget runs, so the wait for an image costs no other session and no time.
+        # Nothing is set aside yet and no budget runs, so the wait for an image delays no other session and is not
+        # charged.
         for runtime, field in runtimes_of(self._task):
             await self._node.sandboxes.pulls.want(runtime, field=field)
         if self._attempt.stored is not None:
@@ -450,8 +451,8 @@ class Rollout:
         self._overdue.begin_run()
         with self._node.watchdog.witness() as stalls:
             end, error, outcome = await self._run_agent(sandbox, harness, context)
-            # These facts are taken before `_collect` ends the calls in flight. Turns of such calls do not count,
-            # because the program got no reply to these calls.
+            # These facts are collected before `_collect` ends the calls in flight. The turns of such calls do not
+            # count, because the program got no reply to them.
             called, failure, unanswered = conversation.step_turns > 0, models.failure, conversation.failure
             try:
                 await self._collect(sandbox)
@@ -659,7 +660,7 @@ class Rollout:
     async def _call_frozen(
         self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None
     ) -> FrozenReply:
-        """See `evaluators.base.CallFrozen`. Each call is a separate conversation, which is not stored. Special tokens
+        """See `evaluators.base.CallFrozen`. Each call is a conversation of its own, which is not stored. Special tokens
         are removed from the messages, so that the judged text cannot open or end a turn."""
         [frozen] = [one for one in self._node.frozen if one.backend.model == model]
 

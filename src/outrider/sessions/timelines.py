@@ -1,7 +1,8 @@
-"""The timelines of a node's attempts: noting what their sandboxes do, and storing the entries.
+"""The timelines of a node's attempts. This module notes the commands, processes and requests of sandboxes, and stores
+the entries.
 
-Storing is a chore of the node, once a second for all attempts together, so that an attempt waits for nothing.
-Invariant: a failure here costs entries of a timeline, and never an attempt.
+A chore of the node stores the entries of all attempts once a second, so that no attempt waits for the store. Invariant:
+a failure in this module may lose entries of a timeline, but never ends an attempt.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ LAST_STORE_SECONDS = 5.0
 BATCH_BYTES = 1 << 20
 """Maximum bytes of entries that are stored at once."""
 MOST_UNSTORED = 64 << 20
-"""Maximum bytes of entries that wait while the store fails. Beyond, the oldest are dropped."""
+"""Maximum bytes of entries that wait while the store fails. The oldest entries above this size are dropped."""
 PROCESSES_EVERY_SECONDS = 10.0
 PROCESSES_SECONDS = 2.0
-"""Maximum seconds for the list of a sandbox's processes. A sandbox whose tool server is busy is asked again later."""
+"""Maximum seconds for the list of a sandbox's processes. If the tool server is busy, the next listing tries again."""
 
 
 class Timelines:
@@ -83,8 +84,8 @@ class Timelines:
             size -= len(self._unstored.popleft().entries)
 
     def _next_batch(self) -> list[TimelinePart]:
-        """Return the oldest parts, of BATCH_BYTES in all or one larger part, because a node on another machine sends
-        them as one message, whose size is limited."""
+        """Return the oldest parts: together at most BATCH_BYTES, or one larger part. The size is limited because a node
+        on another machine sends the parts in one message."""
         batch: list[TimelinePart] = []
         size = 0
         for part in islice(self._unstored, MOST_PARTS):
@@ -164,8 +165,8 @@ class SandboxTimeline:
             self._timeline.end(number, at=use.end)
 
     async def list_processes(self) -> None:
-        """Note the newest processes. A sandbox that fails or is slow to answer costs its newest processes, and nothing
-        else."""
+        """Note the newest processes. If the sandbox fails or is slow, its newest processes are missing from the
+        timeline, and nothing else happens."""
         if not isinstance(self._runtime, ListsProcesses):
             return
         with suppress(OutriderError, TimeoutError):
@@ -187,7 +188,8 @@ class SandboxTimeline:
 
 
 def noting_stored(timeline: Timeline, record: Callable[..., Awaitable[None]], model: str | None = None) -> Any:
-    """Return `record`, which stores a turn, with a note of each turn's time in the timeline."""
+    """Return a function that calls `record`, which stores a turn, and then notes in the timeline that the turn was
+    stored."""
 
     async def store(turn: Turn) -> None:
         await record(turn)

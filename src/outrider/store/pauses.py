@@ -134,7 +134,8 @@ def _about(tenant: str, labels: str, harness: str) -> tuple[str, dict[str, str],
 
 
 async def _set(tx: Connection, groups: Sequence[str], change: str, where: str) -> int:
-    """Change the sessions of groups for which `where` holds, and that are not to end. Returns their number."""
+    """Change the sessions of `groups` that match `where` and whose end is not yet decided. Returns the number of
+    changed sessions."""
     return sum(
         [
             await tx.execute(

@@ -30,8 +30,8 @@ class Retry(msgspec.Struct, frozen=True):
 
 
 class RunChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups and sessions in their state now, and retries. `cursor` is the last event that was read, and `at` its
-    time. `more`: there may be more."""
+    """Groups and sessions in their state now, and retries. `cursor` is the last event that was read, and `at` its time.
+    `more` is True if there may be more changes."""
 
     groups: list[GroupRow] = []
     sessions: list[SessionRow] = []

@@ -423,7 +423,7 @@ class Store:
         return await self._db.read(body)
 
     async def backlog(self) -> Backlog:
-        """Return what waits in the store. Reads the whole queue and the outbox, but only their indexes."""
+        """Return the lengths of the store's queues. Reads the whole queue and the outbox, but only their indexes."""
 
         async def body(tx: Connection) -> Backlog:
             ((oldest,),) = await tx.fetch("SELECT MIN(created) FROM sessions WHERE waiting = 1")
@@ -604,9 +604,9 @@ class Store:
         return await self._db.write(body)
 
     async def continue_turns(self, session_id: str, attempt: int) -> list[Turn]:
-        """Move the turns of the session's earlier attempts, of which one at most has turns, to an attempt under way.
-        Returns the turns of the policy with the bytes of their images, in the order of their index. The turns are
-        numbered anew if one was lost with the service, before it was stored."""
+        """Move the turns of the session's earlier attempts to an attempt under way. At most one earlier attempt has
+        turns. Returns the turns of the policy with the bytes of their images, in the order of their index. The turns
+        get new numbers if a turn was lost with the service before it was stored."""
 
         async def body(tx: Connection) -> None:
             await _under_way(tx, session_id, attempt)
@@ -659,7 +659,8 @@ class Store:
 
     async def keep_failed_calls(self, session_id: str, attempt: int, calls: bytes, *, model: str | None = None) -> None:
         """Store the failed calls of a session's policy or frozen model, for which no later call has made up: a JSON
-        array of `FailedCall`. Replaces those stored before. Raises Conflict if the attempt is not under way."""
+        array of `FailedCall`. The stored failed calls of this model are replaced. Raises Conflict if the attempt is not
+        under way."""
         sql = """INSERT INTO failed_calls (session_id, model, calls) VALUES (?, ?, ?)
             ON CONFLICT (session_id, model) DO UPDATE SET calls = excluded.calls"""
 
@@ -676,8 +677,8 @@ class Store:
         return {model or None: bytes(calls) for model, calls in found}
 
     async def keep_remote_run(self, session_id: str, attempt: int, name: str, run: str) -> None:
-        """Store the id `run` that an agent service has given to the session's run `name`. Replaces the session's run
-        before. Raises Conflict if the attempt is not under way."""
+        """Store the id `run` that an agent service has given to the session's run `name`. The id of an earlier run of
+        the session is replaced. Raises Conflict if the attempt is not under way."""
         sql = """INSERT INTO remote_runs (session_id, name, run) VALUES (?, ?, ?)
             ON CONFLICT (session_id) DO UPDATE SET name = excluded.name, run = excluded.run"""
 
@@ -1015,7 +1016,7 @@ class Store:
             data = {"cursor": group.cursor, "cancelled": group.cancelled}
             await self._add_event(tx, EventKind.GROUP_DONE, group.id, None, data)
             ((url,),) = await tx.fetch("SELECT callback_url FROM groups WHERE id = ?", (group.id,))
-            if url is not None:  # still sealed, so that no callback is lost while its key is missing
+            if url is not None:  # the URL stays encrypted, so a missing key loses no callback
                 await tx.execute(
                     """INSERT INTO outbox (group_id, url, receiver, tries, next_try, since, tenant)
                        VALUES (?, ?, ?, 0, ?, ?, ?)""",

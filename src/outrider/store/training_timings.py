@@ -1,6 +1,6 @@
 """Stores the times of a trainer's phases: one record for each step of each epoch. The records of a tenant are its own.
 
-Invariant: a tenant has at most MOST_TIMINGS records. The records that were stored first make room for new ones.
+Invariant: a tenant has at most MOST_TIMINGS records. The oldest records are dropped to make room for new ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The data sets whose rows are tasks, by the name of their kind, and their examples.
+"""The data sets whose rows are tasks, by the name of their kind. Makes examples from their rows.
 
 A new kind is a function in one of the modules of adapters, and a line in ADAPTERS. The module downloads nothing.
 Invariant: the examples have the order of the rows, and different ids.
@@ -32,8 +32,8 @@ ADAPTERS: dict[str, Adapter] = {
 
 
 def adapted_examples(kind: str, source: Path, given: Additions, *, limit: int | None = None) -> list[Example]:
-    """Return an example of each row of a data set, also of rows with faults. Raises InvalidField for a file that cannot
-    be read, and for an unknown kind."""
+    """Return an example for each row of a data set, including rows with faults. Raises InvalidField for a file that
+    cannot be read, and for an unknown kind."""
     if kind not in ADAPTERS:
         raise InvalidField(
             f"there is no kind of rows {kind!r}", field="kind", hint=f"the kinds are {', '.join(ADAPTERS)}"

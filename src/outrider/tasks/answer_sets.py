@@ -1,10 +1,9 @@
 """Adapters of data sets whose tasks are answered by a reply: verl's rows and NeMo Gym's.
 
-The right answers and test cases go into the evaluator's options, which no agent sees. Where the columns were read:
-verl's in `examples/data_preprocess/gsm8k.py` (volcengine/verl at 030a519a), Eurus-2's in the converters of its users,
-as its file is 1.7 GB; NeMo Gym's in `resources_servers/math_with_judge/task_data.py`,
-`resources_servers/code_gen/app.py` and `environments/swe/data/example.jsonl` (NVIDIA-NeMo/Gym at 195e8fcc, 05a4377b
-and 62c6fc29).
+The right answers and test cases go into the evaluator's options, which no agent sees. Sources of the columns: for verl
+`examples/data_preprocess/gsm8k.py` (volcengine/verl at 030a519a); for Eurus-2 the converters of its users, because its
+file is 1.7 GB; for NeMo Gym `resources_servers/math_with_judge/task_data.py`, `resources_servers/code_gen/app.py` and
+`environments/swe/data/example.jsonl` (NVIDIA-NeMo/Gym at 195e8fcc, 05a4377b and 62c6fc29).
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ def verl(columns: Columns, given: Additions) -> Draft:
 
 
 def nemo_gym(columns: Columns, given: Additions) -> Draft:
-    """The adapter of rows of NeMo Gym, and so of Nemotron's data for it: `responses_create_params.input`, and beside it
-    what the verifier needs: `expected_answer`, `verifier_metadata.unit_tests`, or a row of SWE-bench."""
+    """The adapter of rows of NeMo Gym, and so of Nemotron's data for it: `responses_create_params.input`, and the data
+    that the verifier needs: `expected_answer`, `verifier_metadata.unit_tests`, or a row of SWE-bench."""
     if isinstance(columns.get("verifier_metadata.instance_dict"), Mapping | str):
         return nemo_gym_swe(columns, given)
     instruction = question(columns, "responses_create_params.input")
@@ -100,7 +99,7 @@ def nemo_gym(columns: Columns, given: Additions) -> Draft:
 
 
 def nemo_gym_swe(columns: Columns, given: Additions) -> Draft:
-    """The adapter of a row of NeMo Gym that holds one of SWE-bench, with the image beside it."""
+    """The adapter of a row of NeMo Gym that contains a row of SWE-bench, and the name of the image."""
     inner = columns.get("verifier_metadata.instance_dict")
     if isinstance(inner, str):
         try:

@@ -1,9 +1,10 @@
-"""What an adapter of a data set gets: the columns of one row, and what the user adds to them. What it returns: a task.
+"""The input of a data set's adapter (the columns of one row, and the user's additions) and its output (a draft of a
+task).
 
-`Columns` collects what is missing or wrong in a row, so that all of it is reported at once.
+`Columns` collects the faults of a row, so that all faults are reported at once.
 
-The module knows no data set. Invariant: reading never raises; after a fault, the value that was returned only stands in
-for the right one, and the example must not be run.
+The module depends on no data set. Invariant: reading never raises; after a fault, the returned value is only a
+substitute, and the example must not be run.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ LEAVE_OUT = "leave the row out, or mend the file"
 
 
 class Additions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user adds to a data set. `image` is a template for the name of the image (`swebench.image_name`).
-    `test_command` is the command for the tests. `folder` is the folder of the file of rows. `own` is the partial task
-    that goes over each task made here."""
+    """The user's additions to a data set. `image` is a template for the name of the image (`swebench.image_name`).
+    `test_command` is the command for the tests. `folder` is the folder of the file of rows. `own` is a partial task,
+    whose fields override those of each task made here."""
 
     image: str | None = None
     test_command: str | None = None
@@ -34,7 +35,7 @@ class Additions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """The task of one row, before the user's own fields go over it."""
+    """The task of one row, before the user's own fields override its fields."""
 
     id: str
     task: dict[str, Any]
@@ -126,6 +127,6 @@ def names_of(value: Any) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Return the words for a value's type in a sentence."""
+    """Return the name of a value's type for a sentence."""
     words = {dict: "an object", list: "a list", bool: "a truth value", int: "a number", float: "a number"}
     return words.get(type(value), f"a {type(value).__name__}")

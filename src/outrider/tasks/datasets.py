@@ -374,8 +374,8 @@ def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
 
 def value_at(row: Mapping[str, Any], path: str) -> Any:
     """Return the value of a column, or of a field within one: `reward_model.ground_truth`, `prompt.0.content`. A number
-    counts the items of a list from 0, or from its end if it is negative. A text within which a field is wanted is read
-    as JSON. None if there is no such field. A column whose own name has dots comes first."""
+    counts the items of a list from 0, or from its end if it is negative. If the path goes on within a text, the text is
+    read as JSON. Returns None if there is no such field. A column whose own name has dots takes precedence."""
     if row.get(path) is not None:
         return row[path]
     value: Any = row
@@ -396,8 +396,8 @@ def value_at(row: Mapping[str, Any], path: str) -> Any:
 
 
 def said(value: Any, where: str) -> Any:
-    """Return the text of messages, and any other value unchanged. Raises InvalidField for messages that no text can
-    have."""
+    """Return the text of messages, and any other value unchanged. Raises InvalidField for messages that cannot be
+    written as text."""
     if not is_conversation(value):
         return value
     try:

@@ -1,6 +1,6 @@
-"""Makes an example of one row with an adapter, and names what the row lacks.
+"""Makes an example from one row with an adapter, and names the row's faults.
 
-Invariant: a broken row makes an example with faults, and never an exception of another kind than InvalidField.
+Invariant: a broken row gives an example with faults, and no exception other than InvalidField.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from outrider.tasks.examples import Example, Fault
 
 
 def example_of(adapter: Adapter, row: Mapping[str, Any], given: Additions, where: str, number: int = 0) -> Example:
-    """Return the example of a row, with its faults. The user's own fields, filled with the row's columns, go over the
-    adapter's task, but their prepare steps come before its steps."""
+    """Return the example of a row, with its faults. The user's own fields, filled with the row's columns, override the
+    adapter's fields, but the user's prepare steps come before the adapter's steps."""
     columns = Columns(row, number)
     draft = adapter(columns, given)
     task, steps = draft.task, draft.task.get("runtime", {}).get("prepare", [])

@@ -1,4 +1,4 @@
-"""Examples: the rows of a dataset as tasks, each with its known solution if there is one, and with what a row lacks."""
+"""Examples: the rows of a dataset as tasks, each with its known solution if there is one, and with the row's faults."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """What keeps a row from being a task. `column` is the column at fault, or the option that would replace it.
-    `problem` continues a sentence about the column. `remedy` is what to do."""
+    """A fault that keeps a row from being a task. `column` is the faulty column, or the option that would replace it.
+    `problem` is the end of a sentence that begins with the column. `remedy` is the advice to the user."""
 
     column: str
     problem: str
@@ -33,7 +33,7 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
     """A row of a dataset. `id` is unique in the dataset. `task` is a group's task, or the part of a task that comes
     from the dataset. `row` has the columns from which `task` was made. `gold` is the known solution, used only by
     `outrider task check` and never given to an agent. An example with `faults` is listed, but cannot be run. `notes`
-    say what may keep the task from being solved or graded."""
+    name conditions that may keep the task from being solved or graded."""
 
     id: str
     task: dict[str, Any]

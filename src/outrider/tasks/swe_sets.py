@@ -1,6 +1,7 @@
-"""Adapters of data sets of repositories that are not SWE-bench's own. Each says how its rows differ.
+"""Adapters of data sets of repositories other than SWE-bench. The docstring of each adapter describes the difference of
+its rows.
 
-Where the columns and rules were read: SWE-Gym in SWE-Gym/SWE-Bench-Fork (242429c1: `constants.py`, `log_parsers.py`),
+Sources of the columns and rules: SWE-Gym in SWE-Gym/SWE-Bench-Fork (242429c1: `constants.py`, `log_parsers.py`),
 SWE-rebench in SWE-rebench/SWE-bench-fork (39316f79: `test_spec.py`, `grading.py`, `utils.py`), SWE-smith in
 SWE-bench/SWE-smith (cf2e649d: `harness/utils.py`, `harness/grading.py`, `harness/gather.py`), R2E-Gym in
 R2E-Gym/R2E-Gym (69bc9535: `agenthub/runtime/docker.py`, `repo_analysis/execution_log_parser.py`), SWE-bench Pro in
@@ -74,7 +75,7 @@ done
 """Takes the hidden tests out of the repository, as R2E-Gym's own set-up does."""
 R2E_COMMAND = f"rm -rf r2e_tests\nln -s {R2E_PLACE}/r2e_tests r2e_tests\nbash {R2E_PLACE}/run_tests.sh"
 R2E_RUNNERS = ("tornado", "datalad")
-"""Repositories of R2E-Gym whose tests a program of its own runs instead of pytest."""
+"""Repositories of R2E-Gym whose tests are run by their own program instead of pytest."""
 ISSUE = re.compile(r"\[ISSUE\](.*)\[/ISSUE\]", re.DOTALL)
 PRO_SCRIPTS = {"run_script.sh": "run", "parser.py": "parse"}
 PRO_COMMAND = """\
@@ -97,8 +98,8 @@ for test in json.load(open(sys.argv[1]))["tests"]:
 
 
 def swe_gym(columns: Columns, given: Additions) -> Draft:
-    """SWE-Gym: SWE-bench's columns, and repositories for which swebench has neither a parser nor a command. Its fork
-    reads the logs of all of them as pytest's."""
+    """SWE-Gym: SWE-bench's columns, and repositories for which swebench has neither a parser nor a command. SWE-Gym's
+    fork of swebench reads the logs of all repositories as logs of pytest."""
     options = {"log_parser": PARSER, **options_of(columns)}
     own = None
     if str(columns.get("repo")).lower() == MYPY:  # mypy's tests are cases in data files, which pytest finds by name
@@ -122,8 +123,8 @@ def swe_rebench(columns: Columns, given: Additions) -> Draft:
 
 
 def swe_smith(columns: Columns, given: Additions) -> Draft:
-    """SWE-smith: the tests are in the repository, and `patch` is the bug. It is applied to the repository of the image,
-    and the known solution takes it out again. A row without a statement names its failing tests."""
+    """SWE-smith: the tests are in the repository, and `patch` is the bug. The patch is applied to the repository of the
+    image, and the known solution removes it again. A row without a statement names its failing tests."""
     name = columns.text("instance_id")
     bug = columns.patch("patch")
     fail_to_pass = columns.tests("FAIL_TO_PASS", needed=True)
@@ -149,8 +150,9 @@ def swe_smith(columns: Columns, given: Additions) -> Draft:
 
 def swebench_pro(columns: Columns, given: Additions) -> Draft:
     """SWE-bench Pro: lower-case lists as the text of Python lists, an image by its tag, and tests that a script of each
-    instance runs, whose output a program of each instance reads. Both are in its repository's folder `run_scripts`,
-    beside the file of rows. With a test command of the user's, pytest's log is read instead."""
+    instance runs, whose output a program of each instance reads. Script and program are in the folder `run_scripts` of
+    SWE-bench Pro's repository, which must be beside the file of rows. If the user gives a test command, pytest's log is
+    read instead."""
     name = columns.text("instance_id")
     patch = columns.patch("test_patch")
     lists = {key: columns.tests(key, needed=key == "fail_to_pass") for key in ("fail_to_pass", "pass_to_pass")}
@@ -164,7 +166,7 @@ def swebench_pro(columns: Columns, given: Additions) -> Draft:
     else:
         texts = {file: script_of(columns, given.folder / "run_scripts" / name / file) for file in PRO_SCRIPTS}
         options |= {key: [quoted(test) for test in tests] for key, tests in lists.items()}
-        options["pytest"] = False  # the names are those of the parser, which no second witness reports
+        options["pytest"] = False  # a second witness does not report the parser's names
         words = {key: shlex.quote(texts[file]) for file, key in PRO_SCRIPTS.items()}
         words |= {"selected": shlex.quote(",".join(selected)), "report": shlex.quote(PRO_REPORT)}
         options["test_command"] = PRO_COMMAND.format(before=before, **words)
@@ -195,8 +197,8 @@ def quoted(test: str) -> str:
 
 
 def r2e_gym(columns: Columns, given: Additions) -> Draft:
-    """R2E-Gym: no id, no patch and no lists, but the statuses that the tests of the image must have. The known solution
-    is the new content of the commit's files that are no tests."""
+    """R2E-Gym: rows have no id, no patch and no lists of tests, but the statuses that the tests of the image must have.
+    The known solution is the new content of the commit's files, except files of tests."""
     repo, commit = columns.text("repo_name"), columns.text("commit_hash")
     name = f"{repo}__{commit}"
     expected = expected_of(columns)
@@ -250,7 +252,8 @@ def expected_of(columns: Columns) -> dict[str, str]:
 
 
 def commit_of(columns: Columns) -> Gold | None:
-    """Return the changes of a commit to files that are no tests, from the column `parsed_commit_content`, or None."""
+    """Return the changes of a commit, except changes to files of tests, from the column `parsed_commit_content`, or
+    None."""
     diffs = columns.get("parsed_commit_content.file_diffs")
     files: list[dict[str, Any]] = []
     removed: list[str] = []

@@ -49,7 +49,8 @@ ACTIVATE = """\
 export LANG=C.UTF-8 LC_ALL=C.UTF-8
 [ ! -e /opt/miniconda3/bin/activate ] || { . /opt/miniconda3/bin/activate && conda activate testbed; }
 """
-"""Lines in front of a test command: images that swebench's harness builds have their Python in this environment."""
+"""Lines before a test command. They activate the environment that has the Python in images built by swebench's
+harness."""
 PYTEST = f"pytest -rA {TESTS}"
 COMMANDS = {
     **dict.fromkeys(
@@ -67,13 +68,13 @@ COMMANDS = {
     "sympy/sympy": f"PYTHONWARNINGS=ignore::UserWarning,ignore::SyntaxWarning bin/test -C --verbose {TESTS}",
 }
 """The test commands of SWE-bench's repositories, as in swebench 4.1.0 (`MAP_REPO_VERSION_TO_SPECS_PY`, read in
-SWE-rebench's fork of it at 39316f79). swebench 5.x has them in its rows instead."""
+SWE-rebench's fork at 39316f79). Rows of swebench 5.x have their own commands."""
 OLDER = {
     ("django/django", "1.9"): f"./tests/runtests.py --verbosity 2 {MODULES}",
     ("astropy/astropy", "0."): f"pytest -rA -vv -o console_output_style=classic --tb=no {TESTS}",
     ("astropy/astropy", "1."): f"pytest -rA -vv -o console_output_style=classic --tb=no {TESTS}",
 }
-"""Commands of versions whose number begins so, where they differ."""
+"""Commands for versions whose number begins with the given prefix, if they differ."""
 HIDDEN_PYTEST = ("tox ",)
 """Commands that keep the variables of the second witness from pytest."""
 PLACEHOLDER = re.compile(r"\{(?:row\.)?([^{}/]+)(?:/([^{}/]+)/([^{}/]*))?\}")
@@ -93,8 +94,8 @@ def swebench_examples(
     `image` is the name of every task's image, in which placeholders are filled in (`image_name`). If `image` is None,
     the row's column `image` is used. `template` is a partial task that overrides the task made here, such as its
     prepare steps or carried paths. `test_command` is the test command for rows of 4.x, which have none; without it the
-    command of the row's repository is used. `{tests}` in it is replaced by the test files of the test patch, and
-    `{modules}` by the same files as Django's runner wants them. `tasks` chooses rows by `instance_id`. Raises
+    command of the row's repository is used. In the command, `{tests}` is replaced by the test files of the test patch,
+    and `{modules}` by the same files in the form of Django's test runner. `tasks` chooses rows by `instance_id`. Raises
     InvalidField.
     """
     rows = list(swebench_rows(source))
@@ -133,7 +134,7 @@ def swebench(columns: Columns, given: Additions, *, image: str | None = IMAGE) -
     command = given.test_command or columns.optional_text("test_command")
     if columns.optional_text("eval_script") is not None and command is None:
         options["eval_script"] = columns.text("eval_script")
-        with suppress(ValueError):  # the script applies the patch itself, and may apply what is no diff here
+        with suppress(ValueError):  # the script applies the patch itself, and may accept other forms of diffs
             options |= {"test_patch": columns.text("test_patch")} if files_of(columns.text("test_patch")) else {}
     else:
         options |= run_by_command(columns, given)
@@ -154,8 +155,8 @@ def options_of(columns: Columns) -> dict[str, Any]:
 def run_by_command(
     columns: Columns, given: Additions, *, known: Mapping[str, str] = COMMANDS, own: str | None = None
 ) -> dict[str, Any]:
-    """Return the options that run the tests of the row's test patch: by the user's command, else the row's `own`, else
-    the one that is known of the row's repository. A row's own column `test_command` is run as it is."""
+    """Return the options that run the tests of the row's test patch: by the user's command, else the row's `own`
+    command, else the known command of the row's repository. A row's own column `test_command` is run as it is."""
     patch = columns.patch("test_patch")
     try:
         changed = files_of(patch)
@@ -182,16 +183,16 @@ def filled_command(command: str, changed: set[str]) -> str:
 
 
 def image_of(columns: Columns, given: Additions, image: str | None) -> str | None:
-    """Return the name of the row's image: of the user's template, else of `image`, the row's own or the data set's. An
-    empty template means no image: the user's own runtime has the repository."""
+    """Return the name of the row's image. The name is made from the user's template, or else from `image`, which is the
+    row's or the data set's name. An empty template means no image: the user's own runtime has the repository."""
     template = image if given.image is None else given.image
     return image_name(template, columns) if template else None
 
 
 def image_name(template: str, columns: Columns) -> str:
     """Return the name of an image. `{NAME}` or `{row.NAME}` in the template is replaced by the row's column NAME, and
-    `{NAME/OLD/NEW}` by the column with each OLD in it replaced by NEW. A name with a slash is one of a registry, and is
-    in lower case up to its tag."""
+    `{NAME/OLD/NEW}` by the column with each OLD in it replaced by NEW. A name with a slash is a name in a registry; its
+    part before the tag is converted to lower case."""
 
     def column(match: re.Match[str]) -> str:
         name, old, new = match.groups()

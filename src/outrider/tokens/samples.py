@@ -117,7 +117,7 @@ def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
 
 
 def build_samples_of_conversation(turns: Sequence[TurnOutline], result: SessionResult) -> list[Sample]:
-    """As `build_samples`, for a session for which `is_one_conversation` is True: all its turns have the same lineage,
+    """Like `build_samples`, for a session for which `is_one_conversation` is True: all its turns have the same lineage,
     which does not depend on texts."""
     return _samples(turns, [MAIN] * len(turns), result)
 

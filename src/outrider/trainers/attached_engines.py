@@ -2,8 +2,8 @@
 
 The module is independent of the trainer. Invariants: the engines are named after a prefix and numbered from 0; at most
 one call of an object at a time changes the service's engines; objects in several processes may attach the same engines;
-and an engine with the prefix that another training uses, or has attached in the place of this one's, is an error,
-because the sessions of both would be sampled by the engines of both.
+and it is an error if another training uses an engine with the prefix, or has replaced an engine of this training,
+because the sessions of both trainings would then use the engines of both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.schemas import EngineStatus
 from outrider.trainers.shared_client import FIRST_PATIENCE
 
 LOOK_SECONDS = 5.0
-"""Minimum seconds between two looks whether the service still has the engines."""
+"""Minimum seconds between two checks of whether the service still has the engines."""
 
 
 class AttachedEngines:
@@ -34,11 +34,11 @@ class AttachedEngines:
         """The error of the newest look that failed."""
 
     async def attach(self, client: AsyncClient, engines: Sequence[Mapping[str, Any]], *, renamed: bool = False) -> bool:
-        """Attach the engines that are not attached. Each has a `url`, a `model`, and any other fields of
-        `spec.EngineSpec` but its name, and always the same place in `engines`. A service that was restarted has lost
-        the engines, so it is asked for them at most every LOOK_SECONDS. The first call also replaces the engines that
-        an earlier training has left, which have no sessions. With `renamed`, engines of another model are replaced,
-        too.
+        """Attach the engines that are not attached. Each engine has a `url`, a `model`, any other fields of
+        `spec.EngineSpec` except a name, and always the same position in `engines`. A restarted service has lost the
+        engines, so the list is requested again, but at most once in LOOK_SECONDS. The first call also replaces engines
+        that an earlier training has left and that have no sessions. With `renamed`, engines of another model are
+        replaced, too.
 
         Returns True if an engine was attached: it then has the policy version 0, unless its server labels its weights.
         Waits for a service that restarts. Raises the service's error, for example while a server still loads its model,
@@ -50,7 +50,7 @@ class AttachedEngines:
         failed_before = self._not_attached
         async with self._looking:
             if self._not_attached is not None and self._not_attached is not failed_before:
-                raise self._not_attached  # otherwise each waiting rollout would wait for a reply in turn
+                raise self._not_attached  # otherwise the waiting rollouts would wait for a reply one after another
             clock = asyncio.get_running_loop().time
             if self._looked is not None and clock() - self._looked < LOOK_SECONDS and not renamed:
                 return False
@@ -83,7 +83,7 @@ class AttachedEngines:
                 await _remove(client, name)
         for (name, url), engine in zip(wanted.items(), engines, strict=True):
             if (old := attached.get(name)) is not None and old.url in wanted.values():
-                usable = old.ok or not first  # an earlier training's may be of another model
+                usable = old.ok or not first  # an engine of an earlier training may have another model
                 if old.url == url and usable and not (renamed and old.model != engine["model"]):
                     continue
                 await _remove(client, name)
@@ -105,8 +105,8 @@ def _of_another(engine: EngineStatus) -> Conflict:
 
 
 async def _add(client: AsyncClient, engine: Mapping[str, Any]) -> bool:
-    """Return True if this call has attached the engine, False if another process of the training has. The name of an
-    engine that is just being attached is taken, but not in the list yet."""
+    """Return True if this call has attached the engine, or False if another process of the training has. The name of an
+    engine that is just being attached is already taken, but is not in the list yet."""
     clock = asyncio.get_running_loop().time
     end = clock() + PATIENCE
     while True:

@@ -18,7 +18,7 @@ Decode = Callable[[list[int]], str]
 
 
 class Span(NamedTuple):
-    """The ids [start, end) of a row: either all of them train, or none of them."""
+    """The range [start, end) of a row's ids, in which either all ids train or none."""
 
     start: int
     end: int

@@ -9,7 +9,7 @@ NeMo Gym starts the server from a folder `responses_api_agents/outrider`, whose 
 
 NeMo RL sends each row of its data to `POST /run`, and trains on the reply (`nemo_rl.environments.nemo_gym`). Importing
 this module does not import NeMo Gym. Invariants: a reply has exactly one row, token for token, with a reward; a rollout
-that cannot be trained on is an HTTP error, whose status says whether another try may help; and a request that is sent
+that cannot be trained on is an HTTP error, whose status shows whether another try may help; and a request that is sent
 again, because its connection broke before the reply was sent, gets the first request's rollout.
 """
 
@@ -51,19 +51,19 @@ T = TypeVar("T")
 
 VARIABLE = "OUTRIDER_NEMO_GYM"
 RETRY_SECONDS = 30.0
-"""Seconds for which a rollout goes on, or its reply is kept, after its client has left. NeMo Gym's client sends a
-request again half a second after its connection broke."""
+"""After its client has disconnected, a rollout continues, or its reply is kept, for this many seconds. NeMo Gym's
+client sends a request again half a second after its connection broke."""
 PARAMS = "responses_create_params"
 OTHER_NAMES = {"max_output_tokens": "max_tokens"}
 WITHOUT_EFFECT = {"input", "metadata", "model", "user", "store", "include", "parallel_tool_calls", "service_tier"}
 """Fields of `responses_create_params` that are read elsewhere, or change nothing that an agent samples."""
 NEUTRAL = {"tool_choice": ("auto", "none"), "truncation": ("disabled",), "stream": (False,), "background": (False,)}
-"""Fields of which the values listed here have no effect. Other values are refused."""
+"""Fields with the values that have no effect. Other values are refused."""
 TEMPLATE = "chat_template_kwargs"
 """The name of the variables for chat templates. NeMo Gym's model servers take them from the row's metadata."""
 ENGINE = {"nemo_rl": True, "logprobs_mode": "processed_logprobs"}
-"""Options of the engine kind `openai` for NeMo RL's vLLM workers. The mode is that of NeMo RL 0.7, and of the
-configurations that come with later versions."""
+"""Options of the engine kind `openai` for NeMo RL's vLLM workers. NeMo RL 0.7 has this mode, and so have the
+configurations of later versions."""
 LABELS = {"_ng_task_index": "task", "_ng_rollout_index": "rollout", "_rowidx": "row"}
 """The row's own columns that become labels of the task."""
 
@@ -175,7 +175,7 @@ class GymRollouts:
         labels |= {f"nemo_gym.{label}": row.get(column) for column, label in LABELS.items()}
         task = task_for(self._settings, row, prompt=params.get("input"), sampling=_sampling(params), labels=labels)
         task["sampling"] = PLAIN_SAMPLING | task["sampling"]
-        # The key is new each time, and not made of the row: the same row comes again in the next epoch.
+        # The key is new each time and does not depend on the row, because the next epoch has the same row again.
         return group_of(self._settings, task)
 
     async def _outcome(self, row: Mapping[str, Any], group: Mapping[str, Any]) -> _Outcome:
@@ -219,7 +219,7 @@ def reply_of(
             hint='use an agent that appends to one conversation, or train the main conversation alone: rows = "main"',
         )
     [trained] = trajectory.rows
-    # Numbers beside the reward are columns of NeMo Gym's and NeMo RL's metrics.
+    # NeMo Gym and NeMo RL take the numbers beside the reward as metrics.
     metrics = {
         **chosen_metrics(trajectory, settings),
         "outrider_turns": float(trajectory.result.turns),
@@ -302,8 +302,8 @@ async def _answer(rollouts: GymRollouts, request: Request, *, bare: bool = False
 
 
 async def _body_of(request: Request) -> bytes:
-    """Read a request's body. Raises TooLarge, but only after the whole body has come: NeMo Gym's client sends a request
-    whose connection breaks again without end."""
+    """Read a request's body. Raises TooLarge, but only after the whole body has arrived: if the connection broke
+    earlier, NeMo Gym's client would send the request again and again."""
     size, pieces = 0, []
     async for piece in request.stream():
         size += len(piece)
@@ -351,7 +351,7 @@ def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
     found |= _object(metadata.get("extra_body"), f"{PARAMS}.metadata.extra_body")
     template = _object(found.pop(TEMPLATE, None), f"{PARAMS}.metadata.extra_body.{TEMPLATE}")
     template |= _object(metadata.get(TEMPLATE), f"{PARAMS}.metadata.{TEMPLATE}")
-    # any other variable is no field of `task.sampling`, and is refused there
+    # any other variable is not a field of `task.sampling`, which refuses it
     found |= {"thinking" if name == "enable_thinking" else name: value for name, value in template.items()}
     if not isinstance(found.get("thinking"), bool | None):
         raise InvalidField(f"enable_thinking is {found['thinking']!r}; it must be true or false", field=PARAMS)
@@ -365,7 +365,8 @@ def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _object(value: Any, source: str) -> dict[str, Any]:
-    """Return an object that may be JSON text, as NeMo Gym's metadata is, or missing. Raises InvalidField."""
+    """Return an object, which may be given as JSON text, like NeMo Gym's metadata, or may be missing. Raises
+    InvalidField."""
     if isinstance(value, str):
         return json_object(value, source) if value else {}
     if not isinstance(value, Mapping | None):

@@ -83,7 +83,7 @@ class Executor:
         task = task_for(settings, _columns(prompt, label), prompt=prompt, sampling=sampling, labels={})
         if settings.relay is not None:
             await self._attach(llm_engine, settings.relay, wants_logprobs)
-        # All rows are fetched even if only one of them is returned, because the others are counted.
+        # All rows are fetched even if only one of them is returned, because the other rows are counted.
         every = settings.model_copy(update={"rows": "all"})
         [trajectory] = await run_group(every, group_of(settings, task), logprobs=wants_logprobs)
         if trajectory.error is not None:

@@ -1,7 +1,7 @@
-"""Refuses the settings of Polar's Slime bridge where Outrider's own bridge runs, and names what takes their place.
+"""Refuses the settings of Polar's Slime bridge if Outrider's own bridge runs, and names their replacements.
 
-Polar's bridge reads these settings itself, and needs no translation: it calls `--compat polar`. In slime's arguments
-beside Outrider's bridge they would have no effect. Invariant: a setting that is set is never ignored.
+Polar's bridge reads these settings itself and works with `--compat polar` unchanged. Outrider's bridge does not read
+them. Invariant: no such setting is silently ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INSTEAD: Mapping[str, str] = {
     "polar_add_generation_prompt": "leave it out: the service renders the prompts",
     "polar_eval_dataset_name": "leave it out: the bridge names evaluations after slime's sets",
 }
-"""The settings of Polar's bridge, each with what to do instead."""
+"""The settings of Polar's bridge, each with its replacement."""
 
 
 def refuse_polar_settings(args: Any) -> None:

@@ -25,7 +25,7 @@ class RelayThread:
         """The newest worker that the service has accepted."""
         self._make = make
         self._held = ExitStack()
-        # A caller that was cancelled leaves a thread in `attach`.
+        # A cancelled caller leaves a thread that still runs `attach`.
         self._lock = threading.RLock()
 
     def attach(self) -> None:
@@ -41,5 +41,5 @@ class RelayThread:
         with self._lock:
             try:
                 self._held.close()
-            except OutriderError as error:  # the error for which the worker has given up
+            except OutriderError as error:  # the error that made the worker give up
                 log.warning("the worker had given up: %s", error)

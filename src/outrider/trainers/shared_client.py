@@ -3,7 +3,7 @@
 Some trainers make a new object for each trajectory, and have no longer-lived object that could hold a client. So the
 first rollout opens the shared client, and the last rollout closes it. The module is independent of the trainer.
 Invariants: an event loop has at most one open client for each service and token; at most one request at a time polls
-for finished groups, however many rollouts wait; and cancelling a rollout cancels its group.
+for finished groups, for any number of waiting rollouts; and cancelling a rollout cancels its group.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ async def shared_client(url: str, token: str | None) -> AsyncIterator[SharedClie
 async def run_group(
     settings: BridgeSettings, group: Mapping[str, Any], *, logprobs: bool, images: bool = False
 ) -> list[Trajectory]:
-    """Run a group made by `shared_settings.group_of`, and return its sessions in sample order. `logprobs` and `images`
-    as for `trajectories_of`."""
+    """Run a group made by `shared_settings.group_of`, and return its sessions in sample order. For `logprobs` and
+    `images`, see `trajectories_of`."""
     async with shared_client(settings.url, settings.token) as client:
         return trajectories_of(await client.run(group), settings, logprobs=logprobs, images=images)

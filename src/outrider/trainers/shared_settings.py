@@ -54,8 +54,8 @@ PLAIN_SAMPLING = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Sampling for trainers that compute importance weights with the temperature and top_p alone (NeMo RL), or with the
-temperature alone (prime-rl). The task may set these parameters. An agent's own values must not apply. NeMo RL's servers
+"""Sampling for trainers that compute importance weights only from the temperature and top_p (NeMo RL), or only from the
+temperature (prime-rl). The task may set these parameters, but an agent's own values must not apply. NeMo RL's servers
 also refuse a top_k."""
 
 

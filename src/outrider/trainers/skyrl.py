@@ -275,8 +275,8 @@ def _usual_metrics(
 
 
 def _refuse_what_engines_do_not_report(generator_cfg: Any) -> None:
-    """Raise InvalidField if SkyRL is to train on what the service's samples do not have: SkyRL would train without it,
-    and only some versions would say so."""
+    """Raise InvalidField if SkyRL's configuration needs data that the service's samples do not have. SkyRL would train
+    without the data, and only some versions would report this."""
     engine = getattr(generator_cfg, "inference_engine", None)
     for name in ("enable_return_sample_support_set", "enable_return_routed_experts"):
         if getattr(engine, name, False):
@@ -291,7 +291,8 @@ class LossPerRollout:
     The policy loss of a mini-batch becomes 1/R * sum_r 1/T_r * sum_t l_t, over its R rollouts that train and over the
     T_r trained tokens t of all rows of rollout r. SkyRL's own reductions weigh rows or tokens, so a rollout with seven
     rows would have seven times the weight. The mixin multiplies the advantages of each row by a positive number, which
-    PPO's clipping does not change. Raises InvalidField for a configuration in which that would not give these weights.
+    PPO's clipping does not change. Raises InvalidField for a configuration in which the multiplication does not give
+    these weights.
     """
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:

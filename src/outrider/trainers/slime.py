@@ -248,7 +248,7 @@ class _Bridge:
 
     @contextmanager
     def policy_runs(self) -> Iterator[None]:
-        """Resume the policy for the block, and pause the policy at the end, because slime trains then."""
+        """Let the policy run during the block, and pause the policy at the end, because slime then trains."""
         self.client.resume_policy()
         try:
             yield

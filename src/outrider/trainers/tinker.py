@@ -8,8 +8,8 @@ groups of a service.
     )
 
 The service samples with the sampling client that the cookbook gives for each group (`tinker_sampling`). Invariants: a
-session with any number of rows is one trajectory; the actions of a trajectory have the tokens and the
-log-probabilities of the service's rows; and a session that cannot be trained on is no trajectory.
+session with any number of rows is one trajectory; the actions of a trajectory have the tokens and the log-probabilities
+of the service's rows; and a session that cannot be trained on gives no trajectory.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class TaskGroup(EnvGroupBuilder):  # type: ignore[misc]  # the cookbook is not c
 
 
 class FinishedRollout(Env):  # type: ignore[misc]  # the cookbook is not checked
-    """The reward and the metrics of a session, in the place of the environment that the cookbook expects."""
+    """The reward and the metrics of a session, in the form of an environment, which the cookbook expects."""
 
     def __init__(self, reward: float, metrics: dict[str, float]) -> None:
         self.reward = reward
@@ -133,7 +133,7 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # the cookbook is
     """The rollout strategy for `Config.rollout_error_tolerance`. `settings` are TinkerSettings, overridden by
     $OUTRIDER_TINKER. Raises InvalidField for wrong settings.
 
-    Temperature and the maximum of tokens of a model call are the cookbook's.
+    The temperature and the maximum tokens of a model call come from the cookbook.
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
@@ -273,7 +273,7 @@ def _transitions_of(row: TrainingRow, sequences: SampledSequences | None) -> lis
     turns = [
         (end, reward)
         for (_, end), reward in zip(sample.turn_spans, sample.turn_rewards, strict=True)
-        # a turn that is context in this row trains in another row, and is rewarded there
+        # a turn that is only context in this row gets its reward in the row in which it trains
         if reward is not None and end <= len(row.ids) and row.mask[end - 1]
     ]
     found = []

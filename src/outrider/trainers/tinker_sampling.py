@@ -1,9 +1,9 @@
 """Generates for a service with Tinker's sampling clients, and keeps the id of each sampled sequence.
 
 A relay worker in a thread of the trainer's process receives the model calls of the sessions. The calls of a group are
-sampled with the client that the trainer gave for the group, also while the trainer has newer clients. Each new client
-is a new policy version. The module needs `tinker` (0.38), not tinker-cookbook. Invariant: the tokens of a generation
-have the version of the client that sampled them.
+sampled with the client that the trainer gave for the group, even after the trainer has made newer clients. Each new
+client is a new policy version. The module needs `tinker` (0.38), not tinker-cookbook. Invariant: the tokens of a
+generation have the version of the client that sampled them.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class SampledGroup:
 
 class TinkerSampler:
     """The relay worker of a trainer's process for the relay engine `relay` of the service at `url`. `version` is the
-    newest policy version; the first client gets the next one.
+    newest policy version; the first client gets the next version.
 
     `open` makes at most one sampler for an engine, because an engine divides its work among its workers, and a second
     sampler would not have the clients of the first.
@@ -129,8 +129,8 @@ class TinkerSampler:
         self._versions: WeakKeyDictionary[SamplingClient, int] = WeakKeyDictionary()
         self._groups: set[SampledGroup] = set()
         self._by_session: dict[str, SampledGroup] = {}
-        # Log-probabilities are raw in SkyRL's server. Under the cookbook's own default, a temperature of 1, they are
-        # those of the sampling distribution as well.
+        # Log-probabilities are raw in SkyRL's server. With the cookbook's default temperature of 1, they are also the
+        # log-probabilities of the sampling distribution.
         self._engine = FunctionEngine(self._generate, logprob_kind=LogprobKind.RAW, version=version)
         self._thread = RelayThread(lambda: Worker(url, self._engine, engine=relay, token=token, name="tinker"))
         atexit.register(self._detach)
@@ -157,7 +157,7 @@ class TinkerSampler:
         version."""
         with self._lock:
             if client not in self._versions:
-                # An operator may have set a higher version. A worker below it would get no work.
+                # An operator may have set a higher version. A worker with a lower version would get no work.
                 self.version = max(self.version, self._engine.version) + 1
                 self._newest = client
                 self._versions[client] = self.version

@@ -99,7 +99,7 @@ def trajectories_of(
 
 def left_out_of(group: GroupView, trajectory: Trajectory) -> list[Sample]:
     """Return the rows of a session that train and are not among the trajectory's rows, because the settings or the
-    trainer have no place for them."""
+    trainer do not use them."""
     kept = {row.sample.row for row in trajectory.rows}
     return [
         sample

@@ -1,5 +1,5 @@
-"""The bridge to verifiers and prime-rl, as far as it does not need their packages: rows become sessions of a service,
-and sessions become the nodes and model calls of a verifiers trace.
+"""The part of the bridge to verifiers and prime-rl that does not need their packages. Converts rows to sessions of a
+service, and sessions to the nodes and model calls of a verifiers trace.
 
 The classes of verifiers that use this module are in `verifiers_plugin`. Invariants: the ids, masks and
 log-probabilities of a trace are those of the session's rows, bit for bit; each path of a trace is one row, with a root
@@ -41,13 +41,13 @@ STOPS = {
     StopReason.MAX_TOKENS: "max_output_tokens",
     StopReason.CONTEXT_OVERFLOW: "max_total_tokens",
 }
-"""verifiers' names of the limits that make a trace truncated."""
+"""verifiers' names of the limits, for traces that a limit has truncated."""
 
 
 class VerifiersSettings(BridgeSettings):
-    """The settings of all bridges, and the following. rows: "all" makes a path of each row that trains, "main" of the
-    main conversation's row alone. engines: "service" for the engines that the service has; "client" attaches the server
-    that verifiers' client names to the service, as an engine of the kind `engine_kind` with `engine_options`."""
+    """The settings of all bridges, and the following. rows: "all" makes a path for each row that trains, "main" only
+    for the main conversation's row. engines: "service" for the engines that the service has; "client" attaches the
+    server that verifiers' client names to the service, as an engine of the kind `engine_kind` with `engine_options`."""
 
     engines: Literal["service", "client"] = "service"
     engine_kind: Literal["vllm", "sglang", "openai"] = "vllm"
@@ -56,7 +56,7 @@ class VerifiersSettings(BridgeSettings):
 
 @dataclass(frozen=True)
 class ModelServer:
-    """The server that verifiers' client names. `trains`: the rollouts are for training, so they need tokens."""
+    """The server that verifiers' client names. `trains` is True if the rollouts are for training and so need tokens."""
 
     url: str
     model: str
@@ -108,7 +108,7 @@ class VerifiersRollouts:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if self._attached is not None:
-                with suppress(OutriderError):  # it is tried again, and a new rollout raises the error
+                with suppress(OutriderError):  # the next turn tries again, and a new rollout raises the error
                     await self._attach(client, self._attached, salted=True)
                     await self._name_version(client, None)
 
@@ -123,10 +123,11 @@ class VerifiersRollouts:
         max_turns: int | None = None,
         labels: Mapping[str, Any],
     ) -> TraceParts:
-        """Run a row as one session, and return what its trace gets. `system_prompt` is put before the instruction.
+        """Run a row as one session, and return the session's parts of the trace. `system_prompt` is put before the
+        instruction.
 
-        Raises InvalidField for a row that cannot be a task, and the session's error. If the call is cancelled, the
-        session is, too.
+        Raises InvalidField for a row that cannot be a task, and the session's error. A cancellation of the call cancels
+        the session.
         """
         given = {name: value for name, value in sampling.items() if name not in WITHOUT_EFFECT}
         task = task_for(self._settings, row, prompt=prompt, sampling=given, labels=labels)
@@ -136,7 +137,8 @@ class VerifiersRollouts:
             task["instruction"] = f"{system_prompt}\n\n{task['instruction']}"
         if max_turns is not None:
             task["limits"] = {**(task.get("limits") or {}), "turns": max_turns}
-        # The key is new each time, and not made of the row: the same row comes again in a group and in the next epoch.
+        # The key is new each time and does not depend on the row, because the same row occurs again in a group and in
+        # the next epoch.
         group = group_of(self._settings, task, evaluating=not server.trains)
         async with shared_client(self._settings.url, self._settings.token) as shared:
             if self._settings.engines == "client":
@@ -155,9 +157,9 @@ class VerifiersRollouts:
     async def _attach(self, client: AsyncClient, server: ModelServer, *, salted: bool) -> None:
         """Attach the server that verifiers' client names.
 
-        A request with a salt is prime-rl's for its policy, which has the name of a LoRA adapter from some version on:
-        a new name replaces the earlier ones for good. Raises InvalidField for any other second server or model, because
-        all sessions of a service use all its engines.
+        A request with a salt comes from prime-rl and is for its policy. From some version on the policy has the name of
+        a LoRA adapter, and a new name replaces the earlier names for good. Raises InvalidField for any other second
+        server or model, because all sessions of a service use all its engines.
         """
         known = self._attached = self._attached or server
         renamed = server.model != known.model
@@ -184,7 +186,7 @@ class VerifiersRollouts:
     async def _name_version(self, client: AsyncClient, salt: Any) -> None:
         """Give the service the policy version in prime-rl's cache salt, if the service has an older one. The service
         then keeps keys and values of older weights apart. An engine that was just attached gets the policy's version in
-        any case, because the service would take it for outdated. A policy that somebody has paused stays so."""
+        any case, because the service would take it for outdated. A paused policy stays paused."""
         named = int(salt) if isinstance(salt, str) and salt.isascii() and salt.isdecimal() else -1
         async with self._naming:
             if named <= self._version and not self._unnamed:
@@ -199,7 +201,7 @@ class VerifiersRollouts:
 
 
 def _check(trajectory: Trajectory, *, trains: bool) -> None:
-    """Raise the session's error. For an evaluation, a session needs a grade and no tokens."""
+    """Raise the session's error. For an evaluation, a session needs only a grade and no tokens."""
     result = trajectory.session.result
     graded = result is not None and result.error is None and result.verdict is not None
     if trajectory.error is not None and (trains or not graded):
@@ -222,8 +224,9 @@ def parts_of(
     model: str,
     left_out: int,
 ) -> TraceParts:
-    """Return what a finished session adds to its trace. `chats` are the session's rows as conversations, none for a
-    session without rows; `left_out` is the number of its rows that train and are not in the trace."""
+    """Return the parts of a trace that come from a finished session. `chats` are the session's rows as conversations,
+    and empty for a session without rows. `left_out` is the number of the session's rows that train but are not in the
+    trace."""
     result = trajectory.result
     verdict = result.verdict
     assert verdict is not None

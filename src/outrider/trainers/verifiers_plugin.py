@@ -46,8 +46,8 @@ ERRORS: dict[Boundary, type[vf.RolloutError]] = {
     Boundary.EVALUATOR: vf.TaskError,
     Boundary.SERVICE: vf.InterceptionError,
 }
-"""verifiers' error types by the boundary of an error. `InterceptionError` is its type for failed communication with the
-program that the model calls pass through."""
+"""verifiers' error types by the boundary of an error. `InterceptionError` is the type for failed communication with the
+program through which model calls pass."""
 
 
 class OutriderRow(vf.TaskData):  # type: ignore[misc]
@@ -110,13 +110,13 @@ class OutriderHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
 
 
 class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc]
-    """Runs a row as a session. The agent, its sandbox and the grading are the service's; verifiers starts nothing."""
+    """Runs a row as a session. The service runs the agent, its sandbox and the grading; verifiers starts nothing."""
 
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
     _running: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, VerifiersRollouts]]] = WeakKeyDictionary()
-    """The rollouts of each event loop, by their settings. verifiers makes a harness for each episode, and these attach
-    engines together."""
+    """The rollouts of each event loop, by their settings. verifiers makes a harness for each episode, and all these
+    harnesses share the attached engines."""
 
     def __init__(self, config: OutriderHarnessConfig) -> None:
         super().__init__(config)
@@ -157,8 +157,9 @@ class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc]
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-# The runtime is the local one, in which nothing runs: verifiers' default is a remote sandbox. The harness is named by a
-# copy, because a validated configuration would import the module of that name, which imports this module.
+# The runtime is the local one, in which nothing runs: verifiers' default is a remote sandbox. The harness's name is set
+# in a copy, because the validation of the configuration would import the module of that name, which imports this
+# module.
 _AGENT = vf.AgentConfig(runtime=vf.SubprocessConfig()).model_copy(update={"harness": OutriderHarnessConfig(id=ID)})
 
 
@@ -234,7 +235,8 @@ def _server(ctx: Any) -> ModelServer:
 
 
 def _max_turns(agent: Any) -> int | None:
-    """Return the agent's limit of turns. Raises InvalidField for other limits: sessions have others."""
+    """Return the agent's limit of turns. Raises InvalidField for other limits, because sessions have limits of their
+    own."""
     for name in ("max_input_tokens", "max_total_tokens", "max_output_tokens"):
         if getattr(agent, name) is not None:
             raise InvalidField(
@@ -256,7 +258,7 @@ def _check_recordable(number: int, row: Any) -> None:
 
 def _prompt(number: int, prompt: Any) -> Any:
     """Return a prompt in verifiers' form, empty without one: verifiers refuses a task without any prompt. Raises
-    InvalidField for a list that is no list of messages."""
+    InvalidField for a list that is not a list of messages."""
     if isinstance(prompt, list):
         try:
             return [parse_message(message) for message in prompt]

@@ -99,7 +99,7 @@ def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, 
     The response columns have equal length, and at least one token has mask 1. `token_rewards` has a number for each
     response id: the row's reward at the last id that trains, and the reward of a turn at the turn's end. `cut_tokens`
     is the number of tokens that would have trained but were cut off by verl's lengths, by `max_row_tokens`, or because
-    a placeholder before them belongs to no whole image.
+    a placeholder before them does not belong to a whole image.
     """
     if trajectory.error is not None:
         raise trajectory.error

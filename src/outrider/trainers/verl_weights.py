@@ -1,9 +1,9 @@
 """Advantage estimators for verl's V1 trainer in which a rollout counts once, however many rows it has, and the check of
 verl's configuration that goes with them.
 
-The module does not import verl. The manager of `outrider.trainers.verl` registers the estimators. verl passes an
-estimator the column `uid` of the rows and nothing else that identifies a rollout, so the manager's workers put each
-row's key there: `{uid}_{session}_{row}`, where the highest row is the main conversation's.
+The module does not import verl. The manager of `outrider.trainers.verl` registers the estimators. The column `uid` is
+the only data about a rollout that verl passes to an estimator, so the manager's workers put each row's key there:
+`{uid}_{session}_{row}`, where the highest row is the main conversation's.
 
 Invariant: for the loss aggregation AGGREGATION, the sum over verl's mini-batches of a token's weight in the loss,
 divided by the number of mini-batches, is the weight in docs/trainers/weights.md.
@@ -30,8 +30,8 @@ EPSILON = 1e-6
 """Added to the standard deviation, as in verl's GRPO."""
 
 Share = Callable[[Any, Any, int], Any]
-"""The share of each row in the weights of all rows, from its trained tokens, the trained tokens of its rollout, and the
-number of rollouts."""
+"""A function that computes the share of each row in the weights of all rows. Its arguments are the row's trained
+tokens, the trained tokens of the row's rollout, and the number of rollouts."""
 
 
 def estimate(
@@ -61,7 +61,8 @@ ESTIMATORS: Mapping[str, Callable[..., Any]] = {
     "outrider_row": partial(estimate, lambda trained, of_rollout, rollouts: (trained > 0) / (trained > 0).sum()),
     "outrider_token": partial(estimate, lambda trained, of_rollout, rollouts: trained / trained.sum()),
 }
-"""The estimators by their names in `algorithm.adv_estimator`, which name what has the same weight as others."""
+"""The estimators by their names in `algorithm.adv_estimator`. A name states which parts (rollouts or tokens) have equal
+weight."""
 
 
 def check_weights(config: Any, settings: VerlSettings) -> None:
@@ -95,7 +96,8 @@ def check_weights(config: Any, settings: VerlSettings) -> None:
 
 
 def check_loop(settings: VerlSettings) -> None:
-    """Raise InvalidField for all rows with the agent loop in the V1 trainer, where nothing can weight the rows."""
+    """Raise InvalidField if the setting `rows` is "all" for the agent loop in the V1 trainer, because nothing can
+    weight the rows there."""
     if settings.rows == "all":
         raise InvalidField(
             "sessions may have several rows, and verl's V1 trainer would count each row as a rollout",
@@ -106,9 +108,9 @@ def check_loop(settings: VerlSettings) -> None:
 
 def _advantages(scores: Any, keys: Sequence[tuple[str, str, int] | None], config: Any) -> Any:
     """Return the advantage of each row: its reward minus the mean of its group's rollouts, divided by their standard
-    deviation unless `norm_adv_by_std_in_grpo` is false. The reward of a rollout is that of its main row. The advantages
-    that would be divided are 0 if all rollouts have the same reward: a row with a reward of its own would get a million
-    times the difference."""
+    deviation unless `norm_adv_by_std_in_grpo` is false. The reward of a rollout is the reward of its main row. If the
+    advantages are to be divided and all rollouts have the same reward, the advantages are 0; otherwise a row with a
+    reward of its own would get a million times the difference."""
     main: dict[str, dict[str, tuple[int, int]]] = {}
     for place, key in enumerate(keys):
         if key is not None:

@@ -28,7 +28,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 50_000_000
 """Maximum number of pixels of an image before it is scaled. A file of a few kilobytes may have billions."""
 RAW_VIEW = 3
-"""vLLM's code of the MessagePack extension with the bytes of a tensor."""
+"""vLLM's number of the MessagePack extension type for the bytes of a tensor."""
 
 
 class UnreadableImage(Exception):

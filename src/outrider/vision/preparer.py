@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from asyncio.subprocess import Process
 
 KEPT_BYTES = 512 << 20
-"""Maximum bytes of results that are kept. An image beyond this number is decoded again for each call."""
+"""Maximum bytes of results that are kept. The image of a dropped result is decoded again."""
 IMAGE_SECONDS = 60.0
-"""Seconds after which the process is restarted. An image has at most 10 s of processor time (`worker.py`), so the
-machine is the cause of a longer time, and not the image."""
+"""Seconds after which the process is restarted. An image has at most 10 s of processor time (`worker.py`), so a longer
+time is the fault of the machine and not of the image."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 MAX_ANSWER = 1 << 30
 LENGTH = 8
@@ -180,7 +180,7 @@ class ImagePreparer:
 
 
 def item_size(settings: ImageSettings, grid: Grid) -> int:
-    """Return about how many bytes the `item` of an image has, from its grid."""
+    """Estimate the number of bytes of an image's `item` from its grid."""
     return settings.values_of(grid) * 4 // 3 + ITEM_HEAD
 
 

@@ -152,7 +152,7 @@ class Connections:
 
     async def _connect(self) -> _Connection:
         """Connect to the first of the server's addresses that accepts. Each address has the same share of the time, so
-        that one from which nothing returns does not hide the others. Raises the error of the last address."""
+        that an address that does not reply does not block the others. Raises the error of the last address."""
         async with asyncio.timeout(self._connect_seconds):
             *others, last = await self._addresses()
             for address in others:

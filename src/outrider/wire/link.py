@@ -58,8 +58,8 @@ class Link(Generic[In]):
     """One end of a connection, with its send queue, its heartbeats, and the detection of silence.
 
     `heartbeat` is the maximum number of seconds without a message to the peer, `silence` the maximum without a message
-    from the peer. `silence` may be changed while the link runs. `stranger`: the peer runs on another machine, so the
-    decoding cost of its messages is counted first (`decoding.py`).
+    from the peer. `silence` may be changed while the link runs. `stranger` is True if the peer runs on another machine;
+    the decoding cost of its messages is then counted first (`decoding.py`).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How sessions end, in the words that the systems share: which endings are timeouts, and why a verdict is missing.
+"""Describes the endings of sessions for other systems: which endings are timeouts, and why a verdict is missing.
 
 Pure. Invariant: a session without a verdict is never `completed`.
 """

@@ -27,7 +27,8 @@ MAX_HEADERS = 16 << 10
 MAX_UNPACKED = 64 << 20
 """Maximum bytes of a task's files. The parts that are sent with a task have lower limits (`tasks/harbor/files.py`)."""
 RATIO, ANY_RATIO_BYTES = 100, 1 << 20
-"""Maximum ratio of the unpacked bytes to the archive's bytes, and a size in bytes that is allowed at any ratio."""
+"""Maximum ratio of the unpacked bytes to the archive's bytes, and a number of unpacked bytes that is allowed at any
+ratio."""
 MAX_CONFIG = 1 << 20
 """Maximum bytes of a task.toml, which takes long to parse."""
 MAX_ENTRIES = 4096
@@ -36,7 +37,7 @@ COPY_BYTES = 1 << 18
 BOUNDARY = re.compile(r'boundary=(?:"([^"\r\n]{1,200})"|([^;\s"]{1,200}))', re.IGNORECASE)
 PART_NAME = re.compile(rb'(?:^|[;\s])name=(?:"([^"\r\n]*)"|([^;\s"]+))', re.IGNORECASE)
 NAMES_AT_FAULT = frozenset({errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ})
-"""Errors of the file system that the names in an archive cause."""
+"""Errors of the file system that are caused by names in the archive."""
 
 
 def parts_of(content_type: str, body: bytes) -> Mapping[str, bytes]:
@@ -80,7 +81,7 @@ def _name(head: bytes) -> str:
 
 
 class _Limited(io.RawIOBase):
-    """The unpacked bytes of an archive, read up to a limit."""
+    """A stream of the unpacked bytes of an archive, which can be read up to a limit."""
 
     def __init__(self, archive: bytes) -> None:
         self._unpacked = gzip.GzipFile(fileobj=io.BytesIO(archive))

@@ -79,7 +79,7 @@ class HarborRunRequest(Spec):
 
     @property
     def proxy(self) -> str | None:
-        """The model proxy that the run is to use. Raises InvalidField if the request names several."""
+        """The model proxy for the run. Raises InvalidField if the request names different proxies."""
         named = {
             "llm_proxy_url": self.llm_proxy_url,
             "agent.llm_proxy_url": self.agent.llm_proxy_url,
@@ -141,11 +141,11 @@ FIELDS = (
     ("task.labels", "task_id"),
     ("task", ARCHIVE),
 )
-"""Fields of a group, and the fields of the request from which they are made. The first row that fits counts."""
+"""Fields of a group, with the fields of the request from which they are made. The first row that matches is used."""
 
 
 harbor_fields = partial(renamed_fields, FIELDS, whole=(ARCHIVE,))
-"""Makes a block within which an error about a field of a group names the field of the request."""
+"""Returns a context manager. Within its block, an error about a field of a group names the field of the request."""
 
 
 def run_group(
@@ -223,8 +223,8 @@ def _harness(agent: HarborServedAgent) -> tuple[dict[str, Any], dict[str, Any], 
 
 
 def _set_limits(task: dict[str, Any], asked: HarborRunRequest, turns: int | None) -> None:
-    """Set the limits of the agent and the verifier, of all steps: the override or the task's own, at most the maximum,
-    times the multiplier, as in Harbor."""
+    """Set the time limits of the agent and the verifier of every step, as in Harbor. A limit is the request's override
+    or else the task's own limit, reduced to the request's maximum and then multiplied by the request's multiplier."""
     agent, verifier, times = asked.agent, asked.verifier, asked.timeout_multiplier
 
     def seconds(own: float, override: float | None, most: float | None) -> float:
@@ -252,8 +252,8 @@ def _set_limits(task: dict[str, Any], asked: HarborRunRequest, turns: int | None
 
 
 def _overrides(asked: HarborRunRequest) -> dict[str, Any]:
-    """Return the parts of the sandbox's spec that the request sets, with `image`, `offline` (the task runs without a
-    network, whatever it asks for), and `memory_limit_multiplier`."""
+    """Return the parts of the sandbox's spec that the request sets. In addition, the result may have `image`, `offline`
+    (the task gets no network even if it asks for one), and `memory_limit_multiplier`."""
     given = dict(asked.environment_overrides or {})
     if strange := sorted(given.keys() - set(OVERRIDES)):
         raise InvalidField(

@@ -54,7 +54,7 @@ STEP_METRIC = "step"
 """The beginning of the names of the metrics that belong to one step of a task (`sessions/step_verdicts.py`)."""
 
 RunObject = dict[str, Any]
-"""An object of Harbor's format. Columns of numbers may be numpy arrays: orjson makes lists of them."""
+"""An object of Harbor's format. Columns of numbers may be numpy arrays, which orjson encodes as lists."""
 
 
 class HarborRunApi:
@@ -216,7 +216,7 @@ def _of_step(name: str) -> bool:
 
 
 def error_of_run(result: SessionResult) -> str | None:
-    """Return the reason why a run has no rewards, or that the agent's time was over; else None."""
+    """Return the reason why a run has no rewards, or a text that the agent's time was over, or None."""
     if result.stop_reason is StopReason.AGENT_TIMEOUT:
         return "agent_timeout: the agent's time was over; its work was graded"
     return why_ungraded(result, run="run")
@@ -252,8 +252,8 @@ def rollout_details(turns: Sequence[Turn]) -> list[RunObject]:
     """Return the token ids of the turns by conversation, in the order in which the conversations began. A turn belongs
     to the conversation whose last turn it continues. If two turns continue the same turn, the first one continues the
     conversation, and the second begins a new conversation with its whole prompt. Replies that the agent did not use are
-    left out, because a trainer of Harbor's format trains on all that are there. Empty if the ids of a turn are
-    unknown."""
+    left out, because a trainer with Harbor's format trains on all given replies. The result is empty if the ids of a
+    turn are unknown."""
     if any(turn.mode is TokenMode.TEXT for turn in turns):
         return []
     details: list[RunObject] = []

@@ -1,9 +1,9 @@
 """The HTTP interface of Polar: the routes of its rollout server, beside those of its gateway (`polar_gateway.py`).
 
-A task of Polar is a group of ours, which the idempotency key and labels name (`polar_request.py`); `polar_results.py`
-makes the replies, and `polar_events.py` the events. The service runs its sessions itself, so gateways of Polar cannot
-register. Invariant: a task is stored before the reply to its submission, and a cancellation of a task that is not
-submitted yet is stored before the reply, too.
+A task of Polar is a group of Outrider, which is identified by its idempotency key and labels (`polar_request.py`);
+`polar_results.py` makes the replies, and `polar_events.py` the events. The service runs its sessions itself, so
+gateways of Polar cannot register. Invariant: a task is stored before the reply to its submission, and a cancellation of
+a task that is not submitted yet is stored before the reply, too.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 REFUSED_SECONDS = 300.0
-"""Seconds for which a task that was cancelled before its submission cannot be submitted."""
+"""A task that was cancelled before its submission cannot be submitted within these seconds."""
 SUBMIT_STATUSES = {400: 422, 413: 422, 429: 503, 501: 503}
-"""Statuses of a refused submission, by the status of the error's class: Polar's clients know 409, 422 and 503."""
+"""Statuses of a refused submission, by the status of the error's class. Polar's clients handle 409, 422 and 503."""
 TASK_STATUSES = ("running", "completed", "failed", "cancelling", "cancelled")
 TASK_ID = TypeAdapter(TaskId)
 REFUSED_PATHS = ("/nodes/register", "/nodes/{node_id}/heartbeat", "/callbacks/session_result")
 
 
 def routes(service: Service) -> list[CompatRoute]:
-    """Return Polar's routes, and have the service send the callbacks of Polar's tasks in Polar's form."""
+    """Return Polar's routes, and make the service send the callbacks of Polar's tasks in Polar's form."""
     reader = PolarReader(service)
     service.translate_callbacks(SYSTEM, reader.callback)
     return [*PolarServer(service, reader).routes(), *PolarGateway(service, reader).routes()]
@@ -208,7 +208,7 @@ def _never_submitted(task_id: str) -> PolarObject:
 
 
 def _named(request: Request) -> str:
-    """Return the task id in the path. Raises NotFound for a text that no task can have as its id."""
+    """Return the task id in the path. Raises NotFound for a text that is not a valid task id."""
     task_id: str = request.path_params["task_id"]
     try:
         return TASK_ID.validate_python(task_id)

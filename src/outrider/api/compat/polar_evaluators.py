@@ -23,7 +23,7 @@ APPLY_SECONDS, TEST_SECONDS = 60.0, 1200.0
 """Polar's time limits for applying the changes and for the tests."""
 HARBOR_SECONDS = 120.0
 STARTING_SECONDS = 300.0
-"""Seconds of a grading beside those of the tests: restoring the tests' files, and judging the log."""
+"""Seconds of a grading in addition to the time of the tests, for restoring the tests' files and reading the log."""
 REPOSITORY_KEYS = frozenset({"repo_dir", "patch_command", "apply_timeout", "test_timeout", "exclude_patterns"})
 COLUMNS = {"FAIL_TO_PASS": "fail_to_pass", "PASS_TO_PASS": "pass_to_pass"}
 """Columns of SWE-bench's rows whose names differ from those of our options."""
@@ -33,7 +33,7 @@ OPTIONS = frozenset(
 
 
 class PolarEvaluator(Spec):
-    """How a session is graded. `refresh_runtime` asks for a sandbox that no agent has touched."""
+    """The evaluator in a request of Polar. `refresh_runtime` requests a sandbox that no agent has touched."""
 
     strategy: Name
     config: Annotated[dict[str, Any], Field(max_length=256)] = Field(default_factory=dict)
@@ -89,8 +89,8 @@ def _harbor(asked: PolarEvaluator, task_id: str) -> dict[str, Any]:
 
 
 def _test_on_output(asked: PolarEvaluator, task_id: str) -> dict[str, Any]:
-    """The tests of a repository must have exactly the expected statuses. Our evaluator `swebench` grades them with the
-    option `expected`."""
+    """Return the spec for tests of a repository that must have exactly the expected statuses: our evaluator `swebench`
+    with the option `expected`."""
     config = asked.config
     command = config.get("test_command")
     if not isinstance(command, str) or not command.strip():
@@ -108,7 +108,8 @@ def _test_on_output(asked: PolarEvaluator, task_id: str) -> dict[str, Any]:
 
 
 def _swebench(asked: PolarEvaluator, task_id: str) -> dict[str, Any]:
-    """SWE-bench's grading of a row. The config has the row's columns, or the options of our evaluator `swebench`."""
+    """Return the spec for SWE-bench's grading of a row. The config has the row's columns, or the options of our
+    evaluator `swebench`."""
     config = asked.config
     options: dict[str, Any] = {"instance_id": task_id}
     for name, value in config.items():

@@ -52,8 +52,8 @@ async def event_stream(
 
 
 async def _last_event_of(service: Service, request: Request, caller: Principal) -> int:
-    """Return the cursor after which a client's stream begins: the one that the client has received last, or the newest
-    one."""
+    """Return the cursor after which a client's stream begins: the last cursor that the client has received, or the
+    newest cursor."""
     given = request.headers.get(LAST_EVENT_ID)
     if given is None:
         return await service.store.last_event(tenant=caller.tenant)
@@ -65,8 +65,8 @@ async def _last_event_of(service: Service, request: Request, caller: Principal) 
 async def _events(
     service: Service, after: int, caller: Principal, *, sessions_only: bool = False
 ) -> AsyncIterator[bytes]:
-    """Yield the events after a cursor, without end. `sessions_only` leaves out the events of tasks. An admin, too, gets
-    the events of its own tenant alone: task ids are unique only within a tenant."""
+    """Yield the events after a cursor, without end. `sessions_only` leaves out the events of tasks. Even an admin gets
+    only the events of its own tenant, because task ids are unique only within a tenant."""
     tasks = _TaskNames(service, caller)
     quiet = 0.0
     yield _event("hello", {"type": "hello", "after": after})
@@ -99,7 +99,8 @@ class _Named(NamedTuple):
 
 
 class _TaskNames:
-    """The names of groups. Those of the groups used last are remembered, with None for other groups."""
+    """Finds the names of groups, and keeps the results for the groups used last. A group that is not of Polar has the
+    result None."""
 
     def __init__(self, service: Service, caller: Principal) -> None:
         self._service = service
@@ -107,7 +108,7 @@ class _TaskNames:
         self._known: OrderedDict[str, _Named | None] = OrderedDict()
 
     async def of(self, group_id: str) -> _Named | None:
-        """Return the names, or None for a group that is of no client of Polar, or was removed."""
+        """Return the names, or None for a group that no client of Polar has submitted, or that was removed."""
         if group_id not in self._known:
             try:
                 row = await self._service.store.group(group_id, tenant=self._caller.tenant)
@@ -121,8 +122,8 @@ class _TaskNames:
 
 
 async def _translated(service: Service, entry: EventView, tasks: _TaskNames) -> list[tuple[str, PolarObject]]:
-    """Return the names and the data of Polar's events for an entry of the log. The status is that of the event, and for
-    tasks and ends of sessions that of now."""
+    """Return the names and the data of Polar's events for an entry of the log. The status is that at the time of the
+    event; for a task, and for the end of a session, it is the current status."""
     named = await tasks.of(entry.group_id)
     if named is None:
         return []

@@ -1,7 +1,7 @@
 """The HTTP interface of Polar's gateway: its routes below `/gateway`, and at the root beside the rollout server's.
 
-A session that a client of Polar makes alone is a group of one session, which its idempotency key names. Invariant: an
-id makes one session; a model call reaches only a session whose agent runs elsewhere.
+A session that a client of Polar makes without a task is a group of one session, which is found by its idempotency key.
+Invariant: one id gives one session; a model call reaches only a session whose agent runs elsewhere.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 SESSION_STATUSES = {422: 400, 413: 400, 429: 503, 501: 503}
-"""Statuses of a session that is not made, by the status of the error's class: Polar's clients know 400 and 409."""
+"""Statuses of a failed creation of a session, by the status of the error's class. Polar's clients handle 400 and
+409."""
 OPEN_SECONDS = 5.0
 """Maximum seconds that making a session waits until the session takes model calls."""
 PROXY_SESSION = "_proxy_session_id"
@@ -277,7 +278,7 @@ class PolarGateway:
         return await self._found_session(session_id, caller)
 
     async def _found_session(self, session_id: str, caller: Principal) -> tuple[GroupRow, SessionRow]:
-        """Return a session by the id that its client gave, or by its own, and its group. Raises NotFound."""
+        """Return a session, found by the client's id or by Outrider's id, and its group. Raises NotFound."""
         store = self._service.store
         row = await store.keyed_group(caller.tenant, session_idempotency_key(session_id))
         if row is not None and row.translator == SYSTEM:
@@ -289,8 +290,8 @@ class PolarGateway:
         return row, session
 
     async def make_session(self, request: Request, caller: Principal) -> PolarObject:
-        """Make a session alone: one that this service runs if the request has an agent, else one whose agent the client
-        starts itself."""
+        """Make a session without a task. This service runs the session if the request has an agent; otherwise the
+        client starts the agent itself."""
         body = await whole_body(request)
         if await self._service.reader.offload(partial(_field_of, body, "agent")) is not None:
             asked = await self._service.parse(PolarDispatchRequest, body, caller)
@@ -352,12 +353,12 @@ class PolarGateway:
 
 
 def nodes_of(service: Service, request: Request) -> list[PolarObject]:
-    """Return the nodes, with the address at which the client has called."""
+    """Return the nodes. Their address is the address that the client has called."""
     return [_node(node, _url_of(request)) for node in service.nodes().nodes]
 
 
 def _url_of(request: Request) -> str:
-    """Return the address at which the client has called."""
+    """Return the address that the client has called."""
     return f"{request.url.scheme}://{request.url.netloc}"
 
 

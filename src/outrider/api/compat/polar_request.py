@@ -41,12 +41,12 @@ from outrider.spec import (
 SYSTEM = "polar"
 """The name of the system in the settings, in the store, and in paths."""
 OWN_METADATA = "outrider"
-"""The entry of a result's metadata with facts that Polar's format has no field for. Requests may not use it."""
+"""The entry of a result's metadata for facts that have no field in Polar's format. Requests must not use this entry."""
 TASK_LABEL, HARNESS_LABEL, MODEL_LABEL, BUILDER_LABEL, ALONE_LABEL, UNGRADED_LABEL = (
     f"{SYSTEM}.{name}" for name in ("task_id", "harness", "model", "builder", "session_id", "ungraded")
 )
 """Labels of a group, which lists show without reading the stored request. A group with ALONE_LABEL is a session that
-was made alone. A group with UNGRADED_LABEL has no evaluator, so its lists show no rewards."""
+was made without a task. A group with UNGRADED_LABEL has no evaluator, so its lists show no rewards."""
 SESSION_DIR = "/tmp/polar-session"
 """The folder of a session in its sandbox, where Polar has /polar/session: the root folder of a sandbox may be
 read-only."""
@@ -64,8 +64,8 @@ SessionId = Annotated[str, StringConstraints(pattern=f"^{SESSION_PATTERN}$")]
 
 
 class PolarExec(Spec):
-    """A command that prepares the sandbox. It fails with a non-zero exit code; `max_attempts` tries follow one another
-    after `retry_backoff_seconds`."""
+    """A command that prepares the sandbox. A non-zero exit code is a failure. The command is tried up to `max_attempts`
+    times, with pauses of `retry_backoff_seconds`."""
 
     type: Literal["exec"]
     command: Command
@@ -170,8 +170,8 @@ class PolarAgent(Spec):
 
 
 class PolarBuilder(Spec):
-    """How traces are made of model calls. The `config` of prefix_merging is accepted and not needed: the ids are those
-    that the engine sampled, so no end token has to be found and no text is tokenised again."""
+    """The builder, which makes traces from model calls. The `config` of prefix_merging is accepted but has no effect:
+    the traces have the ids that the engine sampled, so no end token must be found and no text is tokenised again."""
 
     strategy: Literal["per_request", "prefix_merging"] = "per_request"
     config: dict[str, Any] = Field(default_factory=dict)
@@ -185,7 +185,7 @@ class PolarBuilder(Spec):
 
 
 class PolarWork(Spec):
-    """What a task and a session that is dispatched alone have in common."""
+    """The common fields of a task and of a session that is dispatched without a task."""
 
     task_id: TaskId
     instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
@@ -228,7 +228,8 @@ class PolarTaskRequest(PolarWork):
 
 
 class PolarDispatchRequest(PolarWork):
-    """The body of `POST /sessions` with an agent: a session that is dispatched alone, under an id of the client's."""
+    """The body of `POST /sessions` with an agent: a session that is dispatched without a task, under an id that the
+    client chooses."""
 
     session_id: SessionId
     remaining_timeout_seconds: Seconds = 600
@@ -247,12 +248,12 @@ def task_idempotency_key(task_id: str) -> str:
 
 
 def session_idempotency_key(session_id: str) -> str:
-    """Return the idempotency key of the group of a session that was made alone."""
+    """Return the idempotency key of the group of a session that was made without a task."""
     return f"{SYSTEM}-session:{session_id}"
 
 
 def dispatched_group(asked: PolarDispatchRequest, *, files: Path | None) -> StoredGroupSpec:
-    """Return the group of one session, dispatched alone. Raises the errors of `group_of`."""
+    """Return the group of one session that is dispatched without a task. Raises the errors of `group_of`."""
     common = {name: getattr(asked, name) for name in PolarWork.model_fields}
     group = group_of(PolarTaskRequest(**common, timeout_seconds=asked.remaining_timeout_seconds), files=files)
     return _alone(group, asked.session_id)
@@ -342,11 +343,11 @@ FIELDS = (
     ("n", "num_samples"),
     ("idempotency_key", "task_id"),
 )
-"""Fields of a group, and Polar's fields from which they are made. The first row that fits counts."""
+"""Fields of a group, with Polar's fields from which they are made. The first row that matches is used."""
 
 
 polar_fields = partial(renamed_fields, FIELDS)
-"""Makes a block within which an error about a field of a group names the field of Polar's request."""
+"""Returns a context manager. Within its block, an error about a field of a group names the field of Polar's request."""
 
 
 def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
@@ -527,8 +528,8 @@ def _check_replayed(asked: PolarRuntime) -> None:
 
 def _agent_seconds(metadata: Mapping[str, Any], seconds: float) -> float:
     """Return the limit of the agent's run. A limit below `seconds` ends the run, and the work is graded. Otherwise the
-    session's own limit ends the session without a grade, and the run's limit is set so high that the two never end
-    together."""
+    session's own limit ends the session without a grade; the run's limit is then set so high that it is never reached
+    first."""
     given = metadata.get("agent_timeout", MAX_SECONDS)
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
         raise InvalidField("must be a number of seconds above 0", field="metadata.agent_timeout")

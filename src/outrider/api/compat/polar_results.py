@@ -1,4 +1,4 @@
-"""Replies in Polar's form: statuses, results, traces and completions, made of the store's rows.
+"""Makes replies in Polar's form from the store's rows: statuses, results, traces and completions.
 
 The traces are a pure function of a session's turns and result. A token trains in a trace exactly if it trains in the
 native rows (`tokens/samples.py`). Invariants: a session whose failure is not the agent's has the status ERROR and no
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 PolarObject = dict[str, Any]
-"""An object of Polar's format. Columns of numbers may be numpy arrays: `encoded` makes lists of them."""
+"""An object of Polar's format. Columns of numbers may be numpy arrays, which `encoded` turns into lists."""
 
 STATES: Mapping[SessionState, str] = {
     SessionState.QUEUED: "REGISTERED",
@@ -63,11 +63,11 @@ ENDINGS: Mapping[Ending, str] = {"completed": "COMPLETED", "failed": "ERROR", "t
 MOST_LISTED = 1000
 """Maximum number of tasks or sessions in a list."""
 MOST_SEARCHED = 10_000
-"""Maximum number of tasks, the newest, among which a filter searches."""
+"""Maximum number of tasks that a filter searches. The newest tasks are searched."""
 
 
 def status_of_task(row: GroupRow) -> str:
-    """Return a task's status. A task whose sessions all ended without a reward is failed, not completed."""
+    """Return a task's status. A task has failed if all its sessions ended without a reward."""
     if row.state is GroupState.ACTIVE:
         return "cancelling" if row.cancelled else "running"
     if row.cancelled:
@@ -89,7 +89,8 @@ def error_of(result: SessionResult) -> str | None:
 
 
 def timing_of(seconds: StageSeconds) -> PolarObject:
-    """Return the four stages in whole milliseconds. Time in the stage READY counts in none of them."""
+    """Return the seconds of the four stages in whole milliseconds. Time in the stage READY belongs to none of these
+    stages."""
     stages = {
         "register_to_init_queue_ms": seconds.queued,
         "init_ms": seconds.init,
@@ -116,14 +117,14 @@ class PolarReader:
 
     async def callback(self, row: GroupRow) -> bytes:
         """Return the body of a callback in JSON: the TaskResult of a task, or the SessionResult of a session that was
-        made alone."""
+        made without a task."""
         alone = ALONE_LABEL in row.labels
         result = (await self._results(row))[0] if alone else await self.task_result(row)
         return await self._service.reader.offload(partial(encoded, result))
 
     async def task_result(self, row: GroupRow) -> PolarObject:
-        """Return the TaskResult of a task. The results are there once the task has ended: until then, each poll would
-        return the same traces again."""
+        """Return the TaskResult of a task. The sessions' results are included only once the task has ended, because
+        otherwise each poll would return the same traces again."""
         results = await self._results(row) if row.state is GroupState.DONE else []
         return {"task_id": task_id_of(row), "status": status_of_task(row), "results": results, "result_paths": []}
 
@@ -177,7 +178,8 @@ class PolarReader:
             "completed_sessions": row.done,
             "errored_sessions": sum(status_of_result(each) == "ERROR" for each in done),
             "mean_reward": row.reward_total / row.rewarded if row.rewarded and graded(row) else None,
-            # Rows are counted when a session ends; the traces of per_request only when they are built.
+            # The number of rows is stored when a session ends, but the traces of per_request are counted only when they
+            # are built.
             "mean_traces": _mean(each.samples for each in done) if merged else None,
             "mean_completions": _mean(each.turns for each in done),
             "created_at": row.created,
@@ -269,7 +271,7 @@ def _merged_trace(sample: Sample, path: Sequence[Turn]) -> PolarObject:
         "response_messages": response,
         "tools": list(path[0].tool_specs) or None,
         "finish_reason": finish_reason(path[-1]),
-        # A trace in which any log-probability is missing has none.
+        # If any log-probability of a trace is missing, the trace has no log-probabilities.
         "response_logprobs": None if sample.logprob_kind is LogprobKind.NONE else sample.logprobs[start:],
         "reward": sample.reward,
         "metadata": {
@@ -347,8 +349,8 @@ def finish_reason(turn: Turn) -> str:
 
 
 def chat_message(message: Message) -> PolarObject:
-    """Return a message in the form of Chat Completions. The bytes of an image are not in traces: its part has the
-    address, or the digest under which the image is stored."""
+    """Return a message in the form of Chat Completions. Traces do not contain the bytes of an image; the image's part
+    has the address, or the digest under which the image is stored."""
     found = message_object(message)
     if any(isinstance(part, Image) for part in message.parts):
         found["content"] = [_part(part) for part in message.parts]
@@ -365,7 +367,7 @@ def _part(part: Text | Image) -> PolarObject:
 
 def completion_of(turn: Turn, turns: Sequence[Turn], model: str) -> PolarObject:
     """Return the CompletionRecord of a model call. `request` and `response` are in the form of Chat Completions, for
-    calls of all dialects. `original_request` is empty, because the service does not keep the client's own bytes."""
+    calls of all dialects. `original_request` is empty, because the service does not keep the client's bytes."""
     path = path_to(turn, turns)
     count = len(turn.output_ids) // 4
     choice = {

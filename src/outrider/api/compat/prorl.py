@@ -2,7 +2,7 @@
 
 A job is a group of one session, so that jobs are queued, stored, retried and cancelled as all other groups. The store
 finds a job by its id, so a client that lost its connection sends the same call again. `prorl_request.py` translates
-requests and `prorl_results.py` results. Invariant: the reply to a job is made of what the store has.
+requests and `prorl_results.py` results. Invariant: the reply to a job is made from stored data only.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ S = TypeVar("S", bound=Spec)
 ENGINE_PREFIX = "prorl-"
 """Prefix of the names of the engines that `/add_llm_server` attaches."""
 MOST_JOBS = 100_000
-"""Maximum number of unfinished groups that are looked through for jobs."""
+"""Maximum number of unfinished groups among which jobs are searched."""
 STATUSES = {501: 503, 502: 503}
 """503 for an engine, a runtime or a program that is not available."""
 
@@ -105,7 +105,7 @@ class ProrlServer:
         return {"status": "started"}
 
     async def stop(self, request: Request, caller: Principal) -> dict[str, str]:
-        """Accept no more jobs, and cancel the jobs under way. Their callers get their results."""
+        """Accept no more jobs, and cancel the jobs under way. The callers of these jobs get the results."""
         await self._check_running(caller)
         self._started[caller.tenant] = False
         jobs = await self._jobs(caller)
@@ -115,8 +115,8 @@ class ProrlServer:
         return {"status": f"stopped; {len(jobs)} jobs were cancelled"}
 
     async def process(self, request: Request, caller: Principal) -> Response:
-        """Run a job, and reply with its result. If the caller leaves, the job continues, and the same call gets the
-        same job's result, whether or not the server is started."""
+        """Run a job, and reply with its result. If the caller disconnects, the job continues. If the caller then
+        repeats the call, the reply is the result of the same job, even if the server is not started."""
         group, asked = await self._submitted(request, caller)
         release_body(request)
         done = await done_group(self._service, request, group.id, caller, seconds=self._wait_seconds)
@@ -159,8 +159,8 @@ class ProrlServer:
         }
 
     async def add_llm_server(self, request: Request, caller: Principal) -> dict[str, str]:
-        """Attach an inference server as an engine of the policy, whether or not the server is started. An address that
-        is attached already stays as it is. Raises EngineUnavailable if no server answers."""
+        """Attach an inference server as an engine of the policy, even if ProRL's server is not started. If the address
+        is already attached, nothing changes. Raises EngineUnavailable if the inference server does not reply."""
         address = (await self._body(AddressSpec, request, caller)).address
         name = engine_name(address)
         async with self._locks[name]:
@@ -180,9 +180,9 @@ class ProrlServer:
         return {"status": f"{address} is attached as engine {engine.name} of kind {kind}"}
 
     async def clear_llm_server(self, request: Request, caller: Principal) -> dict[str, str]:
-        """Detach the engines that `/add_llm_server` attached, once their generations have ended. The caller is about to
-        change the weights, so later tokens have the policy's next version. If no other engine is left, sessions wait
-        for the next engine as in a pause of the policy."""
+        """Detach the engines that `/add_llm_server` attached, once their generations have ended. The caller makes this
+        call before changing the weights, so later tokens have the policy's next version. If no other engine is left,
+        sessions wait for the next engine as in a pause of the policy."""
         async with self._clearing:
             policy = self._service.pool.policy
             names = [engine.name for engine in self._engines() if engine.name.startswith(ENGINE_PREFIX)]
@@ -199,8 +199,8 @@ class ProrlServer:
         return {"status": f"{len(names)} engines are detached; the policy's next version is {version}"}
 
     def _known_context(self, address: str) -> int:
-        """Return the context of the settings: ProRL's token route does not report any, and the longest reply to a
-        prompt depends on the context. Raises InvalidField without this setting."""
+        """Return the context length in the settings. It is needed because the maximum length of a reply depends on the
+        context, and ProRL's token route does not report the context. Raises InvalidField without this setting."""
         context = self._service.config.model.context_tokens
         if context is None:
             raise InvalidField(

@@ -1,8 +1,8 @@
 """The bodies of ProRL Agent's requests, and the translation of a job to a group of one session.
 
-The operator's handlers make the task of an instance (`[prorl.handlers.NAME]` of the settings): a task file, filled with
-the instance's columns, or the adapter of a public data set. Invariants: an instance or a sampling parameter that cannot
-be translated is refused by name; the same request gives the same group.
+The operator's handlers (`[prorl.handlers.NAME]` of the settings) make the task of an instance. A handler is a task
+file, which is filled with the instance's columns, or the adapter of a public data set. Invariants: an instance or a
+sampling parameter that cannot be translated is refused by name; the same request gives the same group.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Count = Annotated[int, Field(ge=1, le=1 << 30)]
 
 
 class Instance(Spec):
-    """The instance of a job: a row of a data set, with any columns beside these."""
+    """The instance of a job: a row of a data set, which may have any further columns."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -113,7 +113,8 @@ AGENTS_OWN: dict[str, bool] = {
     "enable_vision": True,
     "enable_a11y_tree": True,
 }
-"""Parameters of ProRL's own agent, each with the value that would change the agent. The other value changes nothing."""
+"""Parameters of ProRL's own agent, each with the value that would change the agent. The opposite value has no
+effect."""
 REFUSABLE = (*AGENTS_OWN, "max_model_len", "token_level_generation")
 """Parameters that a handler may list in `ignored`."""
 
@@ -139,8 +140,8 @@ class AddressSpec(Spec):
 
 
 class Backends(NamedTuple):
-    """What the attached engines can do: the length of the model's context in tokens, None if it is not known, and
-    whether an engine reports token ids."""
+    """Properties of the attached engines: the length of the model's context in tokens (None if unknown), and whether an
+    engine reports token ids."""
 
     context_tokens: int | None
     reports_ids: bool
@@ -209,8 +210,8 @@ class Handlers:
                 self._named[source] = handler
 
     def find(self, data_source: str) -> Handler:
-        """Return the handler of a data source: by its own name, else by the longest beginning that matches. Raises
-        RequestError, with all known names."""
+        """Return the handler of a data source: the handler of the same name, or else the handler whose name is the
+        longest matching prefix. Raises RequestError, with all known names."""
         if (found := self._named.get(data_source)) is not None:
             return found
         for source in sorted(self._named, key=len, reverse=True):

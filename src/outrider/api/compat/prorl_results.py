@@ -76,7 +76,7 @@ def result_record(
 
 
 def unreadable_record(asked: Asked, error: str) -> dict[str, Any]:
-    """Return the record of a job whose session is done, and whose stored result cannot be read."""
+    """Return the record of a job whose session is done, but whose stored result cannot be read."""
     timing = SessionResult(
         session_id="", group_id="", sample_index=0, attempt=0, stop_reason=StopReason.ERROR, seconds=StageSeconds()
     )
@@ -86,8 +86,8 @@ def unreadable_record(asked: Asked, error: str) -> dict[str, Any]:
 
 def main_path(turns: Sequence[Turn]) -> list[Turn]:
     """Return the turns of the main conversation that ends last, from its first turn. Returns no turns if the model has
-    not replied in the main conversation. Turns of sub-agents, and of histories that were replaced since, are not on the
-    path."""
+    not replied in the main conversation. Turns of sub-agents, and turns of a history that was replaced later, are not
+    on the path."""
     lines = lineages(turns)
     leaf = next(
         (
@@ -114,8 +114,8 @@ def critical_error(result: SessionResult) -> str | None:
 
 
 def _trains(result: SessionResult, path: Sequence[Turn], samples: Sequence[Sample]) -> bool:
-    """Return whether the job is worth training on, by the rows that a trainer of Outrider's own would get. An engine
-    that reports no ids has no rows: then the task's policy for the main conversation decides."""
+    """Return whether the job has rows to train on. The rows are those that a native trainer would get. If the engine
+    reports no ids, there are no rows, and the task's policy for the main conversation decides."""
     if result.verdict is None:
         return False
     if path and all(turn.mode is TokenMode.TEXT for turn in path):
@@ -175,7 +175,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """Return the arguments of a tool call as an object, or as they were sampled if they are no JSON object."""
+    """Return the arguments of a tool call as an object, or as text if they are not a JSON object."""
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):

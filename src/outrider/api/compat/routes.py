@@ -1,8 +1,8 @@
 """Serves the routes of other systems: their paths, access control, and the form of their errors.
 
-The routes of each system are at `/NAME/...`, and those of the first system also at the root. Errors have the form that
-these systems use, `{"detail": text}`, with the status of the error's class. Invariant: a handler is called only for a
-caller with the route's role.
+The routes of each system are at `/NAME/...`. The routes of the first system are also at the root. Errors have the form
+that these systems use, `{"detail": text}`, with the status of the error's class. Invariant: a handler is called only
+for a caller with the route's role.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Handler = Callable[[Request, Principal], Awaitable[Any]]
 
 
 class CompatRoute(NamedTuple):
-    """A route of another system. `path` begins with a slash, in Starlette's form. `statuses` are the system's statuses
-    by the status of an error's class, for errors whose status the system's clients do not know."""
+    """A route of another system. `path` begins with a slash, in Starlette's form. `statuses` replaces statuses of
+    errors that the system's clients do not handle: it maps the status of an error's class to the system's status."""
 
     method: str
     path: str
@@ -67,8 +67,8 @@ def _route(route: CompatRoute, prefix: str) -> Route:
 
 
 def compat_paths(routes: Sequence[Route], names: Sequence[str]) -> Callable[[str], bool]:
-    """Return a function that tests whether a path belongs to one of the systems `names`, so that an error outside of a
-    handler has the systems' form. `routes` are those of `compat_routes`."""
+    """Return a function that tests whether a path belongs to one of the systems `names`. An error outside of a handler
+    then has the systems' form. `routes` are those of `compat_routes`."""
     below = tuple(f"/{name}/" for name in names)
 
     def belongs(path: str) -> bool:
@@ -112,7 +112,7 @@ def _endpoint(route: CompatRoute, called: str) -> Callable[[Request], Awaitable[
             reply = await route.handler(request, caller)
         except OutriderError as error:
             return detail(error, status=route.statuses.get(error.http_status))
-        except Exception as error:  # a bug: the reply has the form that the system's clients read
+        except Exception as error:  # a bug, whose reply must still have the form for the system's clients
             log.exception("%s failed", called)
             return detail(error)
         return reply if isinstance(reply, Response) else compat_reply(reply)

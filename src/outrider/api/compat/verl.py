@@ -1,9 +1,10 @@
-"""The session proxy of verl's RemoteAgentLoop recipe: sessions by ids that the client chooses, and their chat calls.
+"""The session proxy of verl's RemoteAgentLoop recipe: sessions, under ids that the client chooses, and their chat
+calls.
 
 A session of the recipe is a session for an agent that runs elsewhere (docs/external.md), found by an idempotency key
 made of its id. The recipe's trainer reads the record of a session and computes the reward itself, so Outrider never
-learns the reward: a completed session ends as cancelled, with its turns and without a verdict. Invariant: a session is
-made by its creation only, never by a call for an unknown id.
+learns the reward: a completed session ends as cancelled, with its turns and without a verdict. Invariant: only a
+request for its creation makes a session; a call with an unknown id does not.
 """
 
 from __future__ import annotations
@@ -41,14 +42,15 @@ LABEL = "verl.session"
 DELETED_LABEL = "verl.deleted"
 """Label of the group of a session that the client has deleted."""
 TAKEN = {PREFIX.strip("/"): "the model gateway"}
-"""Ids that no session has, because `/ID/v1/chat/completions` belongs to another part of the service, by id."""
+"""Ids that no session may have, because another part of the service has the path `/ID/v1/chat/completions`. The value
+names this part."""
 SESSION_SECONDS = 86_400.0
-"""Maximum seconds of a session. The recipe closes its sessions itself; a client that dies must not hold one for
-ever."""
+"""Maximum seconds of a session. The recipe closes its sessions itself; a client that dies must not keep a session open
+for ever."""
 LIMITS = Limits(session_seconds=SESSION_SECONDS, turns=100_000, response_tokens=1 << 30)
 MOST_LISTED = 100
 MOST_PAGES = 100
-"""Maximum number of pages of MOST_LISTED external groups, the newest, among which sessions are searched for a list."""
+"""Maximum number of pages that a list of sessions searches. A page has MOST_LISTED external groups, newest first."""
 SOCKETS = (CompatSocket("/ws/worker", "admin", serve_worker),)
 
 
@@ -111,8 +113,8 @@ class VerlProxy:
         return {"session_id": sid, "status": "created"}
 
     async def record(self, request: Request, caller: Principal) -> Any:
-        """Return the session's record. Replies that the agent did not use, such as one that was cut off, are not in the
-        record, because the recipe's trainer trains on all that are there."""
+        """Return the session's record. Replies that the agent did not use, such as a reply that was cut off, are not in
+        the record, because the recipe's trainer trains on every reply in the record."""
         sid = _sid(request)
         session = await self.session(sid, caller)
         turns = await self.bound.turns(session, caller)
@@ -168,7 +170,7 @@ class VerlProxy:
         return {"count": len(found), "sessions": found}
 
     async def _listed(self, sid: str, group: GroupRow, caller: Principal) -> list[dict[str, Any]]:
-        """Return the entry of a session in the list. Returns none for a removed session."""
+        """Return the entry of a session in the list, as a list. The list is empty for a removed session."""
         with suppress(NotFound):  # the group was removed meanwhile
             [session] = await self._service.store.sessions(group.id)
             turns = await self.bound.turns(session, caller)
@@ -177,15 +179,15 @@ class VerlProxy:
         return []
 
     async def chat(self, request: Request, caller: Principal) -> Response:
-        """Pass a call to the model gateway, which streams, records and refuses it as any other."""
+        """Pass a call to the model gateway, which handles it like any other call."""
         session = await self.session(_sid(request), caller)
         await self.bound.check_free(session, caller)
         credential = self._service.store.credential_of(session.id)
         return GatewayCall(self._gateway, f"/s/{credential}/v1/chat/completions", None)
 
     async def _group(self, sid: str, caller: Principal) -> GroupRow | None:
-        """Return the group of the session with an id, None if there is none. Another group with the key of the session
-        is no session of the recipe."""
+        """Return the group of the session with an id, None if there is none. A group of another kind with the session's
+        idempotency key is not a session of the recipe."""
         group = await self._service.store.keyed_group(caller.tenant, _idempotency_key(sid))
         return None if group is None or group.labels.get(LABEL) != sid else group
 
@@ -211,8 +213,8 @@ def _idempotency_key(sid: str) -> str:
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
-    """Return a turn in the recipe's form. Its messages are those that the request added. The ids of a reply whose
-    worker has not sent the prompt's ids come from the worker's report."""
+    """Return a turn in the recipe's form. Its messages are the messages that the request added. If the worker has not
+    sent the prompt's ids, the ids of the reply are taken from the worker's report."""
     reply = turn.reply or Message(role=Role.ASSISTANT)
     calls = [*map(tool_call_object, reply.tool_calls)]
     report = turn.report or WorkerReport()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")
 """The ids of sessions that clients of the recipe's proxy may choose."""
 RESET_SECONDS = 2 * 86_400.0
-"""Seconds for which a reset is remembered: longer than a session of the recipe lives."""
+"""Seconds for which a reset is remembered: this is longer than the maximum duration of a session of the recipe."""
 
 
 class BoundRuns:
@@ -57,14 +57,14 @@ class BoundRuns:
             run, number = found, number + 1
 
     async def turns(self, session: SessionRow, caller: Principal) -> list[Turn]:
-        """Return the turns of a session: those of its run, or its own."""
+        """Return the turns of the session's current run, or the session's own turns if there is no run."""
         run = await self.current(session, caller)
         if run is not None:
             [session] = await self._service.store.sessions(run.id)
         return await self._service.store.turns(session.id)
 
     async def check_free(self, session: SessionRow, caller: Principal) -> None:
-        """Raise Conflict if the calls of a session are those of a run."""
+        """Raise Conflict if the session has a current run, whose calls are the session's calls."""
         run = await self.current(session, caller)
         if run is not None:
             raise Conflict(
@@ -79,7 +79,7 @@ class BoundRuns:
             await self._service.cancel(run.id, caller)
 
     async def drop(self, session: SessionRow, caller: Principal) -> None:
-        """Cancel the session's run, and let the session have no run."""
+        """Cancel the session's run, and unbind the run from the session."""
         until = time.time() + RESET_SECONDS
         while True:
             run, free = await self._look(session, caller)

@@ -44,7 +44,7 @@ class _Timings:
         self._service = service
 
     async def keep(self, request: Request, caller: Principal) -> Any:
-        """Store the record of a step, in place of an earlier one."""
+        """Store the record of a step. An earlier record of the step is replaced."""
         body = await whole_body(request)
         record = _record(body)
         epoch, step = _whole(record, "epoch"), _whole(record, "global_step")

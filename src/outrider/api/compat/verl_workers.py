@@ -30,7 +30,8 @@ BAD_HELLO, NO_HELLO, NOT_SERVED = 4000, 4001, 4002
 NONSENSE = 1008
 PING_SECONDS = 30.0
 SILENT_SECONDS = 90.0
-"""A worker without a message for so long is lost, because the service pings each worker every PING_SECONDS."""
+"""A worker counts as lost after this many seconds without a message. A worker replies to the service's pings, which are
+sent every PING_SECONDS."""
 
 
 class _Hello(msgspec.Struct, tag_field="type", tag="worker_hello"):

@@ -1,6 +1,6 @@
 """Waits for the group that a client's call has submitted.
 
-Invariant: the group does not end with the wait, whether the time is over or the client has left.
+Invariant: the end of the wait does not end the group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 LOOK_SECONDS = 3600.0
-"""Maximum seconds of one look at the store, after which the look is repeated."""
+"""Maximum seconds of one wait in the store, after which the wait is repeated."""
 
 
 async def done_group(

@@ -209,7 +209,7 @@ _UNOPENED = Opening(id="unopened", created=0, model="")
 
 
 class _ItemForm(msgspec.Struct, frozen=True):
-    """How one kind of items is streamed: the prefix of the ids, the key of a part's index, and the names of the
+    """The form of one kind of items in a stream: the prefix of the ids, the key of a part's index, and the names of the
     events."""
 
     id_prefix: str
@@ -239,7 +239,7 @@ class _OpenItem(msgspec.Struct, frozen=True):
         return {"item_id": self.id, "output_index": self.index, self.form.index_key: 0}
 
     def text_place(self) -> dict[str, Any]:
-        """Return the position fields of the item's events with text."""
+        """Return the position fields of events that carry a part of the item's text."""
         return {**self.place(), "logprobs": []} if self.form is _TEXT else self.place()
 
     def delta_head(self) -> bytes:

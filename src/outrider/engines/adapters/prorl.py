@@ -43,7 +43,7 @@ NEUTRAL: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "logit_bias": {},
 }
-"""The sampling parameters that the route does not have, with the values that change nothing."""
+"""The sampling parameters that the route does not have, each with the values that have no effect."""
 
 
 class ProrlOptions(ServerOptions, frozen=True, kw_only=True):
@@ -61,8 +61,8 @@ class _Reply(msgspec.Struct):
 
 class ProrlEngine:
     """Implements `Engine` and `SetsVersion` over one server. The server has no routes for pauses and weights: a pause
-    with "finish" waits for the generations under way, and any other pause is refused. The server is given the version
-    of a generation's weights by nobody, so the version is the one that was set last."""
+    with "finish" waits for the generations under way, and any other pause is refused. The server does not report the
+    version of its weights, so each generation has the version that was set last."""
 
     mode = TokenMode.TOKENS
 

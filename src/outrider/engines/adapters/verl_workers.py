@@ -1,8 +1,8 @@
 """The engine of verl's workers: programs that dial the service and answer the model calls that the service sends.
 
 Invariants: a call moves to another worker only while no part of its reply is known, and a worker that is lost fails its
-calls at once. Ids are passed on only with those of the prompt and one log-probability for each id; any other reply is
-text and never trainable: its ids are in the worker's report only.
+calls at once. The ids of a reply are passed on only together with the prompt's ids and one log-probability for each id.
+Any other reply is text and never trainable; its ids are only in the worker's report.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FINAL: dict[str, type[EngineError]] = {
     RequestError.code: EngineRejected,
     InvalidField.code: EngineRejected,
 }
-"""Codes of errors (`error_code`) that another worker would repeat, and the errors of these calls."""
+"""Codes (`error_code`) of errors that another worker would repeat, each with the error that the call raises."""
 
 
 class VerlWorkersOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

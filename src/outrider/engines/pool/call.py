@@ -326,7 +326,8 @@ class PoolReply(Generic[T]):
 class _Attempt:
     """One request of a call to one engine. `new_tokens` is the number of prompt tokens that are not in the session's
     context on this engine, and `generated` the number of tokens received. `begun` is True once a chunk has passed the
-    checks. `version` is the engine's version and `cuts` the gate's count at the beginning."""
+    checks. `version` is the engine's policy version at the beginning of the request, and `cuts` the gate's number of
+    cuts at that time."""
 
     def __init__(self, calls: EngineCalls, member: EngineRecord, asked: AnyRequest, *, whole: bool) -> None:
         self.member = member

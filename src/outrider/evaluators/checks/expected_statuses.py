@@ -41,7 +41,7 @@ def statuses_of(log: str) -> dict[str, str]:
         name = name_of_test(line)
         statuses[name] = status
         test = line.split(" - ")[0].replace(status, "", 1).strip()
-        # A test that passes and whose end then fails is listed twice by pytest itself, as PASSED and as ERROR.
+        # pytest itself lists a test twice, as PASSED and as ERROR, if the test passes and its teardown fails.
         if status != "ERROR" and decided.setdefault(test, status) != status:
             contradicted.add(name)
     return statuses | dict.fromkeys(contradicted, CONTRADICTED)

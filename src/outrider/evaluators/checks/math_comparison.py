@@ -1,4 +1,4 @@
-"""Compares two values of math_reading.py: the gold answer decides what the other one must be.
+"""Compares two values of math_reading.py: the gold answer determines the required kind of the other value.
 
 Invariants: without a tolerance, only equal values are equal, and decimals are exact; a comparison is no wider than the
 table of docs/evaluators/math.md.
@@ -36,7 +36,7 @@ from outrider.evaluators.checks.math_reading import (
 from outrider.evaluators.checks.math_units import PERCENT, Unit
 
 DIGITS = 60
-"""Digits with which numbers are compared that are not rational."""
+"""Number of digits with which irrational numbers are compared."""
 SMALL = sympy.Float(10) ** -45
 POINTS = 4
 """Number of points at which two expressions with variables must have the same values."""
@@ -47,7 +47,7 @@ CHOSEN = re.compile(
     re.DOTALL,
 )
 OTHER_LETTER = re.compile(r"\b(?:or|and)\b|\([A-J]\)|^\W*[A-J]\W*$|^\s*[,;/&|]")
-"""A text behind a letter by which the answer names several letters: `A or B`, `A, C`."""
+"""A text after a letter which shows that the answer names several letters: `A or B`, `A, C`."""
 CONSTANTS = ("C", "c", "K", "k")
 
 
@@ -307,7 +307,7 @@ class Comparison:
 
 
 def chosen(gold: str, answer: str) -> bool | None:
-    """Compare the letters of multiple choice. Returns None if the gold answer is no such letter."""
+    """Compare the letters of multiple choice. Returns None if the gold answer is not such a letter."""
     letter = CHOICE.fullmatch(gold)
     if letter is None:
         return None

@@ -34,8 +34,8 @@ class Words:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number or an expression. `unit` is its unit of measure, `noun` the words of what is counted. `rounded` is the
-    decimal that follows `≈`."""
+    """A number or an expression. `unit` is its unit of measure, and `noun` are the words for the counted things.
+    `rounded` is the decimal that follows `≈`."""
 
     value: Expr
     unit: Unit | None = None
@@ -53,7 +53,7 @@ class Based:
 
 @dataclass(frozen=True)
 class Clock:
-    """A time of day, in minutes. `half` is None if the text does not say a.m. or p.m."""
+    """A time of day, in minutes. `half` is None if the text has neither a.m. nor p.m."""
 
     minutes: int
     half: str | None
@@ -166,7 +166,7 @@ NO_NOUN = frozenset((
     *(f"{word}ty" for word in ("twen", "thir", "for", "fif", "six", "seven", "eigh", "nine")), *MULTIPLES,
     "eleventh", "twelfth", "twentieth", "hundredth", "thousandth", "millionth",
 ))  # fmt: skip
-"""Words behind a number that do not say what is counted."""
+"""Words after a number that do not name the counted things."""
 EACH = frozenset(("per", "each", "every"))
 FUNCTIONS = r"sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|ln|log|exp|pi|infinity|infty|theta|alpha|beta|phi"
 RELATION = re.compile(r"\\(?:le|ge|ne|in|approx|equiv|sim|simeq)(?![a-zA-Z])|[=<>]")
@@ -190,7 +190,7 @@ RATIONAL = re.compile(
     r"([-+]?)\s*(?:(\d+)|(\d*)\.(\d+)|(\d+)\s*/\s*(\d+)|\\frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\})$"
 )
 UNREAD = ('"', "°", "%", "!!", "...", "\\ldots")
-"""Signs that are no part of an expression: words, units, what is left out, and double factorials."""
+"""Signs that are not part of an expression: of words, units, omissions and double factorials."""
 SPELLING = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
 )

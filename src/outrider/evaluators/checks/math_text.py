@@ -1,7 +1,7 @@
 """Rewrites an answer's LaTeX into one plain spelling, splits texts outside of brackets, and finds an answer in a reply.
 
-This module handles only text: it does not depend on a library, and knows nothing of numbers. Invariant: `clean` keeps
-the meaning of a text; where the meaning is unclear, the text stays as it is and cannot be read later.
+This module handles only text: it depends on no library, and does not handle numbers. Invariant: `clean` keeps the
+meaning of a text; where the meaning is unclear, the text stays as it is and cannot be read later.
 
 After `clean`, words of `\\text{...}` stand between double quotes, `°` is a degree, `%` a percent sign, and relations
 have their shortest names (`\\le`, `\\ne`).
@@ -69,7 +69,7 @@ NAMED_IN_WORDS = (
 )
 """Functions that some texts write as words: `\\mathrm{lcm}`."""
 LETTERS_IN_WORDS = ("i", "e", "d", "T", "j")
-"""Letters that some texts set upright though these letters are mathematics: `3\\mathrm{i}`."""
+"""Letters that are mathematics although some texts set them upright: `3\\mathrm{i}`."""
 POWER_OF_TEN = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d{1,4})(?![\w.^])")
 MULTIPLES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 MULTIPLE = re.compile(
@@ -86,7 +86,7 @@ EVERYWHERE = re.compile(
           | "?\s*for\ (?:all\ |any\ |every\ )?integers?\s*"?\s*([kmn]) )\s*"?\)?$""",
     re.VERBOSE | re.DOTALL,
 )
-"""A condition behind an answer that every real number or every integer fulfils: `f(x) = x` for all *x*."""
+"""A condition after an answer that all real numbers or all integers fulfil: `f(x) = x` for all *x*."""
 SPACED_THOUSANDS = re.compile(r"(?<![\d.,])(?<![\d.,] )([1-9]\d{0,2})((?: \d{3})+)(?! ?[\d/])")
 OPEN, CLOSE = "([{", ")]}"
 MAX_JOINED = 16

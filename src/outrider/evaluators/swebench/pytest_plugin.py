@@ -148,8 +148,8 @@ class Guard:
                 self._report.tell(changed=f"the code of {function.__qualname__}")
 
     def _added(self, config: Any, items: Any) -> Any:
-        """Yield what may have been added to the run since pytest has imported tests, with a name."""
-        # A module of tests, other than the one with the canaries, may name plugins of the repository.
+        """Yield the objects that may have been added to the run after pytest imported the tests, each with a name."""
+        # A module of tests, except the module with the canaries, may name plugins of the repository.
         texts = [text for file, text in self._texts.items() if os.path.basename(file) != os.path.basename(__file__)]
         if self._plugins is not None and not any(b"pytest_plugins" in (text or b"") for text in texts):
             for plugin in config.pluginmanager.get_plugins() - self._plugins:
@@ -307,9 +307,9 @@ def must_fail() -> None:
 
 
 def excused_by(error: Any, item: Any) -> Any:
-    """Return the file that skipped a test or marked its failure as expected, if the code belongs neither to the tests
-    nor to a library, or if such code called the code that did so: code under test may not excuse its own failure. Code
-    of the tests that has no name of an excuse does not excuse the test either."""
+    """Return the file of the code that skipped a test or marked its failure as expected, or that called such code.
+    Return None if only the tests and libraries did so. The file is reported because code under test may not excuse its
+    own failure. Code of the tests is trusted only if it has a name with one of NAMES_OF_EXCUSES."""
     test = os.path.abspath(str(item.fspath))
     while error is not None:
         if isinstance(error, EXCUSES):

@@ -1,7 +1,6 @@
 """An MCP server with one tool: python3 note_server.py FILE. The tool writes its text into FILE.
 
-A program of its own, which runs inside a sandbox and needs nothing but Python. The transport is stdio: one JSON-RPC
-message a line.
+The program runs inside a sandbox and needs only Python. The transport is stdio, with one JSON-RPC message a line.
 """
 
 import json
@@ -10,7 +9,7 @@ import time
 from typing import Any
 
 START_SECONDS = 3
-"""Seconds until the server answers, as of a server on a busy machine. Some programs do not wait for their servers."""
+"""Seconds until the server answers, as if the machine were busy. Some programs do not wait for their servers."""
 TOOL: Any = {
     "name": "leave_note",
     "description": "Leaves a note for the user.",

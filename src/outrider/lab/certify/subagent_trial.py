@@ -1,9 +1,9 @@
 """Finds the tool that starts a sub-agent by calling tools. In a trial session the scripted model calls one tool after
 another, with a random mark in each free text. A tool starts a sub-agent if a new conversation begins with a mark from
-its call and goes on after a tool call of its own, and the calling conversation goes on as well. So a summary that
-replaces a conversation starts no sub-agent, and neither does a question with the text.
+the tool's call and continues after a tool call of its own, and the calling conversation continues as well. So a summary
+that replaces a conversation does not count as a sub-agent, and neither does a single question with the text.
 
-The module sends nothing, and waits for marks only. Invariant: no tool is called in two sessions.
+The module sends nothing, and only waits for marks. Invariant: no tool is called in two sessions.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class TaskTools(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MarkedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of the tool `name`, whose free texts are `texts`, each another one."""
+    """A call of the tool `name`. `texts` are its free texts, which all differ."""
 
     name: str
     arguments: dict[str, Any]
@@ -204,8 +204,8 @@ def _names(tools: Iterable[ToolSpec]) -> list[str]:
 
 
 def marked_calls(tools: Iterable[ToolSpec], hint: Certify, text: Callable[[], str]) -> list[MarkedCall]:
-    """Return a call of each tool that takes a free text. Every free text is one that `text` returns. The tools whose
-    names and parameters look most like those of a tool that starts a sub-agent come first."""
+    """Return a call of each tool that takes a free text. Every free text is one that `text` returns. The tools that
+    most probably start a sub-agent, by their names and parameters, come first."""
     calls: list[tuple[int, MarkedCall]] = []
     for tool in tools:
         function = tool["function"]
@@ -223,7 +223,7 @@ def marked_calls(tools: Iterable[ToolSpec], hint: Certify, text: Callable[[], st
 
 
 def may_start(tool: ToolSpec) -> bool:
-    """Return True if the tool's name or choices are those of a tool that starts a sub-agent."""
+    """Return True if the tool's name or choices are typical of a tool that starts a sub-agent."""
     return _certainty(tool["function"], SUBAGENT, hinted=False) > 0
 
 
@@ -392,8 +392,8 @@ class _Arguments:
         self._left = MAX_VALUES
 
     def filled(self, name: str, schema: Any, depth: int = 0) -> Any:
-        """Return a value that the schema accepts. An object without a required free text gets the optional texts: the
-        likeliest alone if one is likely."""
+        """Return a value that the schema accepts. An object without a required free text gets optional texts: only the
+        likeliest one if there is a likely one, otherwise all."""
         schema = self._resolved(schema)
         self._left -= 1
         fixed = not isinstance(schema, Mapping) or {"enum", "const", "default", "format", "pattern"} & schema.keys()

@@ -107,7 +107,7 @@ class SeedLine(msgspec.Struct, frozen=True, kw_only=True):
 
 class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON line of `outrider demo --train --json`. `curve` is the path of the plot, or None if matplotlib is not
-    installed. `interrupted`: the training was ended early, by Ctrl-C."""
+    installed. `interrupted` is true if Ctrl-C ended the training early."""
 
     seeds: tuple[SeedLine, ...]
     max_logprob_gap: float

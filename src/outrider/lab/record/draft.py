@@ -34,8 +34,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskDraft(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a recorded run: the `place` of its command with placeholders, `env` and `files` likewise, whether
-    the program read the instruction from standard input, and the model calls seen."""
+    """The facts of a recorded run: the `place` of its command with placeholders, `env` and `files` with placeholders,
+    whether the program read the instruction from standard input, and the recorded model calls."""
 
     place: Place
     instruction: str
@@ -82,8 +82,8 @@ def place_of(words: Sequence[str], search: str | None) -> Place:
 
 
 def _shown(file: Path) -> Path:
-    """Return the folder to mount for a program or script, with the files beside it; the file alone in a folder that
-    contains many others."""
+    """Return the path to mount for a program or script: its folder, or only the file if the folder contains many other
+    files."""
     folder = file.parent.parent if file.parent.name == "bin" else file.parent
     return file if folder in (Path("/"), Path.home(), Path.home() / ".local", Path("/tmp")) else folder
 
@@ -94,7 +94,7 @@ def _of_system(path: Path) -> bool:
 
 def with_instruction(words: Sequence[str], user_texts: Iterable[str]) -> tuple[tuple[str, ...], str | None]:
     """Return the words with {instruction} in place of the text that the program sent to its model in the user's name,
-    and this text. None if no word has such a text. `--name=TEXT` counts as well as TEXT."""
+    and this text. The text is None if no word has it. `--name=TEXT` is found as well as TEXT."""
     sent = [text.strip() for text in user_texts]
     best: tuple[tuple[bool, bool, int], int, str] | None = None
     for index, word in enumerate(words[1:], 1):

@@ -42,7 +42,7 @@ MODEL = "outrider-record"
 TURNS = 500
 """Maximum model calls of a recorded run."""
 RUN_SECONDS = 86_400
-"""Maximum seconds of a recorded run, also without a model call: the user may think in between."""
+"""Maximum seconds of a recorded run, including times without a model call, in which the user may think."""
 
 SCRIPT = CertificationRow(
     name="record",
@@ -121,7 +121,7 @@ async def _sent(word: str) -> bool:
 
 
 async def _run(program: Program, session: ExternalSession, url: str, home: Path, stdout: IO[str] | None) -> int:
-    """Run the program and return its exit code, or -N after signal N. Ctrl-C goes to the program alone."""
+    """Run the program and return its exit code, or -N after signal N. Only the program receives Ctrl-C."""
     endpoint = ModelEndpoint(base_url=f"{url}/s/{session.key}", api_key=session.key, model=session.model)
     words = {
         "base_url": endpoint.base_url,
@@ -136,7 +136,8 @@ async def _run(program: Program, session: ExternalSession, url: str, home: Path,
         await asyncio.to_thread(_write, home, program.files, words)
         env["HOME"] = str(home)
     try:
-        # As in the draft, a shell makes the pipe: asyncio's own may be a socket, which some programs take for no input.
+        # A shell makes the pipe, as in the draft. asyncio may use a socket instead of a pipe, and some programs then
+        # read no input.
         process = await asyncio.create_subprocess_exec(
             *(FED if program.stdin else ()), *command, env=env, stdout=stdout
         )
@@ -166,7 +167,7 @@ def _write(home: Path, files: Mapping[str, str], words: Mapping[str, str]) -> No
 
 def files_below(folder: Path, *, most: int = 64, most_bytes: int = 1 << 20) -> dict[str, str]:
     """Return the texts of the files below a folder, by their relative paths. Blocks. Raises InvalidField for a folder
-    with other files than a task can have."""
+    with files that a task cannot have."""
     found: dict[str, str] = {}
     for place, _, names in os.walk(folder):
         for name in sorted(names):

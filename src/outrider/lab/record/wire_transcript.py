@@ -2,7 +2,7 @@
 the reply as one line of JSON.
 
 The module does not depend on a dialect. Invariants: the program gets the gateway's reply unchanged and without delay;
-no secret stands in a line.
+no line contains a secret.
 """
 
 from __future__ import annotations

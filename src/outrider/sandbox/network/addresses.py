@@ -47,8 +47,7 @@ def plain(address: Address) -> Address:
 
 
 def meanings(address: Address) -> tuple[Address, ...]:
-    """Return the plain addresses that a packet to a plain address may reach: the address and any embedded IPv4
-    addresses."""
+    """Return the addresses that a packet to `address` may reach: the address itself and any IPv4 addresses in it."""
     if isinstance(address, IPv4Address):
         return (address,)
     number = int(address)

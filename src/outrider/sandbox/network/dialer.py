@@ -23,17 +23,17 @@ from outrider.sandbox.network.requests import MAX_HEAD, NotAllowed, Unreachable,
 
 CONNECT_SECONDS = 30.0
 LOOKUPS = 2
-"""Maximum number of names that one sandbox resolves at once. A name may be resolved by a hostile server that is slow to
-answer, and occupies a thread of the node meanwhile."""
+"""Maximum number of names that one sandbox resolves at once. A hostile name server may answer slowly, and each look-up
+occupies a thread of the node until the answer."""
 
 Resolve = Callable[[str, int], Awaitable[Sequence[Address]]]
 """Returns the addresses of a name. Raises OSError."""
 
 
 class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
-    """A server to connect to. `internal`: the operator has named exactly this host and port, so the server may have a
-    private address. `proxy` is the URL of the HTTP proxy that leads to the server. None: the proxy in this process's
-    variables. "": no proxy."""
+    """A server to connect to. `internal` is True if the operator has named exactly this host and port; the server may
+    then have a private address. `proxy` is the URL of the HTTP proxy that leads to the server; None means the proxy in
+    this process's variables, and "" means no proxy."""
 
     host: str
     port: int
@@ -47,8 +47,8 @@ class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConnection(msgspec.Struct, frozen=True):
-    """An open connection. `absolute`: the connection leads to a proxy, which needs whole URLs in requests, and the
-    header lines `header`."""
+    """An open connection. `absolute` is True for a connection to a proxy, which needs whole URLs in requests. `header`
+    has the header lines that the proxy needs."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -117,9 +117,9 @@ class Dialer:
         return is_public(at)
 
     async def _through(self, proxy: str, server: ProxiedServer, *, tunnel: bool) -> ServerConnection:
-        """Connect through an HTTP proxy. The proxy resolves the name, so only an address that this machine knows is
-        checked."""
-        with suppress(OSError):  # behind a proxy many machines cannot resolve names
+        """Connect through an HTTP proxy. The proxy resolves the name, so the address is checked only if this machine
+        can resolve the name, too."""
+        with suppress(OSError):  # many machines behind a proxy cannot resolve names
             await self._checked(server)
         url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
         word = f"{unquote(url.username or '')}:{unquote(url.password or '')}"
@@ -149,7 +149,8 @@ class Dialer:
         return ServerConnection(reader, writer)
 
     async def _tls_context(self) -> ssl.SSLContext:
-        """Return the context for servers' certificates. Reading those of all authorities takes some milliseconds."""
+        """Return the context that checks servers' certificates. Its creation takes some milliseconds, because the
+        certificates of all authorities are read."""
         if self._tls is None:
             self._tls = await asyncio.to_thread(ssl.create_default_context)
         return self._tls

@@ -1,8 +1,9 @@
-"""The door of one sandbox: its only way to other machines, at the place of the model gateway's socket.
+"""The door of one sandbox: a Unix socket that the sandbox uses like the model gateway's socket, and its only way to
+other machines.
 
 A request with a whole address, or a CONNECT, goes through the proxy, by the rules of the sandbox's phase. All other
-connections go to the model gateway, unread. Invariants: between the phases no connection to another machine is open; no
-door has more than the limits of the settings; what a door counts is bounded in size.
+connections go to the model gateway, unread. Invariants: no connection to another machine is open between the phases; no
+door exceeds the limits of the settings; the records of a door are bounded in size.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ NOTE_SECONDS = 5.0
 
 class ServerUse(msgspec.Struct, kw_only=True):
     """The use of one server in one phase. `server` is `host:port`. Times are seconds since the epoch. `sent` and
-    `received` are bytes. `refusal` and `failure` are the last reasons. `broken`: the last request failed although the
-    task names the server."""
+    `received` are bytes. `refusal` and `failure` are the reasons of the last refusal and the last failure. `broken` is
+    True if the last request failed although the task names the server."""
 
     phase: Phase
     server: str
@@ -141,8 +142,8 @@ class Door:
             await asyncio.wait(tasks)
 
     def follow(self, note: Callable[[ServerUse], None]) -> Callable[[], None]:
-        """Call `note` with each use of a server, those so far first, and again when it changes. Returns a function that
-        ends this, after a last note of each."""
+        """Call `note` with the use of each server, now and after each change. Returns a function that calls `note` with
+        each use once more, and then stops."""
         for use in self.uses.values():
             note(use)
         self._note = note
@@ -155,13 +156,13 @@ class Door:
         return unfollow
 
     def broken(self, *phases: Phase) -> str | None:
-        """Return why the last request failed to a server that the task names, in one of the phases; None if no server
-        failed for good. Servers that only a pattern names do not count, because any program could make up one that
-        does not exist."""
+        """Return why the last request to a server failed in one of the phases, or None if the last request to each
+        server succeeded. Only servers that the task names exactly count, because a program can invent a server that
+        matches a pattern and does not exist."""
         return next((use.failure for use in self.uses.values() if use.broken and use.phase in phases), None)
 
     def forget_failures(self) -> None:
-        """Forget which servers failed while the outcome was graded, because the grading begins anew."""
+        """Forget which servers failed during the grading, because the grading starts again."""
         for use in self.uses.values():
             use.broken = use.broken and use.phase is not Phase.VERIFIER
 
@@ -189,7 +190,8 @@ class Door:
         return head if rest.startswith(b"/") else None
 
     async def _to_gateway(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
-        """Carry a connection to the model gateway, which gets `head` first; b"" stands for a tunnel."""
+        """Forward a connection to the model gateway, after sending `head` to the gateway. An empty `head` means a
+        tunnel."""
         try:
             server_reader, server_writer = await asyncio.open_unix_connection(self._gateway, limit=MAX_HEAD)
         except OSError:

@@ -1,7 +1,7 @@
 """The forward proxy: carries one request of each connection to a server, if the gate allows the request.
 
-The rules are the gate's, and the addresses are checked by the dialer. The proxy follows no redirect. Invariant: each
-connection carries one request, whose head has one meaning, so every request is checked.
+The gate has the rules, and the dialer checks the addresses. The proxy follows no redirect. Invariant: each connection
+carries one request, whose head has one meaning, so every request is checked.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from outrider.sandbox.network.requests import (
 
 HEAD_SECONDS = 60.0
 SILENCE_SECONDS = 120.0
-"""A connection on which no byte passes for so long is ended."""
+"""A connection is closed after this many seconds without a byte."""
 CONNECTION_SECONDS = 3600.0
-"""Maximum seconds of one connection, also of one that drips."""
+"""Maximum duration of one connection, even while bytes arrive."""
 LATE_BODY_SECONDS = 5.0
 """Seconds for the rest of a request's body, once the server has answered."""
 CHUNK = 64 << 10
@@ -39,8 +39,8 @@ MAX_REWRITTEN = 32 << 20
 INDEX_FIELDS = frozenset(
     {"accept", "cache-control", "content-length", "if-modified-since", "if-none-match", "range", "user-agent"}
 )
-"""The header lines that reach a package index: no other line of a program can make the index fail. Without
-`accept-encoding`, pages are not compressed, and their addresses can be replaced."""
+"""The header lines that are passed on to a package index. Other lines are dropped, so that a program cannot make the
+index fail. Without `accept-encoding`, pages are not compressed, and their addresses can be replaced."""
 BODILESS = frozenset({204, 304})
 OVERLOADED = frozenset({502, 503, 504})
 
@@ -50,8 +50,9 @@ class LimitExceeded(Exception):
 
 
 class ProxyRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """How an allowed request is carried. `replaced` are pairs of texts to replace in the pages and in the redirects of
-    a package index. `methods` are the allowed methods, any if empty."""
+    """The route of an allowed request. `replaced` are pairs of texts: the first one is replaced by the second one in
+    the pages and redirects of a package index. `methods` are the allowed methods; all methods are allowed if it is
+    empty."""
 
     server: ProxiedServer
     replaced: Sequence[tuple[str, str]] = ()
@@ -66,11 +67,12 @@ class Passage(Protocol):
     def sent(self, number: int) -> None: ...
     def received(self, number: int) -> None: ...
     async def pause(self, number: int) -> None:
-        """Wait until more than these bytes may pass."""
+        """Count `number` bytes, and wait until further bytes may pass."""
         ...
 
     def failed(self, reason: str, *, blameless: bool) -> None:
-        """Note a failure of the server. `blameless`: no program in the sandbox can have caused the failure."""
+        """Note a failure of the server. `blameless` is True if no program in the sandbox can have caused the
+        failure."""
         ...
 
     def reached(self) -> None: ...
@@ -165,7 +167,7 @@ class Proxy:
                 else:
                     await self._exchange(request, route, connection, flow, reader, writer)
         except NotPassedOn as error:
-            # A program chooses the page, so a refused one is no failure of the index.
+            # A program chooses the page, so a page that is refused is not a failure of the index.
             blameless = is_plain_read(request, route) and not isinstance(error, NotAllowed)
             passage.failed(str(error), blameless=blameless)
             await self._say(writer, error)
@@ -173,7 +175,7 @@ class Proxy:
             silent = isinstance(error, TimeoutError) and not flow.exceeded
             if silent and not request.tunnel and not flow.answered:
                 passage.failed(f"{request.place} did not answer", blameless=is_plain_read(request, route))
-            writer.transport.abort()  # a connection that just ended would look complete
+            writer.transport.abort()  # a reply that ends with a normal close would look complete
         finally:
             connection.writer.close()
 
@@ -231,7 +233,7 @@ class Proxy:
             if reply.status >= 200:
                 break
         flow.answered = True
-        # Any program can make a server fail by an odd request, but not a package index.
+        # Any program can make a server fail by an odd request, except a package index, whose requests are restricted.
         if route.methods and reply.status in OVERLOADED:
             status = f"{request.place} answered with status {reply.status}"
             flow.passage.failed(status, blameless=is_plain_read(request, route))
@@ -260,8 +262,8 @@ class Proxy:
 
 
 def is_plain_read(request: RequestHead, route: ProxyRoute) -> bool:
-    """Return whether no program can have made the server fail after the connection: the server is a package index, and
-    the request has no body. Any other server may fail because of an odd request, or one that is never completed."""
+    """Return whether the request is a read from a package index, without a body. Such a request cannot make the server
+    fail. Any other server may fail because a program sends an odd request or never completes its body."""
     return bool(route.methods) and not request.length
 
 
@@ -269,7 +271,7 @@ async def put(writer: asyncio.StreamWriter, data: bytes) -> None:
     """Write bytes, and wait until there is room for more. Raises OSError."""
     try:
         writer.write(data)
-    except RuntimeError as error:  # of uvloop, for a connection that is closed
+    except RuntimeError as error:  # uvloop raises this for a closed connection
         raise ConnectionResetError(str(error)) from error
     await writer.drain()
 
@@ -293,7 +295,7 @@ class KeptReply:
             self._data += data
 
     def store(self, reply: ReplyHead, length: int | None) -> None:
-        """Keep a reply that has come to its end. A chunked reply without its last chunk has not."""
+        """Keep a reply that is complete. A chunked reply is complete only with its last chunk."""
         whole = length is not None or not reply.chunked or self._data.endswith(b"0\r\n\r\n")
         if self._archive is not None and self._room and self._data and whole:
             self._archive.keep(self._request, bytes(self._data))
@@ -369,7 +371,8 @@ async def _write_replaced(
     writer: asyncio.StreamWriter,
     kept: KeptReply,
 ) -> None:
-    """Write a reply of a package index, with other addresses in its redirect, and in its body if that is a page."""
+    """Write a reply of a package index, with replaced addresses in its redirect and, if the body is a page, in its
+    body."""
     kind = reply.value("content-type").lower()
     page = length != 0 and not reply.value("content-encoding") and ("html" in kind or "json" in kind)
     fields = []
@@ -395,8 +398,8 @@ async def _write_replaced(
 
 
 async def _whole_body(reply: ReplyHead, length: int | None, server: asyncio.StreamReader, flow: Flow) -> bytes:
-    """Return a body, without the marks of chunks. Raises Unreachable for one that is cut off, and
-    NotAllowed for one that is too large."""
+    """Return a body, without the marks of chunks. Raises Unreachable for a body that is cut off, and NotAllowed for a
+    body that is too large."""
     body = bytearray()
 
     async def take(number: int | None) -> None:
@@ -437,8 +440,8 @@ def _replaced(text: str, pairs: Sequence[tuple[str, str]]) -> str:
 
 
 class ProxyServer:
-    """Serves connections at a Unix socket by `serve`, which gets each connection with its first head. At most `most`
-    connections are open at once."""
+    """Serves connections at a Unix socket: calls `serve` with each connection and the head of its first request. At
+    most `most` connections are open at once."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The record of a sandbox's plain HTTP requests, and its replay.
 
-A record is a file of JSON lines. Only requests without a body are recorded and replayed, and no tunnels (HTTPS): the
-proxy cannot read them. Invariant: a replay reaches no server.
+A record is a file of JSON lines. Only requests without a body are recorded and replayed. Tunnels (HTTPS) are not
+recorded, because the proxy cannot read them. Invariant: a replay reaches no server.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MAX_FILE = 64 << 20
 
 
 class RecordedReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line of a record. `reply` is the whole reply, with its head; None for the note that replies are missing because
-    the record was full."""
+    """A line of a record. `reply` is the whole reply, with its head. A line whose `reply` is None means that replies
+    are missing because the record was full."""
 
     phase: Phase
     method: str = ""

@@ -1,6 +1,6 @@
 """Reads the head of a request to the proxy, and of a server's reply.
 
-Pure. Invariant: a head that is read has one meaning for strict and for lenient servers; all others are refused.
+Pure. Invariant: a head that strict and lenient servers may read differently is refused.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def place_of(host: str, port: int, *, hidden: int = 0) -> str:
 
 
 def read_request(head: bytes) -> RequestHead:
-    """Read the head of a request, which ends with an empty line. Raises NotPassedOn if a lenient server may find the
-    host, the end of the head or the end of the body elsewhere: for a malformed line, a bare CR or LF, user names, a
-    Host that contradicts the address, and a length of the body that is unclear."""
+    """Read the head of a request, which ends with an empty line. Raises NotPassedOn if a lenient server might read
+    another host, another end of the head or another end of the body: for a malformed line, a bare CR or LF, user names,
+    a Host that contradicts the address, or an unclear length of the body."""
     first, *fields = head[:-4].decode("latin-1").split("\r\n")
     line = REQUEST_LINE.fullmatch(first)
     if line is None:
@@ -152,7 +152,8 @@ def _named(fields: list[str]) -> list[tuple[str, str]]:
 
 
 def _passed(fields: list[str], named: list[tuple[str, str]]) -> list[str]:
-    """Return the header lines that are not of one connection only. `Connection` may name further ones."""
+    """Return the header lines that are passed on. Lines that concern one connection are left out, and so are those that
+    `Connection` names."""
     listed = {one.strip().lower() for name, value in named if name == "connection" for one in value.split(",")}
     without = NOT_PASSED | (listed - {"content-length", "content-type", "close"})
     return [field for field, (name, _) in zip(fields, named, strict=True) if name not in without]
@@ -181,7 +182,7 @@ def _url_target(target: str) -> tuple[str, int, str]:
 
 
 def _place(text: str, port: int) -> tuple[str, int] | None:
-    """Return the host and the port that `text` names, None if the text is not clear."""
+    """Return the host and the port that `text` names, or None if the text is ambiguous."""
     name, given = split_port(text)
     host = host_name(name)
     if host is None or (given is not None and (not re.fullmatch("[0-9]{1,5}", given) or not 0 < int(given) < 65536)):

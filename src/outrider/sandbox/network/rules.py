@@ -1,6 +1,6 @@
-"""The rules of sandboxes' networks: what a task asks for, within what the operator allows.
+"""The rules of sandboxes' networks: the destinations that a task asks for, limited to those that the operator allows.
 
-Pure, but for the settings. Invariant: a sandbox never has a destination that no allow-list of the settings covers.
+Pure, except for the settings. Invariant: an allow-list of the settings covers every destination of a sandbox.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.spec import RUNTIME, NetworkSpec
 READS = frozenset({"GET", "HEAD"})
 """The methods for mirrors: packages are fetched, and not published."""
 INDEX_SETTINGS = {"pip": "pip_index", "npm": "npm_registry"}
-"""The settings of [network] with the package indexes of mirrors. `mirror:apt` needs no setting."""
+"""The settings of [network] that name the package indexes of mirrors. `mirror:apt` needs no setting."""
 APT_HOSTS = frozenset(
     {
         *("deb.debian.org", "security.debian.org", "snapshot.debian.org", "ftp.debian.org", "archive.debian.org"),
@@ -38,8 +38,8 @@ HINT = (
 
 
 class Mirror(msgspec.Struct, frozen=True, kw_only=True):
-    """A package index. `servers` are the index's server and further ones, by their names inside a sandbox. `variables`
-    point package managers at the mirror."""
+    """A package index. `servers` are the server of the index and further servers, by their names inside a sandbox.
+    `variables` point package managers at the mirror."""
 
     servers: Mapping[str, ProxiedServer]
     replaced: tuple[tuple[str, str], ...]
@@ -82,7 +82,8 @@ class NetworkRules:
         self.own = frozenset() if config is None else own_places(config)
 
     def may_ask(self, tenant: str | None) -> list[str]:
-        """Return the destinations that tasks of a tenant may ask for. None: those of any tenant."""
+        """Return the destinations that tasks of a tenant may ask for; for None, those that tasks of any tenant may ask
+        for."""
         found = list(self.settings.allow)
         for one in self.settings.tenants:
             if tenant is None or one.tenant == tenant:
@@ -98,7 +99,7 @@ class NetworkRules:
         for name, asked in spec.lists():
             if refused := not_covered(asked, may):
                 allowed = f"only {', '.join(may)}" if may else "nothing"
-                if whose is None:  # the reader may be of any tenant
+                if whose is None:  # any tenant may read the message
                     why = "is allowed to no task any more"
                 else:
                     why = f"is not allowed: the operator allows {whose} {allowed}"
@@ -117,8 +118,8 @@ class NetworkRules:
                     )
 
     def allowed(self, spec: NetworkSpec) -> dict[Phase, Allowed]:
-        """Return the destinations of each phase. Raises InvalidField for a destination that is allowed to no tenant:
-        the settings may have changed since the task was submitted."""
+        """Return the destinations of each phase. Raises InvalidField for a destination that no tenant may use any more,
+        because the settings have changed since the task was submitted."""
         self.check(spec, tenant=None, whose=None, field=RUNTIME)
         return {phase: self._allowed(spec.of(phase)) for phase in Phase}
 

@@ -1,7 +1,7 @@
 """Resources for the networks of all sandboxes of a node: the threads that resolve names, and the pace of bytes.
 
-Invariants: a slow look-up holds up nothing else of the node; the proxies take a bounded share of the event loop's time,
-however much the sandboxes load.
+Invariants: a slow look-up delays nothing else on the node; the proxies take a bounded share of the event loop's time,
+however much the sandboxes download.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from outrider.sandbox.runtimes.node_host import Host
 
 LOOKUP_THREADS = 16
 NODE_RATE = 192 << 20
-"""Bytes per second of all sandboxes of a node. One chunk of 64 KiB takes the event loop some 0.1 ms."""
+"""Maximum bytes per second of all sandboxes of a node. A chunk of 64 KiB takes about 0.1 ms of the event loop's
+time."""
 SANDBOX_RATE = 64 << 20
-"""Bytes per second of one sandbox, so that the others have their share."""
+"""Maximum bytes per second of one sandbox, so that the other sandboxes get a share."""
 LEAST_PAUSE = 0.002
 
 
@@ -33,14 +34,15 @@ class BytePace:
         """The event loop's time at which the next bytes are due."""
 
     def pause(self, number: int) -> float:
-        """Count bytes that have passed. Returns the seconds to wait before further ones."""
+        """Count bytes that have passed. Returns the seconds to wait before the next bytes."""
         now = asyncio.get_running_loop().time()
         self._free = max(self._free, now) + number / self._rate
         return self._free - now
 
 
 class SharedNetwork:
-    """The shared part of a node's networks. `open` makes it, as a part of the node's `Host`."""
+    """The part of the network that all sandboxes of a node share. It is a part of the node's `Host`; `open` creates
+    it."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool

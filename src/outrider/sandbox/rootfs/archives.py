@@ -29,8 +29,8 @@ MAX_NESTING = 4
 MAX_LAYERS = 512
 """Maximum layers of an image. Container engines make at most 127."""
 MAX_MEMBERS = 10_000
-"""Number of a tar's first entries that are searched for the documents that show the archive's form. A root file system
-may have millions of entries."""
+"""The documents that show the archive's form are searched among this number of the tar's first entries. A root file
+system may have millions of entries, so not all are searched."""
 CHUNK = 1 << 20
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 """Names of machines in image indexes, by the name that `uname -m` prints."""

@@ -34,8 +34,9 @@ LOOK_SECONDS = 0.2
 
 async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
     """Import the image of a reference such as `docker.io/library/python:3.12`. A cancellation kills skopeo. If another
-    process or task of this user is pulling the same reference, wait for its end, and use its image or fail as it did.
-    Only failures on this machine count, because another machine may have another network and other credentials.
+    process or task of this user is pulling the same reference, wait for the end of this pull, and use its image or fail
+    with its error. Only failures on this machine count, because another machine may have another network and other
+    credentials.
 
     Raises InvalidField, RuntimeUnavailable without skopeo, and BadImage if skopeo fails (with its messages), if skopeo
     needs more than PULL_SECONDS, or if the image cannot be imported. Raises OSError if the disk is
@@ -64,7 +65,7 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
         await _lock(record)
         record.seek(0)
         if (outcome := record.read()) and os.fstat(record.fileno()).st_mtime_ns != before:
-            # A pull that was running when this one began has ended.
+            # The lock was held by a pull that was running when this pull began, and that has now ended.
             ended = msgspec.json.decode(outcome, type=PullOutcome)
             if ended.failure and ended.host == host_id():
                 raise BadImage(ended.failure, hint=ended.hint)

@@ -180,8 +180,8 @@ def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
 
 class _Layer:
     """Unpacks one layer. `_own` holds the paths written by this layer, and all folders above these paths. Whiteouts of
-    the layer do not remove these paths: a whiteout applies only to lower layers, even if it comes after a path of its
-    own layer."""
+    the layer do not remove these paths, because a whiteout applies only to lower layers, even if it comes after a path
+    of its own layer."""
 
     def __init__(self, root: Path, contents: Contents, room: Room) -> None:
         self._root = str(root)

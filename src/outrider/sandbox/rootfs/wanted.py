@@ -37,8 +37,8 @@ def may_pull(spec: RuntimeSpec, kind: RuntimeKind, allowed: Sequence[str]) -> bo
 
 
 class ImagePulls:
-    """The pulls of a node. `allowed` are the beginnings of references that may be pulled; none by default. `chores`
-    runs the pulls."""
+    """The pulls of a node. `allowed` are the prefixes of the references that may be pulled; by default there are none.
+    `chores` runs the pulls."""
 
     def __init__(self, allowed: Sequence[str], chores: Chores) -> None:
         self._allowed = tuple(allowed)
@@ -49,7 +49,7 @@ class ImagePulls:
     async def want(self, spec: RuntimeSpec, *, field: str) -> None:
         """Wait until the image of a sandbox is on this machine, if the image may be pulled. Returns at once for an
         image that is there, and for an image that may not be pulled. `field` is the spec's field in the task. Raises
-        RuntimeFailure, with the words of the registry, if the pull fails."""
+        RuntimeFailure, with the message of the registry, if the pull fails."""
         if spec.image is None or not may_pull(spec, resolve("runtime", spec.sandbox_kind), self._allowed):
             return
         if await asyncio.to_thread(has_image, spec.image):
@@ -71,8 +71,8 @@ class ImagePulls:
         self._running.pop(reference, None)
 
     async def _pull(self, reference: str) -> RuntimeFailure | None:
-        """Pull an image under its reference as its name. Returns the failure, because an exception here would be noted
-        as a failure of the node."""
+        """Pull an image, which gets its reference as its name. Returns the failure, because an exception would be
+        recorded as a failure of the node."""
         async with self._slots:
             log.info("pulling %s, which a session wants", reference)
             try:

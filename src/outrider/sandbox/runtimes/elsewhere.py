@@ -1,4 +1,4 @@
-"""The kinds whose sandboxes run on other machines, and so outlive a node that is killed.
+"""The kinds whose sandboxes run on other machines. Such a sandbox outlives a node that is killed.
 
 Invariant: a kind that the operator has not set up is not imported.
 """
@@ -21,5 +21,5 @@ async def join_services(host: Host) -> None:
     for name, variable in ELSEWHERE.items():
         if environment(variable):
             await host.part(resolve("runtime", name).part)
-    if host.pods != PodsConfig():  # a kubeconfig alone is no sign that the cluster is for sandboxes
+    if host.pods != PodsConfig():  # a kubeconfig alone does not mean that the cluster is for sandboxes
         await host.part(resolve("runtime", "kubernetes").part)

@@ -32,8 +32,8 @@ SWEEP_SECONDS = 60.0
 
 class Host:
     """A node's identity and its shared parts. `folder` is the node's private folder. `name` is unique to this node for
-    all time, and encodes the process whose existence `lives` checks. `starts_per_second`: see the setting
-    `sandboxes.starts_per_second`. `pods`: see the settings `sandboxes.kubernetes`."""
+    all time, and encodes the process whose existence `lives` checks. `starts_per_second` is the setting
+    `sandboxes.starts_per_second`. `pods` are the settings `sandboxes.kubernetes`."""
 
     def __init__(self, folder: Path, *, starts_per_second: float = 5.0, pods: PodsConfig | None = None) -> None:
         self.folder = folder
@@ -54,8 +54,8 @@ class Host:
         return await self._stack.__aexit__(*error)
 
     async def part(self, kind: Callable[[Host], AbstractAsyncContextManager[P]]) -> P:
-        """Return the node's only part of this kind, which the first call makes and enters. If that raises, this method
-        raises the same exception, and the next call tries again."""
+        """Return the node's only part of this kind, which the first call makes and enters. If entering the part raises,
+        this method raises the same exception, and the next call tries again."""
         if kind not in self._parts:
             async with self._opening[kind]:
                 if kind not in self._parts:
@@ -72,8 +72,9 @@ class Host:
 async def swept(
     sweeps: Iterable[tuple[str, Callable[[], Awaitable[int]]]], failures: Failures, *, seconds: float | None = None
 ) -> dict[str, int]:
-    """Call the functions of these pairs (name, function) one after another, each for at most `seconds`. Returns the
-    number of things ended, by name. If a function fails, its failure is recorded, and the others still run."""
+    """Call the functions of `sweeps`, which are pairs (name, function), one after another, each for at most `seconds`.
+    Returns the number of things ended, by name. If a function fails, its failure is recorded, and the others still
+    run."""
     ended = Counter[str]()
     for name, sweep in sweeps:
         try:

@@ -75,7 +75,7 @@ class NvidiaDriver:
         """Return the GPUs that this process may open. A batch job may have only some of the machine's GPUs: a control
         group refuses the others, and `access` detects the refusal without opening a GPU."""
         known = [_gpu(at, _text(file)) for at, file in enumerate(sorted(self.proc.glob("gpus/*/information")))]
-        if not known:  # in a container there may be the device files alone
+        if not known:  # a container may have only the device files
             minors = sorted(int(path.name[6:]) for path in self.dev.glob("nvidia[0-9]*") if path.name[6:].isdigit())
             known = [Gpu(index, minor) for index, minor in enumerate(minors)]
         return tuple(gpu for gpu in known if os.access(self.dev / f"nvidia{gpu.minor}", os.R_OK | os.W_OK))

@@ -1,9 +1,9 @@
 """The common parts of runtimes whose sandboxes run on other machines: the labels of sandboxes, the pace of starts, and
 the way to the model gateway.
 
-Nothing here depends on a service that runs sandboxes. Invariants: a sandbox is taken for an orphan only if the process
-of its node has certainly ended; no time in which a start waits for its turn is charged to the session; programs in a
-sandbox reach the gateway of their node and nothing else through the tunnel.
+Nothing here depends on a service that runs sandboxes. Invariants: a sandbox counts as an orphan only if the process of
+its node has certainly ended; the wait of a start for its turn is not charged to the session; through the tunnel,
+programs in a sandbox reach the gateway of their node and nothing else.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ATTEMPT_LABEL = "outrider.attempt"
 
 MACHINE_CHARACTERS = 8
 HEAD = 5
-"""Bytes before a part's data: its kind and the client's number."""
+"""Number of bytes before a part's data: the part's kind and the client's number."""
 MOST_WAITING = 64 << 20
 """Maximum bytes of a client that the gateway has not yet read, and of replies that the sandbox has not yet read."""
 UNBOUNDED = 1 << 62
@@ -89,7 +89,7 @@ class StartQueue:
             self._next = clock() + self._pause
 
     def hold(self, seconds: float) -> None:
-        """Let no start begin within the next `seconds`, because the service has no room."""
+        """Delay all starts for `seconds`, because the service has no room."""
         self._next = max(self._next, asyncio.get_running_loop().time() + seconds)
 
 
@@ -117,7 +117,7 @@ RemoteLaunch = Callable[[RuntimeSpec, SandboxContext, QueueClock], AbstractAsync
 
 
 class RemoteSandbox(ToolServerSandbox):
-    """A sandbox on another machine, with a tool server. Its launch notes in the clock how long it is queued."""
+    """A sandbox on another machine, with a tool server. Its launch counts in the clock how long the start is queued."""
 
     def __init__(self, launch: RemoteLaunch, spec: RuntimeSpec, context: SandboxContext, **options: Any) -> None:
         self._queued = QueueClock()
@@ -136,8 +136,8 @@ async def gateway_tunnel(
     block and for at most `seconds`. The tunnel's tasks belong to `chores`. Raises RuntimeFailure when the tunnel cannot
     be opened.
 
-    The gateway is reached through the connection to the tool server. So the sandbox needs no network, and the node no
-    address that other machines can reach."""
+    The tunnel uses the connection to the tool server. So the sandbox needs no network, and the node needs no address
+    that other machines can reach."""
     tunnel = _GatewayTunnel(tools, gateway, chores)
     served = chores.create_task(tunnel.serve(port, seconds), name="gateway tunnel")
     try:
@@ -156,7 +156,7 @@ async def gateway_tunnel(
 
 class _GatewayTunnel:
     """The host's end of a tunnel; the sandbox's end is guest/tunnel.py. `opened` is set when the sandbox's end listens,
-    or cannot."""
+    or has failed to listen."""
 
     def __init__(self, tools: ToolClient, gateway: Path, chores: Chores) -> None:
         self.opened = asyncio.Event()
@@ -205,7 +205,7 @@ class _GatewayTunnel:
 
 class _GatewayStream(asyncio.Protocol):
     """A connection to the gateway for one client. `closed` is called with the client's number when the stream is lost.
-    Bytes of the client that come before the connection is open wait."""
+    Bytes of the client that arrive before the connection is open are kept until then."""
 
     def __init__(self, tools: ToolClient, number: int, closed: Callable[[int, None], object]) -> None:
         self._tools = tools

@@ -1,8 +1,8 @@
 """Reads a run from the store and diagnoses the run: all results, and the turns and timelines of a sample of sessions.
 
-Results are read in pages, and counted and thrown away. Decoding and counting run in steps in the offload thread, so
-that the event loop is never held. The rules are in `rules.py`. Invariant: one diagnosis runs at a time, so the memory
-has a bound, however many callers there are.
+Results are read in pages, counted, and not kept. Decoding and counting run in steps in the offload thread, so that they
+never block the event loop. The rules are in `rules.py`. Invariant: one diagnosis runs at a time, so the memory is
+bounded for any number of callers.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ GROUPS_READ = 100
 RESULTS_READ = 500
 """Maximum number of results that are read at once."""
 MOST_SESSIONS = 200_000
-"""Maximum number of sessions of a diagnosis. Of a larger run, the newest groups are read."""
+"""Maximum number of sessions of a diagnosis. In a larger run, only the newest groups are read."""
 MOST_GROUPS = 100_000
-"""Maximum number of groups that are looked at, so that a rare label does not read the whole history."""
+"""Maximum number of groups that are looked at, so that a search for a rare label does not read the whole history."""
 MOST_TURNS = 200
-"""Maximum number of turns that are read of a sampled session."""
+"""Maximum number of turns to read from a sampled session."""
 MOST_PARTS = 200
-"""Maximum number of parts of a timeline that are read of a sampled session."""
+"""Maximum number of parts to read from the timeline of a sampled session."""
 ENTRIES = msgspec.msgpack.Decoder(list[Entry])
 
 
@@ -56,9 +56,9 @@ class DoctorOfRuns:
         tenant: str | None = None,
         most_sessions: int = MOST_SESSIONS,
     ) -> RunDiagnosis:
-        """Diagnose the groups with all of `labels`, created at `since` or later (seconds since the epoch): the named
-        `groups`, or all groups without a name. Raises NotFound for a named group that is unknown or, with a `tenant`,
-        another tenant's."""
+        """Diagnose the groups in `groups`, or all groups if it is empty, that have all of `labels` and were created at
+        `since` (seconds since the epoch) or later. Raises NotFound for a named group that is unknown or, with a
+        `tenant`, another tenant's."""
         async with self._one:
             evidence = RunEvidence()
             truncated = False
@@ -98,7 +98,7 @@ class DoctorOfRuns:
         while True:
             try:
                 page = await self._store.groups_before(before, limit=GROUPS_READ, since=since, tenant=tenant)
-            except NotFound:  # the oldest group so far was removed meanwhile, and so were the groups before it
+            except NotFound:  # this group was removed meanwhile, and all older groups before it
                 return
             if not page:
                 return
@@ -185,7 +185,8 @@ def _read(reader: FactsReader, turns: Sequence[bytes], timeline: Sequence[bytes]
 
 
 def _pieces(packed: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Divide rows into pieces for the thread: a change of threads takes longer than most rows."""
+    """Divide rows into pieces for the thread. A piece has several rows, because a change of threads takes longer than
+    most rows."""
     piece: list[bytes] = []
     size = 0
     for row in packed:
@@ -199,5 +200,5 @@ def _pieces(packed: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 def _findings(evidence: RunEvidence) -> Steps[list[RunFinding]]:
-    yield INLINE_BYTES + 1  # so that the rules, which take some milliseconds, are applied in the thread
+    yield INLINE_BYTES + 1  # makes the thread apply the rules, which takes some milliseconds
     return diagnose(evidence)

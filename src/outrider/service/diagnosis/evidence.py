@@ -1,8 +1,9 @@
 """Counts what happened in a run: each session's result, and the facts of a sample of sessions.
 
-Results are added group by group, in any order of time. No result is kept, so the memory does not grow with the run. The
-groups of the trends and the sessions whose turns are read are samples, drawn by digests of the groups' ids: the same
-run gives the same samples. The module is pure. Invariant: a session counts once.
+Results are added group by group; the groups may come in any order. No result is kept, so the memory does not grow with
+the run. The groups for the trends and the sessions whose turns are read are samples. The samples are drawn by the
+digests of the groups' ids, so the same run gives the same samples. The module is pure. Invariant: each session is
+counted once.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ SAMPLED_SESSIONS = 400
 LEAST_SIBLINGS = 4
 """Number of sampled sessions of each group, if there are many groups."""
 LEAST_SPREAD = 1e-9
-"""Rewards that differ by no more are equal."""
+"""Rewards that differ by at most this number count as equal."""
 STALE_VERSIONS = 4
 """A session is stale if its oldest token is this many policy versions older than the newest version that any sampled
 session had seen by the session's end."""
 STALL_SECONDS = 30.0
 """A call stalls if its first token takes at least this long, ..."""
 STALL_TIMES = 10.0
-"""... and this many times the run's usual time (the median over sessions of each session's median)."""
+"""... and at least this many times the run's usual time (the median over sessions of each session's median)."""
 TEST_COUNTS = ("tests", "tests_run", "num_tests", "total_tests", "test_count", "cases")
-"""Metrics with the number of tests that ran, in order of precedence. The names also count at the end of a longer name,
-after a dot, a slash or a colon."""
+"""Metrics with the number of tests that ran, in order of precedence. A longer metric name counts, too, if it ends with
+one of these names after a dot, a slash or a colon."""
 
 OUTSIDE = frozenset({StopReason.CANCELLED, StopReason.EARLY_STOP})
-"""Endings that a person or the group decided: such sessions count neither as failed nor as sound."""
+"""Endings that a person or the group caused. Such sessions count neither as failed nor as successful."""
 CUT_SHORT = (StopReason.MAX_TOKENS, StopReason.MAX_TURNS, StopReason.CONTEXT_OVERFLOW)
 OUT_OF_TIME = (StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT, StopReason.EXPIRED)
 REWRITES = (
@@ -63,13 +64,13 @@ REWRITES = (
     ForkCause.TEMPLATE_HISTORY,
     ForkCause.CAPTURE_DRIFT,
 )
-"""Causes of forks after which the engine reads an already known history again."""
+"""Causes of forks after which the engine computes a history again that it has computed before."""
 STAGES = ("waiting", "preparing", "model", "tools", "grading", "stopping")
 """The uses of a session's time, apart from the queue."""
 
 
 class SessionTally:
-    """A ratio over sessions, and the sessions with the largest parts."""
+    """A ratio over sessions, and the sessions that contribute most to it."""
 
     def __init__(self) -> None:
         self.ratio = ClusterShare()
@@ -90,7 +91,7 @@ class SessionTally:
 
 
 class NamedTallies(dict[str, SessionTally]):
-    """Tallies by name. Beyond MOST_NAMES, new names share the tally `others`."""
+    """Tallies by name. After MOST_NAMES names, all further names share the tally `others`."""
 
     def at(self, name: str) -> SessionTally:
         if name not in self and len(self) >= MOST_NAMES:
@@ -148,8 +149,8 @@ class CallWaits(msgspec.Struct, frozen=True):
 
 
 class RunEvidence:
-    """What is counted of a run. Call `begin_group`, `add_result` for the group's sessions and `end_group` for each
-    group, then `add_facts` for the sessions of `to_read`, one group after the other."""
+    """The counts of a run. Call `begin_group`, `add_result` for the group's sessions and `end_group` for each group,
+    then `add_facts` for the sessions of `to_read`, one group after the other."""
 
     def __init__(self) -> None:
         self.groups = 0
@@ -370,14 +371,15 @@ class _GroupUnderWay:
 
 
 def run_of(row: GroupRow) -> str:
-    """Return the name of the run to which a group belongs: its tenant, its harness, and the label that
-    names its bucket in the queue, if it has one."""
+    """Return the name of the run to which a group belongs. The name consists of the group's tenant, its harness, and
+    the label that names its bucket in the queue, if the group has one."""
     named = next((f"{name}={row.labels[name]}" for name in BUCKET_LABELS if row.labels.get(name)), "")
     return " ".join(filter(None, (row.tenant, row.harness, named)))
 
 
 def count_of_tests(metrics: Mapping[str, float]) -> float | None:
-    """Return the number of tests that ran, by the first metric of TEST_COUNTS that is present. None without one."""
+    """Return the number of tests that ran, from the first metric in TEST_COUNTS that is present. Returns None if no
+    such metric is present."""
     for wanted in TEST_COUNTS:
         for name, value in metrics.items():
             at = len(name) - len(wanted)
@@ -402,8 +404,8 @@ def _keep_lowest(heap: list[tuple[int, str, T]], entry: tuple[int, str, T], most
 
 
 def _changed_head(before: Sequence[str], after: Sequence[str]) -> ChangedLine | None:
-    """Return the first changed line of the first conversation of a session that is a version of a conversation of its
-    sibling. None if the sibling has the same conversations."""
+    """Return the first changed line of the first conversation in `after` that is another version of a conversation in
+    `before`. Returns None if there is no such conversation."""
     known = frozenset(before)
     for head in after:
         if head not in known:

@@ -69,7 +69,7 @@ def system_of(messages: Sequence[Message]) -> str:
 
 
 def changed_line(before: str, after: str) -> ChangedLine | None:
-    """Return the first changed line of two versions of a prompt. None if the texts are equal, or if they are no
+    """Return the first changed line of two versions of a prompt. Returns None if the texts are equal, or are not
     versions of the same prompt (`SIMILAR`)."""
     if before == after:
         return None

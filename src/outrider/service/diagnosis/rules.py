@@ -1,9 +1,9 @@
 """The rules of the doctor of runs, as data, and the pure function that applies the rules to the evidence of a run.
 
-A rule compares a measurement with a threshold. The measurement is the careful bound of an estimate (`statistics.py`),
-never the estimate itself, and comes with the number of independent units from which the bound is made. A rule finds
-nothing if there are fewer units than the rule's least number. docs/diagnosis.md prints the table. Invariant: the
-findings depend on the evidence and the rules alone.
+A rule compares a measurement with a threshold. The measurement is the conservative bound of an estimate
+(`statistics.py`), never the estimate itself. With the bound comes the number of independent units from which it is
+computed. A rule finds nothing if there are fewer units than its minimum. docs/diagnosis.md prints the table. Invariant:
+the findings depend only on the evidence and the rules.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ORDER: Sequence[Severity] = ("error", "warning", "info")
 """Severities, the worst first."""
 LEAST_SESSION_SECONDS = 5.0
 """Shares of time are judged only if a session takes at least this long on average: in shorter sessions, starting and
-stopping is most of the time by nature."""
+stopping naturally take most of the time."""
 MOST_PROGRAMS = 3
 """Maximum number of programs that a finding names."""
 MOST_SUBJECT = 200
@@ -48,7 +48,7 @@ Unit = Literal["sessions", "groups"]
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rule measures on a run. `bound` is compared with the rule's threshold, `value` is the estimate, and
+    """The measurement of a rule on a run. `bound` is compared with the rule's threshold, `value` is the estimate, and
     `units` is the number of independent units. `given` is compared with the rule's `given`. `subject` names what was
     measured, such as a tool. `numbers` and `sessions` are evidence for the reader."""
 
@@ -65,10 +65,10 @@ Measure = Callable[[RunEvidence], Iterable[Measured]]
 
 
 class RunRule(msgspec.Struct, frozen=True, kw_only=True):
-    """A rule finds a fault in a run if what it measures (`MEASURES`) is above `threshold`, was made from at least
-    `least` units, and `given`, a second bound, is above its own threshold. `looks_at` describes the measurement.
-    `finding` is the line for people, with the fields of Measured; `value` and `bound` are printed as percentages if
-    `percent` is set. `next` is the next step."""
+    """A rule. A run has the rule's fault if the measurement (`MEASURES`) is above `threshold`, has at least `least`
+    units, and has a second bound above `given`. `looks_at` describes the measurement. `finding` is the line for people,
+    with the fields of Measured; `value` and `bound` are printed as percentages if `percent` is set. `next` is the next
+    step."""
 
     name: str
     severity: Severity
@@ -89,7 +89,7 @@ class RunRule(msgspec.Struct, frozen=True, kw_only=True):
         return _number(self.threshold, self.percent)
 
     def found(self, measured: Measured) -> RunFinding:
-        subject = " ".join(measured.subject.split())[:MOST_SUBJECT]  # a model makes up the names of its tools
+        subject = " ".join(measured.subject.split())[:MOST_SUBJECT]  # a model may invent the names of its tools
         shown = {
             "value": _number(measured.value, self.percent),
             "bound": _number(measured.bound, self.percent),
@@ -411,13 +411,13 @@ def diagnose(evidence: RunEvidence, rules: Sequence[RunRule] = RULES) -> list[Ru
 
 
 def _of_all(tallies: Callable[[RunEvidence], NamedTallies], evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure the share of each name among all sessions that ended by themselves."""
+    """Measure the share of each name among the sessions that were not ended by a person or the group."""
     for name, tally in sorted(tallies(evidence).items()):
         yield _measured(tally, ratio=tally.ratio.padded(evidence.counted), subject=name)
 
 
 def _of(tally: Callable[[RunEvidence], SessionTally], count: str, evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure one share. `count` is the name of the whole in the numbers."""
+    """Measure one share. `count` is the name under which `numbers` has the whole."""
     found = tally(evidence)
     yield _measured(found, numbers={count: found.ratio.whole} if count else {})
 
@@ -488,9 +488,9 @@ def _commonest_line(evidence: RunEvidence) -> ChangedLine | None:
 
 
 def _of_trend(kind: Literal["tests", "tokens"], evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure, for each run, the fall of a number from the first to the last third of the groups, given the rise of the
-    reward. The number of tokens is only measured on groups that report no number of tests: with a steady number of
-    tests, shorter sessions are no sign of a fault."""
+    """Measure, for each run, the fall of a number from the first to the last third of the groups; `given` is the rise
+    of the reward. The number of tokens is measured only for groups that report no number of tests, because shorter
+    sessions with the same number of tests are not a fault."""
     runs: dict[str, list[GroupPoint]] = {}
     for point in evidence.points:
         if isnan(point.tests) == (kind == "tokens") and not isnan(getattr(point, kind)):
@@ -528,8 +528,8 @@ def _certain(moments: Moments) -> Moments:
 
 
 def _of_loads(evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure the sessions that begin on the busiest engine in the time in which all engines are in use, so that an
-    engine that was added late or removed early is no sign of a fault."""
+    """Measure the share of sessions that begin on the busiest engine. Only the time in which all engines are in use
+    counts, so that an engine that was added late or removed early does not look like a fault."""
     uses: dict[str, list[EngineStart]] = {}
     for start in evidence.starts:
         uses.setdefault(start.engine, []).append(start)
@@ -559,7 +559,8 @@ def _odds(share: float) -> float:
 
 
 def _of_speeds(evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure each engine against all others. The units are the sessions of the engine, and as many of the others."""
+    """Measure each engine against all other engines. The number of units is the number of the engine's sessions, but at
+    most that of the other engines' sessions."""
     for name, own in sorted(evidence.speeds.items()):
         rest = [moments for other, moments in evidence.speeds.items() if other != name]
         others = _merged(rest)
@@ -606,8 +607,8 @@ def _of_stalls(evidence: RunEvidence) -> Iterator[Measured]:
 
 
 def _of_versions(evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure the share of stale sessions. The newest version at a time is the newest of the sampled sessions that have
-    ended by then."""
+    """Measure the share of stale sessions. The newest version at a time is the newest version in the sampled sessions
+    that have ended by this time."""
     newest = -1
     tally = SessionTally()
     by_end: list[VersionUse] = sorted(evidence.versions, key=lambda use: (use.ended, use.session_id))
@@ -648,7 +649,7 @@ MEASURES: Mapping[str, Measure] = {
     "time spent grading": partial(_of_time, "grading"),
     "time spent in tools": _of_tool_time,
 }
-"""What each rule measures, by the rule's name."""
+"""The function that makes the measurements of each rule, by the rule's name."""
 
 
 def _number(value: float, percent: bool) -> str:
@@ -658,7 +659,7 @@ def _number(value: float, percent: bool) -> str:
 
 
 def _plain(value: float | str) -> str:
-    """Return a number or a text for a line that people read."""
+    """Format a number or a text for a line that people read."""
     if isinstance(value, str):
         return value
     return f"{value:,.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.2f}"

@@ -24,12 +24,12 @@ MOST_HEADS = 8
 MISSING = (126, 127)
 """Exit codes of a shell for a program that cannot be run or does not exist."""
 SEARCHED = 400
-"""Number of characters at each end of a tool's result in which the signs of a failure are searched."""
+"""Signs of a failure are searched in this many characters at each end of a tool's result."""
 LEAST_OUTPUT = 8
 """Minimum number of sampled tokens of a turn that is used to measure an engine's speed."""
 LEAST_CACHED = 256
 """Minimum number of tokens of an earlier prompt and reply that the engine's prefix cache could have kept. Engines cache
-whole blocks, so nothing can be said about shorter ones."""
+whole blocks, so shorter texts give no information."""
 
 FAILED = re.compile(
     r"""^[^\w{]{0,4}(?:\w+\.)*\w*(?:error|exception|fatal|failed|failure|traceback|denied|refused)\b
@@ -43,7 +43,7 @@ FAILED = re.compile(
 )
 """Signs that a tool's call failed, in the first characters of the result."""
 EXIT_CODE = re.compile(r"exit(?:ed)?[ _](?:with )?(?:code|status)\W{0,4}[1-9]", re.IGNORECASE)
-"""The same in the last characters."""
+"""Signs that a tool's call failed, in the last characters of the result."""
 
 
 class EngineSpeed(msgspec.Struct):
@@ -63,17 +63,15 @@ class ToolResults(msgspec.Struct):
 class SessionFacts(msgspec.Struct, kw_only=True):
     """Facts of a session. Times are seconds; tokens are counts.
 
-    cut: turns whose reply ended at the token limit. calls: tool calls of the replies, malformed ones included.
-    tools: by name. speeds: by engine. engine: the engine of the first turn, at the time `began`.
-    first_wait: the time from the request to the first token of the first turn, None if no token was sampled.
-    waits: the same for each later turn during which the policy's version stayed the same.
-    cacheable: tokens of earlier prompts and replies that the prefix cache could have kept. missed: those of them that
-        the engine computed again.
-    oldest, newest: the policy versions of the sampled tokens; None without a version. ended: the end of the last turn.
-    missing: programs that could not be run in the agent's sandbox, each once. programs: the seconds of the agent's
-        commands, by program. A program is the first word of a command, without its folder.
-    heads: the beginnings of the session's conversations. changed: the first system prompt that changed during a
-        conversation.
+    cut: turns whose reply ended at the token limit. calls: tool calls of the replies, malformed ones included. tools:
+    by name. speeds: by engine. engine: the engine of the first turn, at the time `began`. first_wait: the time from the
+    request to the first token of the first turn, None if no token was sampled. waits: the same for each later turn
+    during which the policy's version stayed the same. cacheable: tokens of earlier prompts and replies that the prefix
+    cache could have kept. missed: the cacheable tokens that the engine computed again. oldest, newest: the policy
+    versions of the sampled tokens; None without a version. ended: the end of the last turn. missing: programs that
+    could not be run in the agent's sandbox, each once. programs: the seconds of the agent's commands, by program. A
+    program is the first word of a command, without its folder. heads: the beginnings of the session's conversations.
+    changed: the first system prompt that changed during a conversation.
     """
 
     session_id: str
@@ -141,7 +139,7 @@ class FactsReader:
         self._add_prompt(turn)
 
     def add_commands(self, entries: Iterable[Entry]) -> None:
-        """Add the commands of the session's timeline. Of several entries with the same number, the last counts."""
+        """Add the commands of the session's timeline. If several entries have the same number, the last one counts."""
         facts = self.facts
         last = {entry.number: entry for entry in entries if entry.kind is EntryKind.COMMAND}
         for entry in last.values():

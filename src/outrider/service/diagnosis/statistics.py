@@ -1,7 +1,8 @@
 """Intervals for shares and differences, computed in one pass over the data and in constant memory.
 
-All bounds are one-sided with the error probability 0.001 (`Z`), because some twenty rules look at each run. The module
-is pure. Invariant: a bound lies on the careful side of its estimate, so little data gives a bound of no effect.
+All bounds are one-sided with the error probability 0.001 (`Z`), because about twenty rules are applied to each run. The
+module is pure. Invariant: a bound lies on the conservative side of its estimate, so with little data no rule is
+triggered.
 
 Sources: Wilson (1927), "Probable inference, the law of succession, and statistical inference"; Kish (1965), "Survey
 Sampling", for the effective sample size of clusters; Welch (1947), "The generalization of Student's problem".
@@ -21,7 +22,7 @@ Z = 3.09
 class ClusterShare:
     """A share `part / whole`, summed over independent units, such as cut replies of all replies, by session.
 
-    The parts of one unit may depend on each other: the interval is that of the ratio of clusters. The unit is a
+    The parts of one unit may depend on each other: the interval is computed for a ratio of clusters. The unit is a
     session or a group, never a call or a token.
     """
 
@@ -44,7 +45,7 @@ class ClusterShare:
         self._whole_squares += whole * whole
 
     def padded(self, units: int) -> ClusterShare:
-        """Return a copy with further units of part 0 and whole 1, so that there are `units`."""
+        """Return a copy that is filled up to `units` units; each added unit has part 0 and whole 1."""
         more = max(0, units - self.units)
         copy = ClusterShare()
         copy.units, copy.part, copy.whole = self.units + more, self.part, self.whole + more
@@ -68,8 +69,8 @@ class ClusterShare:
         return max(0.0, (share + Z * Z / (2 * size) - spread) / (1 + Z * Z / size))
 
     def _effective_size(self, share: float) -> float:
-        """Return the number of independent observations that give the same variance, at most `whole`. A share of 0 or 1
-        has no variance: then the number is that of the units, less if the units differ in weight."""
+        """Return the number of independent observations that would give the same variance, at most `whole`. A share of
+        0 or 1 has no variance; the result is then the number of units, or less if the units differ in weight."""
         units = self.whole * self.whole / self._whole_squares
         squares = self._part_squares - 2 * share * self._cross + share * share * self._whole_squares
         variance = max(0.0, squares) / (self.whole * self.whole) * self.units / (self.units - 1)

@@ -180,9 +180,9 @@ class Body:
 
 
 class FileBytes:
-    """Counts the bytes of a body that belong to files in base64, as the body arrives. On an engine that reads no images
-    a text of one line stands for such a file (`media.py`), whatever the file's size. `size` is too small by up to 2 KiB
-    for each file."""
+    """Counts the bytes of a body that belong to files in base64, while the body arrives. On an engine that reads no
+    images, each such file is replaced by a text of one line (`media.py`). `size` is too small by up to 2 KiB for each
+    file."""
 
     def __init__(self) -> None:
         self.size = 0

@@ -45,10 +45,10 @@ def sampling_for(
     seed: int | None,
     stop_ids: tuple[int, ...],
 ) -> SamplingParams:
-    """Return the sampling of a call: for each setting the task's choice, else the client's, else the neutral value.
-    Settings that a task does not have are taken from the client. `unsampled` is the number of tokens that the session
-    has left. `context` is the model's context in tokens (None: unknown), of which the prompt takes `prompt_tokens`.
-    `stop_ids` end every reply."""
+    """Return the sampling of a call. Each setting has the task's value, or else the client's value, or else the neutral
+    value. Settings that a task does not have are taken from the client. `unsampled` is the number of tokens that the
+    session has left. `context` is the model's context in tokens (None: unknown), of which the prompt takes
+    `prompt_tokens`. `stop_ids` end every reply."""
     room = unsampled if context is None else min(unsampled, context - prompt_tokens)
     unnamed = room if context is not None else UNNAMED_TOKENS
     return SamplingParams(
@@ -108,8 +108,8 @@ def client_may_be_at_fault(request: ModelRequest) -> bool:
 
 
 def constrained(request: ModelRequest, assigned: ServingEngine, family: str) -> ModelRequest:
-    """Return the request with the constraint that keeps its choice of tools; the same request without such a choice.
-    `family` is the model family of the renderer.
+    """Return the request with a constraint that enforces the request's choice of tools. A request without such a choice
+    is returned unchanged. `family` is the model family of the renderer.
 
     Raises RequestError for a constraint or a choice of tools that the engine does not support, for both at once, and
     for a constraint together with tools if the engine takes token ids."""

@@ -1,8 +1,8 @@
 """Keeps the index of runs up to date with the store, and reads it for lists.
 
 The store is read by the cursor of its events; a file without a cursor is filled from all groups. Removed groups are
-reported by `forget`. Invariants: after `catch_up`, the index has every change whose event was stored when the call
-began, and none of the groups that were forgotten then; only one thread writes to the file.
+reported by `forget`. Invariants: after `catch_up`, the index has every change whose event was stored before the call,
+and no group that was forgotten before the call; only one thread writes to the file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Busy."""
 READ_SECONDS = 10.0
 """Maximum seconds of one read in this process."""
 STEPS_BETWEEN_LOOKS = 10_000
-"""SQLite's steps between two looks at the clock."""
+"""Number of SQLite's steps between two checks of the clock."""
 TASK_LABEL = "task"
 """Label that names the task of a group. Without the label, groups with the same instruction have the same task."""
 CURSOR, CURSOR_AT, FILLED = "cursor", "cursor_at", "filled"
@@ -129,13 +129,13 @@ class RunIndex:
                 ) from error
 
     async def _step(self) -> bool:
-        """Write the next changes. Returns True if there may be more of the changes that the step has looked for."""
+        """Write the next changes. Returns True if there may be more changes."""
         async with self._one_at_a_time:
             await self._on_writer(lambda _: None)
             if not self._checked:
                 await self._check()
-            # Taken before the store is read: a group that is hidden during the read may be written once more, and then
-            # stays in `_gone` for the next step.
+            # `_gone` is read before the store. A group that is hidden during the read of the store may be written once
+            # more; the group then stays in `_gone` until the next step.
             gone = frozenset(self._gone)
             changes = await self._next_changes()
             tasks = await self._tasks_of(changes)
@@ -159,7 +159,7 @@ class RunIndex:
             return await self._store.runs.changes(self._cursor, EVENTS_AT_ONCE)
         last = await self._on_writer(_last_group)
         if last is None:
-            # The cursor is set before the first group is read: what changes from here on has a later event.
+            # The cursor is set before the first group is read, so every later change has an event after the cursor.
             newest = await self._store.last_event()
             at = await self._store.runs.event_at(newest) or 0.0
             await self._on_writer(lambda db: self._mark(db, newest, at))
@@ -200,7 +200,7 @@ class RunIndex:
             self._cursor, self._cursor_at = changes.cursor, changes.at
 
     async def _fill_retries(self) -> None:
-        """Write the retries of all sessions, after which a new file is complete."""
+        """Write the retries of all sessions. This is the last step of filling a new file."""
         after = 0
         while True:
             retries, after = await self._store.runs.retries(after, EVENTS_AT_ONCE)
@@ -226,8 +226,8 @@ class RunIndex:
         self._cursor, self._cursor_at, self._filled = 0, 0.0, False
 
     async def _step_of_turns(self, last: int | None) -> bool:
-        """Write the turns of some sessions, of those up to the place `last` in `unread_turns`. Returns True if there
-        may be more."""
+        """Write the turns of some sessions. Only sessions up to the position `last` in `unread_turns` count. Returns
+        True if there may be more such sessions."""
         async with self._one_at_a_time:
             found = await self._on_writer(lambda db: _unread(db, last))
             if not found:
@@ -270,7 +270,7 @@ class RunIndex:
 
 
 class _OpenFile:
-    """A connection to the file at a path. A file that was removed or replaced meanwhile is opened anew."""
+    """A connection to the file at a path. A file that was removed or replaced is opened again."""
 
     def __init__(self, path: Path, open_file: Callable[[Path], sqlite3.Connection]) -> None:
         self._path = path
@@ -310,7 +310,8 @@ def _open_writer(path: Path) -> sqlite3.Connection:
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
         try:
             db.execute("PRAGMA journal_mode=WAL").fetchall()
-            # A loss of power may undo the newest commits: they are then made again from the cursor.
+            # A loss of power may undo the newest commits, including the cursor. The lost changes are then written
+            # again.
             db.execute("PRAGMA synchronous=NORMAL")
             db.execute("PRAGMA cache_size=-16384")
             found = db.execute("PRAGMA user_version").fetchone()[0]

@@ -1,8 +1,8 @@
 """Finds sessions and groups in the index of runs: filters, pages by cursor, and the rows of a comparison.
 
 The functions of this module run in the index's thread of readers. The newest group comes first, and the sessions of a
-group in sample order. A cursor is the id of the last session (or group) of a page, so a list goes on where it ended
-although new groups come. Invariant: with a `tenant`, nothing is found but its sessions.
+group in sample order. A cursor is the id of the last session (or group) of a page, so the next page continues after it
+even if new groups were added. Invariant: with a `tenant`, only sessions of this tenant are found.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Condition = tuple[str, list[Any]]
 
 
 class SessionFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which sessions are meant: those for which every given field holds. Without any field, all sessions.
+    """A filter of sessions. A session matches if every given field matches. Without any field, all sessions match.
 
     ids, groups: ids of sessions; ids of groups. states: such as `done`. labels: all must be equal. min_reward,
     max_reward: bounds of the reward, inclusive; sessions without a reward are left out. error: the code of the error.
@@ -48,7 +48,7 @@ class SessionFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a comparison reads of a session. `seconds` is the sum of its stages, waits included."""
+    """The data of a session that a comparison needs. `seconds` is the sum of its stages, including waits."""
 
     id: str
     group_id: str
@@ -92,8 +92,9 @@ def matching(db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None) 
 def find_groups(
     db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, after: str | None, limit: int
 ) -> list[str]:
-    """Return the ids of up to `limit` groups after the group `after`. `states` are those of groups, and the bounds of
-    the reward are those of the mean reward; a stop reason, an error or a text must be one session's."""
+    """Return the ids of up to `limit` groups after the group `after`. Here `states` are states of groups, and the
+    bounds of the reward apply to the group's mean reward. A stop reason, an error or a text matches if one session of
+    the group has it."""
     of_group = msgspec.structs.replace(wanted, stop_reason=None, error=None, text=None, ids=())
     conditions = _conditions(of_group, tenant, "kept_groups")
     of_session = SessionFilter(stop_reason=wanted.stop_reason, error=wanted.error, text=wanted.text)

@@ -1,5 +1,5 @@
-"""Runs SQL queries over the index of runs, each in a process of its own (`query_program.py`), so that a query neither
-holds up the service nor reads anything but its tenant's rows."""
+"""Runs SQL queries over the index of runs. Each query runs in a process of its own (`query_program.py`), so that it
+neither delays the service nor reads the rows of another tenant."""
 
 from __future__ import annotations
 

@@ -3,17 +3,17 @@
 The program reads a job (JSON) from standard input, and writes a line of JSON (`{}` or an error) and then the reply. The
 service starts the program with `python -I -S FILE`, with no environment, and kills it after its time.
 
-A query is confined in several ways, each enough for the usual attack:
+A query is confined in several ways, each of which alone stops the usual attack:
 
 - The file is opened read-only, and SQLite's authoriser refuses every action but SELECT, recursion, the functions in
   FUNCTIONS, and reads of the views.
 - The views limit the rows to the caller's tenant. They are temporary views over hidden views whose names are random.
-  Tables may be read only inside a hidden view. The authoriser gets the name of the innermost view or common table
-  expression that reads a table, so a fixed name would not do: `WITH sessions AS (SELECT * FROM kept_sessions) ...`
-  reads as the view `sessions` does. A query cannot guess a random name.
+  Tables may be read only inside a hidden view. The authoriser gets only the name of the innermost view or common table
+  expression that reads a table. So a fixed name would not be safe: `WITH sessions AS (SELECT * FROM kept_sessions) ...`
+  looks like a read by the view `sessions`. A query cannot guess a random name.
 - SQLite's memory, the process's address space, its processor time, and the number and size of rows are limited.
 
-Before the query, the program tries two such attacks, and refuses to work with an SQLite that lets them pass.
+Before the query, the program tries two such attacks, and refuses to run the query if SQLite allows one of them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ FUNCTIONS = frozenset(
 )
 TABLE_FUNCTIONS = frozenset({"json_each", "json_tree"})
 STEPS_BETWEEN_LOOKS = 2000
-"""SQLite's steps between two looks at the clock."""
+"""Number of SQLite's steps between two checks of the clock."""
 MAX_TEXT = 1_000_000
 """Maximum bytes of one value."""
 NAMES = {value: name[7:] for name, value in vars(sqlite3).items() if name.startswith("SQLITE_") and name[7:] in {
@@ -217,8 +217,8 @@ def answer(job: dict[str, Any]) -> str:
     for name, sql in job["views"].items():
         db.execute(f"CREATE TEMP VIEW {guard.hidden[name]} AS {sql}")
         db.execute(f"CREATE TEMP VIEW {name} AS SELECT * FROM {guard.hidden[name]}")
-    # SQLite makes a table function at its first use, and asks the authoriser for each step. A table function that is
-    # not made here cannot be made later.
+    # SQLite creates a table function at its first use, and calls the authoriser for each step of the creation. A table
+    # function that is not created here cannot be created later.
     for name in TABLE_FUNCTIONS:
         db.execute(f"SELECT * FROM {name}('[]')").fetchall()
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_TEXT)
@@ -242,7 +242,8 @@ def answer(job: dict[str, Any]) -> str:
 
 
 def check_confinement(db: sqlite3.Connection, tables: list[str], view: str) -> None:
-    """Raise QueryRefused unless this SQLite refuses to read a table: by its name, and under the name of a view."""
+    """Raise QueryRefused unless this SQLite refuses both attacks: reading a table by its name, and reading a table
+    under the name of a view."""
     for sql in (
         f"SELECT no FROM {tables[0]}",
         f"WITH {view} AS (SELECT no FROM {tables[0]}) SELECT no FROM {view}",
@@ -275,7 +276,7 @@ def encoded(cursor: sqlite3.Cursor, limits: Mapping[str, float], began: float) -
 
 
 def plain(value: object) -> object:
-    """Return the value as JSON has it: bytes as hexadecimal digits, and infinity as text."""
+    """Return the value in a form for JSON: bytes as hexadecimal digits, and infinity as text."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,6 +1,6 @@
 """Makes the rows of the index of runs from the store's rows, and writes them. Runs in the index's own thread.
 
-The functions neither read the store nor a clock. Invariant: writing the same rows again changes nothing.
+The functions read neither the store nor a clock. Invariant: writing the same rows again changes nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from outrider.trajectory import Turn
 FROZEN = "frozen"
 """The kind that is shown for turns of frozen models."""
 SEARCHED_ERROR, SEARCHED_OUTPUT, SEARCHED_ANSWER = 1000, 2000, 1000
-"""Characters in which a list searches: the beginning of the error, and the ends of the output and of the answer. A
-search reads all of these texts, so they are short."""
+"""Number of characters that a search of a list reads: from the beginning of the error, and from the ends of the output
+and of the answer. These texts are short, because a search reads them for all sessions."""
 MAX_MESSAGE = 8192
 
 

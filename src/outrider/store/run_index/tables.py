@@ -1,7 +1,7 @@
 """The tables of the index of runs, and the views that SQL queries see.
 
 A query sees the views in `VIEWS` and nothing else (`query_program.py`). The tables have names that begin with `kept_`.
-A change of TABLES needs no migration: a file with other tables is made again.
+A change of TABLES needs no migration, because a file with other tables is made again.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ViewColumn(NamedTuple):
 
 
 class View(NamedTuple):
-    """A view: its rows, its columns and its tables. `tenant` is the column by which its rows are limited."""
+    """A view: its rows, its columns and its tables. The column `tenant` limits the rows to those of one tenant."""
 
     name: str
     about: str
@@ -95,7 +95,7 @@ _OF_SESSION = (
     ViewColumn("session_id", "s.id", "the session"),
     ViewColumn("group_id", "s.group_id", "its group"),
 )
-# SQLite reports a table of which a query uses no column but the row number as read outside of any view. So each view
+# If a query uses only the row number of a table, SQLite reports the table as read outside of any view. So each view
 # compares a column of each of its tables.
 _WITH_GROUP = "kept_sessions AS s JOIN kept_groups AS g ON g.no = s.group_no AND g.tenant = s.tenant"
 

@@ -97,8 +97,8 @@ def write_step(data: bytes, to: str, *, executable: bool) -> dict[str, Any]:
 
 
 def check_links(folders: Iterable[Path], task: Path) -> None:
-    """Check folders as `files_below` does, without using their files: the tests of a verifier with an image of its own
-    are in that image, and are not sent with the task. Raises InvalidField."""
+    """Check folders as `files_below` does, without using their files: the tests of a verifier with its own image are in
+    this image, and are not sent with the task. Raises InvalidField."""
     for folder in folders:
         for _ in files_below(folder, task) if folder.exists() else ():
             pass

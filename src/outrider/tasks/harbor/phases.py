@@ -17,7 +17,7 @@ PUBLIC = ("*",)
 
 
 class NoDestination(ValueError):
-    """A host of an allow-list that is none. `field` is its field below the table."""
+    """An entry of an allow-list is not a valid host. `field` is the entry's field below the table."""
 
     def __init__(self, field: str, text: str) -> None:
         super().__init__(text)
@@ -52,7 +52,8 @@ def network_of(
 
 
 def of_step(config: TaskToml, step: HarborStep | None) -> tuple[Network, Network]:
-    """Return the networks that the agent and the verifier of a step name. A step's own take precedence."""
+    """Return the networks of the agent and the verifier of a step. The networks that the step itself names take
+    precedence over the task's."""
     agent: Network = config.agent
     verifier: Network = config.verifier
     if step is not None:
@@ -62,7 +63,7 @@ def of_step(config: TaskToml, step: HarborStep | None) -> tuple[Network, Network
 
 
 def check_steps(config: TaskToml) -> None:
-    """Raise InvalidField for a step whose network differs from that of the first step: the steps share a sandbox."""
+    """Raise InvalidField for a step whose network differs from the first step's, because all steps share a sandbox."""
     steps = config.steps or []
     for number, step in enumerate(steps[1:], 1):
         for name, first, own in zip(

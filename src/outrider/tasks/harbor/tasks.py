@@ -51,7 +51,7 @@ from outrider.text_files import MAX_TOML, read_text_file, read_toml_file, toml_l
 
 TASK_TOML = "task.toml"
 HINTS = {"task.name": 'Harbor refuses it too: write a name with an organisation, such as "my-org/my-task"'}
-"""What to do about invalid fields that occur in public task folders."""
+"""Advice for invalid fields that occur in public task folders."""
 TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 FOLDERS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 """Folders that Harbor makes in every sandbox."""

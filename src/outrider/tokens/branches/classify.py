@@ -165,7 +165,7 @@ class Signals:
         criterion first: segments that the client declares to be of another kind; segments that it does not declare to
         be main; continuations of a summary or a cut history; segments other than a last call that joins the answers of
         several conversations; single questions without tools; segments of an agent that the client names; segments that
-        a tool call started; segments whose last reply an earlier conversation then quotes; segments without a
+        a tool call started; segments whose last reply is later quoted in an earlier conversation; segments without a
         follow-up; segments without tools; segments with the words of a side call; single questions whose answer is
         quoted; single questions with a shorter answer; later segments. The order of arrival is last, because a session
         often begins with a request for a quota, a topic or a title."""

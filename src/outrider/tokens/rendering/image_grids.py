@@ -1,9 +1,10 @@
-"""How a model divides an image into patches: the settings in the model's folder, and the grid of an image by its size.
+"""Computes how a model divides an image into patches. The grid follows from the settings in the model's folder and the
+size of the image.
 
-The rule is that of the Qwen-VL families: an image is scaled to a multiple of the size of a merged patch, keeps its
-proportions as well as this allows, and stays between a least and a most number of pixels. Each merged patch is one
-placeholder token. The module reads no pixels. Invariant: the grid of an image depends on its size and the settings
-only, so the placeholders of a prompt are known before the image is decoded.
+The rule is that of the Qwen-VL families: an image is scaled to a multiple of the size of a merged patch, with nearly
+the same proportions, and to a number of pixels between a minimum and a maximum. Each merged patch is one placeholder
+token. The module reads no pixels. Invariant: the grid of an image depends on its size and the settings only, so the
+placeholders of a prompt are known before the image is decoded.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
         return scaled_width, scaled_height
 
     def values_of(self, grid: Grid) -> int:
-        """Return the number of pixel values of an image, a byte each before they are normalised."""
+        """Return the number of pixel values of an image. Each value takes a byte before it is normalised."""
         return math.prod(grid) * 3 * self.frames * self.patch**2
 
     def tokens_of(self, grid: Grid) -> int:

@@ -31,7 +31,7 @@ from outrider.tokens.tree.canonical import ALL_PRINTED, PRINTED_FIELDS
 from outrider.trajectory import Ids, ImageSpan
 
 History = Literal["recorded", "template"]
-"""How earlier turns appear in a prompt. "recorded": with their recorded ids. "template": without their reasoning, where
+"""The form of earlier turns in a prompt. "recorded": with their recorded ids. "template": without their reasoning, if
 the chat template drops the reasoning."""
 
 
@@ -174,7 +174,7 @@ class Renderer:
     def _fill(self, *parts: tuple[Sequence[int], Sequence[Message]]) -> list[list[int]]:
         """Replace the placeholders in the parts of a layout with the ids of their texts, and the single placeholder of
         each image with the image's own number of placeholders. Each part is given with its messages. Raises
-        RequestError if a part has other placeholders of images than those of its messages."""
+        RequestError if the image placeholders in a part do not match the images of its messages."""
         ids = [part for part, _ in parts]
         filled = [list(part) for part in ids] if self._placeholders is None else self._placeholders.fill(ids)
         if self._image_id is None:
@@ -209,7 +209,7 @@ class Renderer:
 
     def image_spans(self, delta: Ids, start: int, messages: Sequence[Message]) -> tuple[ImageSpan, ...]:
         """Return the places of the images of `messages` in a prompt whose ids from position `start` on are `delta`.
-        Raises RequestError if `delta` has other placeholders than those of the images."""
+        Raises RequestError if the placeholders in `delta` do not match the images."""
         if self._image_id is None:
             return ()
         places = np.flatnonzero(delta == self._image_id)

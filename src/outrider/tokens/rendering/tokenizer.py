@@ -158,8 +158,9 @@ class Tokenizer:
         return self.decode([token_id]).encode()
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token. The text of a character whose bytes are in several tokens is that of the last
-        of these tokens, and the earlier ones have the text "". Bytes that are no character become U+FFFD."""
+        """Return the text of each token. If the bytes of a character are in several tokens, the last of these tokens
+        has the character as its text, and the earlier tokens have the text "". Bytes that are no character become
+        U+FFFD."""
         known: dict[int, bytes] = {}
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces = []

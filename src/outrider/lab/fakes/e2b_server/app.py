@@ -1,7 +1,7 @@
 """The fake E2B server: sandboxes by template, their terms and labels, and the way to their `envd`.
 
-The paths, names and status codes are those of E2B's API as its own SDK uses them; the SDK's commands and files work
-against this server. Invariant: after `close` no sandbox is left.
+The paths, names and status codes are those that E2B's own SDK uses; the SDK's commands and files work with this server.
+Invariant: after `close` no sandbox is left.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class FakeSandbox:
 
 @dataclass
 class FakeE2B:
-    """The server's state. `faults` are used up by the next requests for a path, by its method and path (ids replaced by
-    `ID`). `requests` are all requests of the control plane, in the same form."""
+    """The server's state. `faults` are the faults of the next requests, by method and path, with `ID` in place of ids.
+    Each fault is used once. `requests` are all requests of the control plane, in the same form."""
 
     key: str = "e2b_fake"
     templates: frozenset[str] = frozenset(("base",))

@@ -20,7 +20,7 @@ STATUS = {
 
 
 class ConnectFault(Exception):
-    """A refused call, by its code of the Connect protocol."""
+    """A refused call, with its code in the Connect protocol."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)

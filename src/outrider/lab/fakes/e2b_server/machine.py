@@ -1,7 +1,7 @@
-"""One sandbox of the fake E2B server: namespaces of this machine with an own root, in which processes run.
+"""One sandbox of the fake E2B server: namespaces of this machine with their own root, in which processes run.
 
-The programs are the host's own, read-only; every other folder is empty, writable, and in memory. Nothing limits what
-the programs use. Invariant: when `stop` returns, no process of the sandbox is alive.
+The programs are the host's own, read-only; every other folder is empty, writable, and in memory. The programs have no
+limits. Invariant: when `stop` returns, no process of the sandbox is alive.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ except OSError as error:
 if reply is not None:
     print(json.dumps(reply))
 """
-"""Carries out one request about files, inside the sandbox: no link leads out."""
+"""Carries out one request about files, inside the sandbox, so that no link leads out of it."""
 
 
 class FileFault(Exception):

@@ -57,9 +57,9 @@ pass."""
 
 @dataclass
 class ClusterRules:
-    """The settings of the server that a test may change at any time. `token`: the only accepted token. `denied`: the
-    verbs on pods that are forbidden, such as `create` or `create pods/exec`. `quota`: the maximum number of pods.
-    `room`: the maximum number of pods that have a machine. `faults` are tried in order for each request."""
+    """The settings of the server that a test may change at any time. `token` is the only accepted token. `denied` are
+    the forbidden verbs on pods, such as `create` or `create pods/exec`. `quota` is the maximum number of pods, and
+    `room` the maximum number of pods that have a machine. `faults` are tried in order for each request."""
 
     token: str | None = None
     denied: frozenset[str] = frozenset()

@@ -1,8 +1,7 @@
 """The machine of a test cluster: runs containers as processes in Linux namespaces of this machine, as root.
 
-An image is a folder. Containers have no network but their own loopback. What the machine does not do: limit
-resources, or drop capabilities. Invariant:
-when `FakeMachine` is left, none of its processes is alive, and its folder is removed.
+An image is a folder. Containers have no network but their own loopback. The machine neither limits resources nor drops
+capabilities. Invariant: when `FakeMachine` is left, none of its processes is alive, and its folder is removed.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ exec chroot {as_user} {base}/root {command}
 
 @dataclass(frozen=True)
 class FakeImage:
-    """The root folder of an image, its variables, and the folders of this machine that it has at the same paths."""
+    """The root folder of an image, its variables, and the folders of this machine that are visible in it at the same
+    paths."""
 
     root: Path
     env: Mapping[str, str] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """The calls of the E2B API that sandboxes need, and where the API is.
 
-No call is repeated or undone here. Wire: https://e2b.dev/docs/api-reference. Invariants: the API key is sent to the
-API's own address only, and is in no error; every failure is an `E2BError` with the service's own text and status, or
-with status 0 if it is unknown whether the call was carried out.
+No call is repeated or undone here. Wire: https://e2b.dev/docs/api-reference. Invariants: the API key is sent only to
+the API's own address, and no error contains the key; every failure is an `E2BError` with the service's own text and
+status, or with status 0 if it is unknown whether the call was carried out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 class E2BError(Exception):
     """A failed call. `status` is the HTTP status, or 0 without a reply. `wait` is the number of seconds after which the
-    service asks to call again, None without one."""
+    service asks the client to call again, None if the service names none."""
 
     def __init__(self, status: int, message: str, wait: float | None = None) -> None:
         super().__init__(message)
@@ -71,7 +71,7 @@ class E2BSettings:
 
 
 class MadeSandbox(msgspec.Struct, frozen=True, rename="camel"):
-    """A sandbox just created. `envd_access_token` is the credential for its processes and files."""
+    """A sandbox that was just created. `envd_access_token` is the credential for its processes and files."""
 
     sandbox_id: str = msgspec.field(name="sandboxID")
     envd_access_token: str | None = None
@@ -104,8 +104,8 @@ class E2BApi:
         await self.http.close()
 
     async def create(self, template: str, metadata: Mapping[str, str], *, seconds: int, key: str) -> MadeSandbox:
-        """Create a sandbox that ends after `seconds` and has no way into the internet. A service that knows the
-        idempotency `key` creates one sandbox only."""
+        """Create a sandbox that ends after `seconds` and has no access to the internet. A service that supports
+        idempotency keys creates only one sandbox for a `key`."""
         body = {
             "templateID": template,
             "timeout": seconds,
@@ -136,7 +136,7 @@ class E2BApi:
         return True
 
     async def extend(self, sandbox: str, seconds: int) -> None:
-        """Let the sandbox end `seconds` from now."""
+        """Set the end of the sandbox to `seconds` from now."""
         await self._call("POST", f"/sandboxes/{sandbox}/timeout", None, {"timeout": seconds})
 
     async def delete(self, sandbox: str) -> bool:
@@ -175,7 +175,7 @@ class E2BApi:
 
 
 async def bounded(answer: aiohttp.ClientResponse, limit: int = MAX_REPLY) -> bytes:
-    """Return the body of a reply. Raises E2BError for a longer one than `limit` bytes."""
+    """Return the body of a reply. Raises E2BError for a body of more than `limit` bytes."""
     data = bytearray()
     async for piece in answer.content.iter_any():
         data += piece
@@ -185,7 +185,7 @@ async def bounded(answer: aiohttp.ClientResponse, limit: int = MAX_REPLY) -> byt
 
 
 def refusal(answer: aiohttp.ClientResponse, data: bytes) -> E2BError:
-    """Return the error for a reply with a status that is no success."""
+    """Return the error for a reply whose status is not a success."""
     try:
         text = msgspec.json.decode(data, type=Problem).message
     except (msgspec.MsgspecError, ValueError):
@@ -201,5 +201,5 @@ async def translated() -> AsyncIterator[None]:
         yield
     except TimeoutError as error:
         raise E2BError(0, "no reply in time") from error
-    except (aiohttp.ClientError, OSError, ValueError) as error:  # also a reply of another form
+    except (aiohttp.ClientError, OSError, ValueError) as error:  # includes a reply of an unexpected form
         raise E2BError(0, f"{type(error).__name__}: {error}") from error

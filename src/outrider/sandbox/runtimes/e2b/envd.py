@@ -1,8 +1,8 @@
 """A process in an E2B sandbox whose standard input and output are a socket of this machine.
 
-The wire is the Connect protocol with JSON, as of E2B's own SDKs: `process.Process/Start` streams the output, and each
-`SendInput` carries a piece of the input. Invariants: pieces of the input arrive in order and at most once; when the
-stream of the output breaks or is silent for SILENCE_SECONDS, the socket is closed, because bytes may be missing.
+The wire format is the Connect protocol with JSON, as in E2B's own SDKs: `process.Process/Start` streams the output, and
+each `SendInput` carries a piece of the input. Invariants: pieces of the input arrive in order and at most once; when
+the stream of the output breaks or is silent for SILENCE_SECONDS, the socket is closed, because bytes may be missing.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ PIECE = 1 << 20
 MAX_FRAME = 16 << 20
 PING_SECONDS = 20
 SILENCE_SECONDS = 120.0
-"""Seconds without a frame after which the stream counts as broken. A service that ignores the wish for a sign of life
-every PING_SECONDS sends one every 90 seconds."""
+"""Seconds without a frame after which the stream counts as broken. The client asks for a keep-alive every PING_SECONDS;
+a service that ignores this sends one every 90 seconds."""
 END_SECONDS = 2.0
-"""Seconds after a failure of the input in which the end of the process may still arrive."""
+"""Seconds to wait for the end of the process after its input has failed."""
 COMPRESSED, LAST = 1, 2
 """Flags of a frame."""
 
@@ -64,7 +64,7 @@ class StartEvent(msgspec.Struct, frozen=True):
 
 
 class ProcessEvent(msgspec.Struct, frozen=True):
-    """One of them is set, or none for a sign of life."""
+    """At most one field is set. None is set for a keep-alive."""
 
     start: StartEvent | None = None
     data: DataEvent | None = None
@@ -186,8 +186,8 @@ def frame(data: bytes) -> bytes:
 
 
 async def frames(stream: aiohttp.StreamReader) -> AsyncIterator[ProcessEvent]:
-    """Yield the events of a process up to the last frame. Raises E2BError if the stream ends before, and ValueError for
-    other data than events."""
+    """Yield the events of a process up to the last frame. Raises E2BError if the stream ends earlier, and ValueError
+    for data that is not an event."""
     while True:
         try:
             flags, size = struct.unpack(">BI", await stream.readexactly(5))
@@ -205,8 +205,8 @@ async def frames(stream: aiohttp.StreamReader) -> AsyncIterator[ProcessEvent]:
 
 
 class ProcessSocket:
-    """The process `command` of a sandbox. `end` is the socket of its input and output. After `run` has ended, `exit` is
-    how the process ended, None if the stream broke before."""
+    """The process `command` of a sandbox. `end` is the socket of its input and output. `exit` is set when `run` ends:
+    the way in which the process ended, or None if the stream broke earlier."""
 
     def __init__(self, envd: Envd) -> None:
         self.end, self._far = socket.socketpair()
@@ -258,12 +258,12 @@ class ProcessSocket:
             try:
                 await self._envd.send(pid, data)
             except E2BError:
-                await asyncio.sleep(END_SECONDS)  # a process that has ended does not read; its end is on its way
+                await asyncio.sleep(END_SECONDS)  # the process may have ended: then the stream ends soon
                 raise
         raise OSError("this machine has closed the connection")
 
     def close(self) -> None:
-        """Close this machine's side, if `run` never began."""
+        """Close this machine's side. Needed only if `run` was never called."""
         self._far.close()
 
 

@@ -1,7 +1,7 @@
 """The harness's programs in a sandbox on another machine: folders of this machine, copied to the same paths.
 
 A folder whose path exists in the sandbox is not copied: a template may contain the programs. Invariant: an archive is
-made once per node, of folders that do not change once they are installed.
+made once per node, because the folders do not change after their installation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from outrider.sandbox.runtimes.tool_server.client import ExecDone, ToolClient
 ARCHIVE_AT = "/tmp/.outrider-programs"
 PIECE = 1 << 18
 LEVEL = 1
-"""Of the compression: the archive is sent once per sandbox, and compressed once per node."""
+"""Level of the compression. It is low, because an archive is compressed once per node and then sent once per
+sandbox."""
 UNPACK_SECONDS = 600.0
 UNPACK = (
     "import os,sys,tarfile\n"
@@ -56,7 +57,8 @@ def _archive(path: Path, target: Path) -> None:
 
 
 async def show_programs(tools: ToolClient, envd: Envd, archives: ProgramArchives, paths: Sequence[Path]) -> None:
-    """Copy files and folders of this machine into the sandbox, unless they are there. Raises RuntimeFailure."""
+    """Copy files and folders of this machine into the sandbox, except those that the sandbox already has. Raises
+    RuntimeFailure."""
     for path in paths:
         if (await _run(tools, ["test", "-e", str(path)])).code == 0:
             continue

@@ -1,8 +1,8 @@
 """The kind `e2b`: sandboxes of a service that speaks the E2B API, with our tool server inside.
 
-The tool server is a process that `envd` starts; its input and output are the connection, which also carries the model
-calls. So the sandbox needs no network, and the node no public address. Invariant: when `stop` returns, the service has
-confirmed that it has no such sandbox, or the failure is logged and the next sweep tries again.
+The tool server is a process that `envd` starts. Its input and output are the connection to the node, which also carries
+the model calls. So the sandbox needs no network, and the node needs no public address. Invariant: when `stop` returns,
+the service has confirmed that it has no such sandbox, or the failure is logged and the next sweep tries again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TEMPLATE = "base"
 PROBE_SECONDS = 5.0
 MEASURE = "import os; print(os.cpu_count(), os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') >> 20)"
 KERNEL_SHARE = 0.85
-"""A machine's programs have at least this part of its memory; the rest is the kernel's."""
+"""At least this part of a machine's memory is available to its programs. The kernel uses the rest."""
 
 
 class E2BRuntime:
@@ -140,8 +140,8 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
         )
 
         async def ended_inside() -> bool:
-            """Return whether programs inside ended the tool server or envd. If the service has the sandbox no more, or
-            does not respond, the cause was outside."""
+            """Return whether programs in the sandbox ended the tool server or envd. If the sandbox no longer exists or
+            the service does not respond, the cause is outside."""
             if not await service.exists(start):
                 return False
             return process.exit is not None or await envd.status() == 502
@@ -183,7 +183,7 @@ async def _check_size(tools: ToolClient, spec: RuntimeSpec) -> None:
 
 
 def _without_python(process: ProcessSocket) -> RuntimeUnavailable | None:
-    """Return the error of a sandbox in which no Python starts, or None if the failure has another cause."""
+    """Return the error for a sandbox in which Python does not start, or None if the failure has another cause."""
     if process.exit is None and "python3" not in process.log_tail():
         return None
     return RuntimeUnavailable(

@@ -2,7 +2,7 @@
 
 Invariants: a sandbox of this node is in `_ours` from before the request for its creation until `remove` has ended; the
 next `sweep` removes every other sandbox with the label of this node or of a dead node; a sandbox that nobody removes
-ends by itself TERM_SECONDS after its node has stopped extending its term.
+ends by itself TERM_SECONDS after its node extended its term for the last time.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.remote import NODE_LABEL, QueueClock, StartQueue, is_orphan, node_label
 
 START_LABEL = "outrider.start"
-"""Key of the label with a random name for one request, by which its sandbox is found after a lost reply."""
+"""Key of the label with the random name of one request. If the reply to the request is lost, the sandbox is found by
+this label."""
 TERM_SECONDS = 300
 EXTEND_SECONDS = 60.0
 REMOVE_SECONDS = 60.0
 ROOM_SECONDS = 3600.0
 """Seconds for which a start waits until the service has room."""
 REFUSALS = (400, 401, 403, 404, 422, 429)
-"""Statuses of a request to create a sandbox after which there is certainly none."""
+"""Statuses of a request for a new sandbox that mean that no sandbox was created."""
 CREATE = RetryPolicy(first=1.0, longest=10.0, attempts=3)
 ROOM = RetryPolicy(first=2.0, longest=60.0)
 REMOVE = RetryPolicy(first=0.5, longest=5.0)
@@ -54,7 +55,7 @@ class E2BService:
         self.api = E2BApi(E2BSettings.read(), seconds=self._call_seconds)
         try:
             await self.sweep()
-        except BaseException:  # also a cancellation
+        except BaseException:  # includes a cancellation
             await shielded(self.api.close)
             raise
         return self
@@ -99,7 +100,7 @@ class E2BService:
                 failures += 1
                 if failures >= (CREATE.attempts or 1):
                     raise failure("create a sandbox", error) from error
-                # The reply may be lost although there is a sandbox.
+                # The reply may be lost after the sandbox was created.
                 await self._forget(start)
                 await asyncio.sleep(CREATE.wait(failures))
 
@@ -134,7 +135,7 @@ class E2BService:
         try:
             await self.api.extend(start.sandbox, TERM_SECONDS)
         except E2BError as error:
-            if error.status != 404:  # a sandbox that is gone is found by its tool server
+            if error.status != 404:  # the tool server's client detects a sandbox that is gone
                 raise failure("extend the term of a sandbox", error) from error
 
     async def exists(self, start: Start) -> bool | None:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class HostConnection:
-    """A stream of frames over the socket `fd`; or, with `out`, over two pipes, of which `out` is for writing.
-    `on_frame` is called with each frame. When the connection has ended, the loop stops, and messages sent afterwards
-    are dropped."""
+    """A stream of frames over the socket `fd` or, if `out` is given, over two pipes: `fd` for reading and `out` for
+    writing. `on_frame` is called with each frame. When the connection has ended, the loop stops, and messages sent
+    afterwards are dropped."""
 
     def __init__(self, loop: Loop, fd: int, on_frame: Callable[[bytes], object], out: int = -1) -> None:
         self.loop = loop
@@ -58,7 +58,7 @@ class HostConnection:
             self.loop.unwatch(self.out)
 
     def _writable(self, events: int) -> None:
-        """Handle events of a pipe for writing, also the end of its reader."""
+        """Handle events of a pipe for writing, including the end of its reader."""
         self._flush()
         if self.open:
             self._watch()

@@ -2,8 +2,8 @@
 
 The kernel announces processes only to the host's root, so this module looks at /proc from time to time: often while
 processes start or end, seldom while nothing changes. A look that finds nothing new reads one short file, and one more
-for each living process. Invariants: the record has a bounded size; a process that ends within a look's pause may be
-missing, and no process is recorded that did not run.
+for each living process. Invariants: the record has a bounded size; every recorded process has run, but a process that
+ends between two looks may be missing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IDLE_FACTOR = 5
 """A pause is at most a fifth of the time since the last change."""
 MOST_WATCHED = 100
 """While more processes than this live in the sandbox, new ones are not recorded, and no file of a process is read: such
-a read waits for a process that forks, and a fork bomb would hold up the server for as long as it wants."""
+a read waits for a process that forks, so a fork bomb could block the server without end."""
 LOOK_SECONDS = 0.01
 """A look begins no further read after this many seconds, and the next look continues."""
 MOST_REPORTED = 200
@@ -34,8 +34,8 @@ MOST_WAITING = 1000
 COMMAND_BYTES = 400
 """Maximum bytes of a command line that are recorded."""
 LOOKS_AT_NAME = 3
-"""Number of looks in which a process's command line is read, because a new process shows that of its parent until it
-has started its program."""
+"""Number of looks in which a process's command line is read. Several are needed, because a new process shows the
+command line of its parent until it has started its program."""
 CLOCK_BOOTTIME = 7
 
 
@@ -74,7 +74,7 @@ class ProcessWatch:
         self.loop.at(self, SHORTEST_LOOK / 2, self.look)
 
     def report(self) -> dict[str, Any]:
-        """Return the news, and forget them."""
+        """Return the records that are new since the last report, and drop them."""
         self.look()
         now = time.monotonic()
         found = list(self.news)[:MOST_REPORTED]
@@ -108,7 +108,7 @@ class ProcessWatch:
         self.loop.at(self, max(wait, REST_FACTOR * (now - began)), self.look)
 
     def _look_closely(self, pids: set[int], deadline: float) -> None:
-        """Read the files of the living processes, and those of new ones among `pids`."""
+        """Read the files of the living processes, and the files of the new processes among `pids`."""
         for process in list(self.living.values()):
             if time.monotonic() > deadline:
                 break
@@ -123,7 +123,7 @@ class ProcessWatch:
     def _look_at(self, process: WatchedProcess) -> None:
         fields = stat_of(process.pid)
         if fields is not None and fields[0] == b"Z" and int(fields[1]) == self.me:
-            return  # a child of the server, which `note_exit` ends with its exit code in a moment
+            return  # a child of the server: `note_exit` will record its end and its exit code
         if fields is None or has_ended(process.pid, fields) or fields[19] != process.ticks:
             self._end(process)
         elif process.looks < LOOKS_AT_NAME:

@@ -211,7 +211,7 @@ class Server:
         restore.feed(call, args["data"], args["last"])
 
     def do_drop_restore(self, call: int, args: dict[str, Any]) -> None:
-        """End a restore whose last call will not come. Sends no reply."""
+        """End a restore that the host has given up. Sends no reply."""
         restore = self.restores.pop(args["key"], None)
         if restore is not None:
             restore.cancel()
@@ -263,7 +263,7 @@ def main() -> None:
 
 
 def main_on_pipes() -> None:
-    """Serve as `main` does, where descriptor 0 is a pipe for reading and descriptor 1 a pipe for writing."""
+    """Serve like `main`, but with pipes: descriptor 0 for reading and descriptor 1 for writing."""
     connection, out = posix.dup(0), posix.dup(1)
     _without_programs({connection, out})
     serve(connection, out=out)
@@ -281,9 +281,9 @@ def _without_programs(kept: set[int]) -> None:
 def serve(fd: int, *, save_layers: Callable[[int], None] | None = None, gateway: int = -1, out: int = -1) -> None:
     """Serve a connection until it ends or the loop stops otherwise. Then kill all processes below this process.
 
-    `out`: see `HostConnection`. `save_layers` writes an archive of the sandbox's writable layers to a descriptor, and
-    is None if there are no layers. `gateway` is a descriptor of the gateway's socket, for sandboxes in which no path
-    leads to the socket."""
+    For `out`, see `HostConnection`. `save_layers` writes an archive of the sandbox's writable layers to a descriptor,
+    and is None if there are no layers. `gateway` is a descriptor of the gateway's socket, for sandboxes in which no
+    path leads to the socket."""
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     SPARE.hold()
     loop = Loop()
@@ -293,7 +293,8 @@ def serve(fd: int, *, save_layers: Callable[[int], None] | None = None, gateway:
 
 
 def close_others(kept: set[int]) -> None:
-    """Close all descriptors but `kept`: no descriptor of the host's process may reach a program in the sandbox."""
+    """Close all descriptors except `kept`, because no descriptor of the host's process may reach a program in the
+    sandbox."""
     start = 0
     for fd in sorted(kept):
         if start < fd:  # closerange(0, 0) would close everything if the C library has close_range

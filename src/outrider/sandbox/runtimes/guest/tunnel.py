@@ -1,8 +1,8 @@
 """A bridge from 127.0.0.1 in a sandbox on another machine to the model gateway, through the connection to the host.
 
 The clients' bytes travel as parts of one call of the host, and the gateway's bytes as calls `tunnel_data`. The host's
-end is `runtimes/remote.py`. Invariant: each client has a number of its own, and no part names a number after the part
-that closes the client.
+end is `runtimes/remote.py`. Invariant: each client has its own number, and after the part that closes a client no part
+has this client's number.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Tunnel(Bridge):
         self.calls.part(self.call, bytes((kind,)) + number.to_bytes(4, "big") + data)
 
     def take(self, number: int, data: bytes) -> None:
-        """Pass bytes of the gateway to a client; no bytes are the end of the gateway's bytes."""
+        """Pass bytes of the gateway to a client. Empty `data` means that the gateway sends no more."""
         end = self.ends.get(number)
         if end is not None:
             end.take(data)

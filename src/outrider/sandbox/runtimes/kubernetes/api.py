@@ -1,4 +1,4 @@
-"""The calls of the Kubernetes API that sandboxes need, with aiohttp.
+"""The calls of the Kubernetes API that sandboxes need. Uses aiohttp.
 
 No call is repeated or undone here. Invariant: every failure is a `KubeApiError` with the server's own text and status,
 or with status 0 if it is unknown whether the call was carried out.
@@ -22,7 +22,7 @@ CLOSE_SECONDS = 5.0
 WATCH_SECONDS = 300
 """Seconds after which the server ends a watch by itself, and a new watch begins."""
 WATCH_SILENCE = 60.0
-"""Seconds added to WATCH_SECONDS before a silent watch counts as lost."""
+"""A watch counts as lost after WATCH_SECONDS and these seconds without an event."""
 PAGE = 500
 """Maximum number of objects in one page of a list."""
 LINE_MAX = 4 << 20
@@ -46,8 +46,8 @@ class KubeApiError(Exception):
 
     @property
     def passing(self) -> bool:
-        """True if the same call may succeed later: without a response, for an overloaded server and for a server's own
-        failure."""
+        """True if the same call may succeed later: there was no response, the server is overloaded, or the server
+        itself failed."""
         return self.status in (0, 408, 429) or self.status >= 500
 
 
@@ -130,15 +130,15 @@ class KubeApi:
         return await self.call("GET", self.pods_path(namespace, name), Pod)
 
     async def delete_pod(self, namespace: str, name: str, *, uid: str | None, grace: int) -> None:
-        """Order the removal of a pod, of only the pod with this `uid` if given. With `grace` 0 the server forgets the
-        pod at once; otherwise the pod's machine ends the pod within `grace` seconds first."""
+        """Request the removal of a pod. With `uid`, only a pod with this uid is removed. With `grace` 0 the server
+        forgets the pod at once; otherwise the pod's machine ends the pod within `grace` seconds first."""
         body: dict[str, Any] = {"kind": "DeleteOptions", "apiVersion": "v1", "gracePeriodSeconds": grace}
         if uid is not None:
             body["preconditions"] = {"uid": uid}
         await self.call("DELETE", self.pods_path(namespace, name), msgspec.Raw, body=body)
 
     async def list_pods(self, namespace: str, selector: str) -> tuple[list[Pod], str]:
-        """Return the pods with these labels, and the version of the list, from which a watch can continue."""
+        """Return the pods with these labels, and the version of the list. A watch can start from this version."""
         found: list[Pod] = []
         query = {"labelSelector": selector, "limit": str(PAGE)}
         while True:

@@ -33,9 +33,10 @@ PAUSES = RetryPolicy(first=0.5, longest=10.0)
 FULL_PAUSES = RetryPolicy(first=1.0, longest=15.0)
 """Waits between the attempts to create a pod while the namespace's quota is used up."""
 LOOK_SECONDS = 5.0
-"""Seconds without news of a pod after which its state is asked for: an event may be lost."""
+"""The state of a pod is requested after this many seconds without an event, because an event may be lost."""
 LEFT_SECONDS = 120.0
-"""A pod of another node that ended this long ago is removed: its node would have removed it."""
+"""A pod of another node that ended this many seconds ago is removed. A node that runs would have removed the pod
+earlier."""
 QUOTA = "exceeded quota"
 """Part of the message with which an API server refuses a pod for which the namespace's quota has no room."""
 
@@ -157,7 +158,7 @@ class PodCluster:
                     await self._look(name)
 
     async def _look(self, name: str) -> None:
-        """Ask for the state of a pod of which no event has come."""
+        """Request the state of a pod for which no event has arrived."""
         try:
             self._seen[name] = await self.api.pod(self.namespace, name)
         except KubeApiError as error:
@@ -228,7 +229,7 @@ class PodCluster:
         return pod.over and ended is not None and time.time() - seconds_of(ended) > LEFT_SECONDS
 
     def _refusal(self, error: KubeApiError) -> RuntimeFailure:
-        """Return the error of a request that the server will refuse again."""
+        """Return the error for a request that the server would refuse again."""
         text = f"the cluster at {self.server} refuses: {error}"
         match error.status:
             case 401:

@@ -1,5 +1,6 @@
-"""Fills the volume of a pod with the interpreter for the tool server and with harness programs, as the program of the
-pod's first container, which is made of Outrider's image: `python3 -m … VOLUME FOLDER...`.
+"""Fills the volume of a pod with the interpreter for the tool server and with harness programs.
+
+The module is the program of the pod's first container, which uses Outrider's image: `python3 -m … VOLUME FOLDER...`.
 
 Invariant: the copy number N (from 0) is in the volume's folder N; copy 0 is the interpreter.
 """

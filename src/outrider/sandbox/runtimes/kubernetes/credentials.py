@@ -1,4 +1,5 @@
-"""The address of an API server and the credentials for it: of the pod that this process runs in, or of a kubeconfig.
+"""The address of an API server and the credentials for it, from the pod in which this process runs or from a
+kubeconfig.
 
 Invariant: no program named by a kubeconfig is run, and no secret is part of an error's text.
 """
@@ -20,15 +21,17 @@ from outrider.environment import environment, install_command
 from outrider.errors import RuntimeUnavailable
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Folder in which a pod has the token of its service account, the cluster's authority and its own namespace."""
+"""Folder in a pod with the token of its service account, the certificate of the cluster's authority, and the name of
+its namespace."""
 DEFAULT_NAMESPACE = "default"
 HINT = "set KUBECONFIG to a kubeconfig, or run the node in a pod with a service account"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterAccess:
-    """How to reach one API server. `headers` returns the headers that authenticate a request, and reads a token's file
-    anew, because a service account's token is replaced about once an hour. `headers` raises OSError."""
+    """The address of one API server and the credentials for it. `headers` returns the headers that authenticate a
+    request. `headers` reads the file of a token again each time, because a service account's token is replaced about
+    once an hour, and raises OSError."""
 
     url: str
     namespace: str
@@ -86,7 +89,7 @@ class Kubeconfig(msgspec.Struct, rename="kebab"):
 
 
 def find_access() -> ClusterAccess:
-    """Return the access named by the variable KUBECONFIG, else that of this process's pod, else that of
+    """Return the access of the file that the variable KUBECONFIG names, otherwise of this process's pod, otherwise of
     `~/.kube/config`. Blocks. Raises RuntimeUnavailable."""
     if named := environment("KUBECONFIG"):
         first, *more = named.split(os.pathsep)
@@ -128,7 +131,7 @@ def read_kubeconfig(path: Path) -> ClusterAccess:
         raise RuntimeUnavailable("PyYAML is not installed", hint=install_command("kubernetes")) from error
     except OSError as error:
         raise RuntimeUnavailable(f"the kubeconfig {path} cannot be read: {error.strerror}", hint=HINT) from error
-    except msgspec.MsgspecError as error:  # the error of PyYAML has the line, which may be that of a key
+    except msgspec.MsgspecError as error:  # the error of PyYAML quotes the line, which may contain a key
         what = str(error).partition("\n")[0] if isinstance(error, msgspec.ValidationError) else "it is not YAML"
         raise RuntimeUnavailable(f"the kubeconfig {path} cannot be read: {what}", hint=HINT) from error
     contexts = {one.name: one.context for one in config.contexts or ()}
@@ -200,8 +203,8 @@ def content(data: str | None, file: str | None, folder: Path) -> bytes | None:
 
 
 def load_pair(tls: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
-    """Load a client's certificate and key. Python's `ssl` reads both only from a file, which exists for this call
-    and only for this user."""
+    """Load a client's certificate and key. Python's `ssl` reads both only from a file. The file exists only during this
+    call, and only this user can read it."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(certificate + b"\n" + key)
         file.flush()

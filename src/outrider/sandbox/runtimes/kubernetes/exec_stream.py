@@ -1,8 +1,8 @@
 """The streams of a command in a pod, between the WebSocket of the API server and a socket of this process.
 
-Each message of the WebSocket begins with the number of its channel. Invariants: what is not read here is not read from
-the network either, so a slow reader slows the command; when the context of an `ExecStream` has ended, both ends are
-closed and no task is left.
+Each message of the WebSocket begins with the number of its channel. Invariants: no more is read from the network than
+is read from the socket, so a slow reader slows the command; when the context of an `ExecStream` has ended, both ends
+are closed and no task is left.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.errors import LOG_TAIL
 from outrider.sandbox.runtimes.kubernetes.api import StatusReply
 
 STDIN, STDOUT, STDERR, ERROR = range(4)
-"""Numbers of the channels. The last has the command's end: one `Status` object."""
+"""Numbers of the channels. The channel ERROR carries one `Status` object at the end of the command."""
 PIECE = 1 << 16
 """Maximum bytes of one message: proxies before API servers refuse large messages."""
 PING_SECONDS = 20.0
@@ -50,7 +50,7 @@ class ExecStream:
     async def __aenter__(self) -> Self:
         try:
             reader, self._writer = await asyncio.open_unix_connection(sock=self._theirs)
-        except BaseException:  # also a cancellation
+        except BaseException:  # includes a cancellation
             self._theirs.close()
             await self._socket.close()
             raise

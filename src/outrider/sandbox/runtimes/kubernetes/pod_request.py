@@ -1,7 +1,7 @@
 """The request that creates the pod of a sandbox. Pure.
 
-Invariant: a pod has no credentials of the cluster, nothing of its machine, no privilege beyond its own files, and
-cannot gain any. Its root, if it has one, is root only in a user namespace of its own.
+Invariant: a pod has no credentials of the cluster, sees nothing of its machine, and has and gains no privilege beyond
+its own files. If the pod's user is root, this user is root only in a user namespace of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ APP_LABEL, APP = "app.kubernetes.io/name", "outrider-sandbox"
 IDLE_SECONDS = 60
 """A pod ends by itself after this many seconds without a tool server: its node was killed, or has lost the cluster."""
 BACKSTOP_SECONDS = 900
-"""Seconds added to a sandbox's lifetime, for the start, before the cluster itself ends the pod."""
+"""The cluster itself ends a pod after the sandbox's lifetime and these seconds, which are for the start."""
 HOLD = (
     "import _signal,posix,time\n"
     "_signal.signal(15,lambda *a:posix._exit(0))\n"
@@ -34,7 +34,7 @@ HOLD = (
     " if any(name.isdigit() and name!='1' for name in posix.listdir('/proc')): seen=time.monotonic()\n"
     " time.sleep(1)\n"
 )
-"""The first program of a pod. Ends when no other process has been there for IDLE_SECONDS, or on SIGTERM."""
+"""The first program of a pod. It ends on SIGTERM, or after IDLE_SECONDS without any other process."""
 TOOLS, TOOLS_AT = "tools", "/run/outrider-tools"
 """Name of the volume with the interpreter and the programs, and its path in the container that fills the volume."""
 TOOLS_MB = 4096
@@ -164,8 +164,8 @@ def container_security(pods: PodsConfig, users: int) -> dict[str, Any]:
 
 
 def resource_limits(resources: Resources) -> dict[str, Any]:
-    """Return what is set aside for a container, and its limits. Memory and processors are set aside only if the task
-    names them, as on other runtimes."""
+    """Return the requests and the limits of a container. Memory and processors are requested only if the task names
+    them, as on other runtimes."""
     limits = {"memory": f"{resources.most_memory_mb}Mi", "ephemeral-storage": f"{resources.disk_mb}Mi"}
     requests = {"memory": f"{resources.memory_mb or 64}Mi", "ephemeral-storage": f"{min(resources.disk_mb, 64)}Mi"}
     cpus = "50m"

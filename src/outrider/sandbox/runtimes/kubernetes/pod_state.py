@@ -1,4 +1,4 @@
-"""What the status of a pod says about its start and its end. Pure.
+"""Reads the start and the end of a pod from its status. Pure.
 
 Invariant: the decision about a pod that does not start is a table (`TROUBLES`), applied by `trouble_of`.
 """
@@ -23,7 +23,7 @@ class ObjectMeta(msgspec.Struct, rename="camel"):
 
 
 class StateDetail(msgspec.Struct, rename="camel"):
-    """The state of a container: waiting, running or terminated. `exit_code` is only for the last."""
+    """The state of a container: waiting, running or terminated. Only a terminated container has an `exit_code`."""
 
     reason: str = ""
     message: str = ""
@@ -65,7 +65,7 @@ class PodSpec(msgspec.Struct, rename="camel"):
 
 
 class Pod(msgspec.Struct):
-    """The used fields of a pod."""
+    """The fields of a pod that Outrider uses."""
 
     metadata: ObjectMeta = msgspec.field(default_factory=ObjectMeta)
     spec: PodSpec = msgspec.field(default_factory=PodSpec)
@@ -86,7 +86,7 @@ class Pod(msgspec.Struct):
 
     @property
     def placed(self) -> bool:
-        """True if the pod has a machine. Before, the pod waits in the queue of the cluster."""
+        """True if the pod has a machine. Until then the pod waits in the queue of the cluster."""
         return self.spec.node_name != ""
 
     @property
@@ -103,7 +103,7 @@ class Pod(msgspec.Struct):
 
     @property
     def evicted_for_own_use(self) -> bool:
-        """True if the pod was removed for the files that its own programs wrote."""
+        """True if the pod was removed because its own programs wrote too many bytes to files."""
         return self.status.reason == "Evicted" and "ephemeral" in self.status.message
 
     def _own(self) -> ContainerStatus | None:
@@ -111,7 +111,7 @@ class Pod(msgspec.Struct):
 
 
 class Remedy(StrEnum):
-    """What to do about a pod that does not run yet."""
+    """The action for a pod that does not run yet."""
 
     WAIT = "wait"
     """The cluster will try again by itself: wait, up to the limit."""
@@ -143,7 +143,7 @@ TROUBLES: dict[str, tuple[Remedy, str]] = {
     "Unschedulable": (Remedy.WAIT, "no machine of the cluster has room: lower task.runtime.resources, or add machines"),
     "SchedulerError": (Remedy.WAIT, ""),
 }
-"""By the reason that the cluster gives: what to do, and the hint. Reasons that are not listed are waited for."""
+"""The action and the hint for each reason that the cluster gives. For a reason that is not listed, the start waits."""
 
 
 def trouble_of(pod: Pod) -> Trouble | None:

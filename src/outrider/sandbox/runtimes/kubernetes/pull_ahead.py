@@ -22,7 +22,7 @@ from outrider.sandbox.runtimes.kubernetes.pod_request import COPY_MODULE, TOOLS,
 
 LOOK_SECONDS = 1.0
 UID = 10001
-"""User of the containers: that of Outrider's image."""
+"""User of the containers, which is the user of Outrider's image."""
 MOST_IMAGES = 200
 APP_LABEL, APP = "app.kubernetes.io/name", "outrider-images"
 

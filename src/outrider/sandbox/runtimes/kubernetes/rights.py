@@ -4,7 +4,7 @@ from __future__ import annotations
 
 RULES: tuple[dict[str, tuple[str, ...]], ...] = (
     {"apiGroups": ("",), "resources": ("pods",), "verbs": ("create", "get", "list", "watch", "delete")},
-    # A command is opened by GET, for which newer servers ask for both verbs.
+    # A command in a pod is opened by GET. Newer servers require both verbs for this request.
     {"apiGroups": ("",), "resources": ("pods/exec",), "verbs": ("create", "get")},
 )
 PULL_RULES: tuple[dict[str, tuple[str, ...]], ...] = (

@@ -1,8 +1,8 @@
 """The kind `kubernetes`: a sandbox is a pod. Its tool server runs as a command in the pod, through the API server.
 
-Calls, files and the agent's model calls travel over one WebSocket to that command, so a pod needs no network, and
-the node no address that pods can reach. Invariant: when `stop` returns, the API server has no such pod; if that failed,
-the pod's programs end within IDLE_SECONDS, because their tool server has ended.
+Calls, files and the agent's model calls travel over one WebSocket to this command. So a pod needs no network, and the
+node needs no address that pods can reach. Invariant: when `stop` returns, the API server has no such pod; if that
+failed, the pod's programs end within IDLE_SECONDS, because their tool server has ended.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class KubernetesRuntime:
 
     @classmethod
     def available(cls) -> Availability:
-        """Return whether a cluster is named on this machine. Its API server is not asked."""
+        """Return whether this machine has the address of a cluster. No request is sent to the API server."""
         try:
             access = find_access()
         except RuntimeUnavailable as error:

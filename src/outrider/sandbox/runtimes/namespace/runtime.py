@@ -148,8 +148,9 @@ async def launch(
             )
             await configure(tools, setup)
         except RuntimeFailure as error:
-            # A layer that cannot be unpacked was spoiled by the agent that wrote it, unless the host failed meanwhile,
-            # or a file system has since been mounted below /usr: then no writable layer can be mounted there.
+            # If a layer cannot be unpacked, the agent that wrote it is the cause, with two exceptions: the host failed
+            # meanwhile, or a file system has since been mounted below /usr, where no writable layer can then be
+            # mounted.
             if context.layer is not None and not group.starved() and NO_OVERLAY not in (error.log_tail or ""):
                 raise error.replace(inside=error.inside or await zygote_lives()) from error.__cause__
             raise

@@ -60,8 +60,8 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """The reply of a failed call. `code`: the file is missing, the path is a directory, the sandbox's lifetime is over
-    (`ended`), or any other error (`failed`)."""
+    """The reply of a failed call. `code` is the kind of the error: the file is missing, the path is a directory, the
+    sandbox's lifetime is over (`ended`), or another error (`failed`)."""
 
     code: Literal["missing", "directory", "failed", "ended"]
     text: str
@@ -300,7 +300,7 @@ class ToolClient(asyncio.Protocol):
         elif reply.status == "part":
             data = msgspec.msgpack.decode(reply.fields, type=ToolPart).data
             call.room -= max(len(data), PART_MIN)
-            if call.room < -PART_MIN:  # a small last part counts as PART_MIN, too
+            if call.room < -PART_MIN:  # a small last part also counts as PART_MIN
                 self._lose("the tool server sent more than it was asked for", "wrong")
             elif call.on_part is not None:
                 call.on_part(data)

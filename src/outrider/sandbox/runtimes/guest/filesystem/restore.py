@@ -3,7 +3,7 @@
 An agent may have manipulated the archive, so only the roots are written. Ownership, set-user-id bits, devices, sockets
 and pipes are left out. A symbolic link that leads out of the roots is left out, unless it leads to one of the system's
 folders: through other links, an agent could make the grader read the grader's own files in place of the agent's.
-Invariant: nothing is written, linked to or removed except at and below the roots, and no link of the archive is ever
+Invariant: files are written, linked to and removed only at and below the roots, and no link of the archive is ever
 followed.
 """
 

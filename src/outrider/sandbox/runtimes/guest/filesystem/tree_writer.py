@@ -1,6 +1,6 @@
 """Writes, empties and removes folder trees of any depth through descriptors.
 
-Invariant: nothing is written, made or removed except in and below the folder whose descriptor is given, and no link is
+Invariant: entries are written, made and removed only in and below the folder of the given descriptor, and no link is
 followed.
 """
 

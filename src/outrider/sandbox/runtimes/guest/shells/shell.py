@@ -163,7 +163,7 @@ class LiveShell:
 
     @property
     def dead(self) -> bool:
-        """Whether no program runs: the descriptors are closed as soon as the program has ended."""
+        """True if no program runs. The descriptors are closed as soon as the program has ended."""
         return not self.descriptors
 
     def run(self, call: int, text: bytes, milliseconds: int, cap: int) -> None:
