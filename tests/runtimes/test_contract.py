@@ -16,11 +16,11 @@ from outrider.sandbox.runtimes.base import MAX_OUTPUT, ListsProcesses, ReportsCo
 from outrider.sandbox.runtimes.command_feed import CommandRun
 from outrider.sandbox.runtimes.kernel.process_marks import mark_of, marked
 
-from .world import E2B, IN_CONTAINERS, POD, World, snapshot
+from .world import IN_CONTAINERS, IN_E2B, POD, World, snapshot
 
 LANDLOCK = pytest.param("process-landlock", marks=pytest.mark.deep)  # it is "process" behind a filter of paths
-ALL = ["process", LANDLOCK, "namespace", "memory", E2B, *IN_CONTAINERS, POD]
-REAL = ["process", LANDLOCK, "namespace", E2B, *IN_CONTAINERS, POD]
+ALL = ["process", LANDLOCK, "namespace", "memory", IN_E2B, *IN_CONTAINERS, POD]
+REAL = ["process", LANDLOCK, "namespace", IN_E2B, *IN_CONTAINERS, POD]
 
 
 @pytest.fixture(params=ALL)

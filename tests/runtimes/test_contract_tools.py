@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -43,17 +42,12 @@ def mounts(ipython_home: Path) -> Iterator[tuple[Path, ...]]:
         yield ipython_mounts()
 
 
-def late(kind: Any) -> Any:
-    """A kind into which the interpreter is copied takes many seconds."""
-    return pytest.param(kind, marks=pytest.mark.deep) if kind == "e2b" else kind
-
-
-@pytest.fixture(params=[late(kind) for kind in ALL])
+@pytest.fixture(params=ALL)
 async def sandbox(request: pytest.FixtureRequest, world: World, mounts: tuple[Path, ...]) -> Runtime:
     return await world.start(request.param, mounts=mounts)
 
 
-@pytest.fixture(params=[late(kind) for kind in REAL])
+@pytest.fixture(params=REAL)
 async def real(request: pytest.FixtureRequest, world: World, mounts: tuple[Path, ...]) -> Runtime:
     return await world.start(request.param, mounts=mounts)
 

@@ -30,7 +30,7 @@ IN_CONTAINERS = [
     pytest.param("podman", marks=[pytest.mark.real, pytest.mark.nightly]),  # between the first two
 ]
 POD = pytest.param("kubernetes", marks=pytest.mark.real)
-E2B = pytest.param("e2b", marks=pytest.mark.deep)
+IN_E2B = pytest.param("e2b", marks=pytest.mark.deep)
 """On a test cluster, whose machine neither limits nor isolates."""
 ISOLATING = ["namespace", *IN_CONTAINERS]
 """What keeps programs that nobody trusts apart from the host and from each other."""
