@@ -76,7 +76,9 @@ class Counting:
 
     def __init__(self) -> None:
         self.version = 0
-        self.counts = ServiceCounts(has_engine=lambda name: name in "ed", policy_version=lambda: self.version)
+        self.counts = ServiceCounts(
+            ("chat", "gemini"), has_engine=lambda name: name in "ed", policy_version=lambda: self.version
+        )
 
     def add(self, session_id: str, *turns: Turn, attempt: int = 1, model: str | None = None) -> None:
         for each in turns:
@@ -135,7 +137,7 @@ def test_a_frozen_models_call_is_no_call_of_the_policy(counting: Counting) -> No
 
 def test_engines_beyond_the_bound_and_unknown_ones_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_counts, "MOST_NAMED", 2)
-    counts = ServiceCounts(has_engine=lambda name: name.startswith("e"), policy_version=lambda: 0)
+    counts = ServiceCounts(("chat",), has_engine=lambda name: name.startswith("e"), policy_version=lambda: 0)
     for name in ("e1", "made up", "e2", "e3", "e1"):
         counts.note_turn(AddedTurn("s-1-0", 1, turn(engine=name), None))
     assert {name: engine.calls for name, engine in counts.engines.items()} == {"e1": 2, "e2": 1, "other": 2}

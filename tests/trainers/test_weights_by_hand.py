@@ -75,7 +75,7 @@ def token_weight(kind: str, row: Row, rows: list[Row]) -> float:
 @pytest.mark.parametrize("by_std", [True, False])
 @pytest.mark.parametrize("kind", ["outrider_rollout", "outrider_row", "outrider_token"])
 def test_verls_estimators(kind: str, by_std: bool) -> None:
-    from outrider.trainers.verl_weights import ESTIMATORS  # imports torch
+    from outrider.trainers.verl_advantages import ESTIMATORS  # imports torch
 
     for seed in range(60):
         rows = drawn(seed)

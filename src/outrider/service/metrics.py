@@ -18,7 +18,6 @@ from outrider.lifecycle import SessionState
 from outrider.plugins import BUILTINS
 from outrider.schemas import EngineStatus, NodeStats, PolicyStatus
 from outrider.service.metrics_counts import (
-    DIALECT_NAMES,
     MOST_NAMED,
     TURNS,
     VERSIONS,
@@ -382,12 +381,12 @@ class ServiceMetrics:
         return found
 
     def _counted_by_nodes(self) -> Iterator[Value]:
-        counts, codes = self._all_counts(), known_codes()
+        counts, codes, dialects = self._all_counts(), known_codes(), self._sources.counts.dialects
         # A joined node may report any names, so unknown dialects, codes and runtimes are counted together.
-        failed: dict[Labels, int] = {(dialect, "engine_unavailable"): 0 for dialect in DIALECT_NAMES}
+        failed: dict[Labels, int] = {(dialect, "engine_unavailable"): 0 for dialect in dialects}
         for dialect, of_dialect in counts.failed_calls.items():
             for code, number in of_dialect.items():
-                known: Labels = (dialect if dialect in DIALECT_NAMES else OTHER, code if code in codes else OTHER)
+                known: Labels = (dialect if dialect in dialects else OTHER, code if code in codes else OTHER)
                 failed[known] = failed.get(known, 0) + number
         for labels, number in failed.items():
             yield Value("outrider_model_call_failures", labels, number)

@@ -8,18 +8,19 @@ MOST_REMEMBERED and PROMPT_BYTES; the oldest records are dropped first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from outrider.counts import OTHER, Histogram
-from outrider.dialects import DIALECTS
 from outrider.errors import Boundary, ErrorRecord, known_codes
 from outrider.lifecycle import StopReason
-from outrider.service.scheduler import SessionEnd
 from outrider.store.store import AddedTurn
 from outrider.trajectory import FinishReason, ForkCause, SessionResult, StageSeconds, Turn
+
+if TYPE_CHECKING:
+    from outrider.service.scheduler import SessionEnd
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -30,9 +31,6 @@ MOST_REMEMBERED = 100_000
 """Maximum number of sessions, and of groups, that have not ended and have a record."""
 PROMPT_BYTES = 32 << 20
 """Maximum bytes of the first prompts that are kept, to compare them with the prompts of siblings."""
-INPROCESS = "inprocess"
-"""The name of the dialect of agents in the service's own process."""
-DIALECT_NAMES = (*(dialect.name for dialect in DIALECTS), INPROCESS, OTHER)
 
 TURNS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 """Upper bounds of the buckets of turns per session."""
@@ -104,13 +102,15 @@ class _GroupProgress:
 
 
 class ServiceCounts:
-    """Counts what the store and the scheduler publish. `has_engine` returns True for the name of an engine of the
-    service; `policy_version` returns the present version."""
+    """Counts what the store and the scheduler publish. `dialects` are the names of the dialects. `has_engine` returns
+    True for the name of an engine of the service; `policy_version` returns the present version."""
 
-    def __init__(self, *, has_engine: Callable[[str], bool], policy_version: Callable[[], int]) -> None:
+    def __init__(
+        self, dialects: Iterable[str], *, has_engine: Callable[[str], bool], policy_version: Callable[[], int]
+    ) -> None:
         self._has_engine = has_engine
         self._policy_version = policy_version
-        self.dialects = {name: DialectCounts() for name in DIALECT_NAMES}
+        self.dialects = {name: DialectCounts() for name in (*dialects, OTHER)}
         self.engines: dict[str, EngineCounts] = {OTHER: EngineCounts()}
         self.calls = {model: dict.fromkeys(FinishReason, 0) for model in ("policy", "frozen")}
         self.sampled_tokens = {"policy": 0, "frozen": 0}

@@ -23,6 +23,7 @@ from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import WILDCARDS, Config
 from outrider.counts import CallFailures
+from outrider.dialects import DIALECTS
 from outrider.environment import installed_version
 from outrider.errors import (
     ContextOverflow,
@@ -75,6 +76,7 @@ from outrider.sessions.attempt import Node
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.limits import LARGE, MAX_VALUES, BodyCapacity
 from outrider.sessions.external import ExternalSessions
+from outrider.sessions.models import INPROCESS
 from outrider.sessions.resources import session_needs
 from outrider.sessions.timelines import STORE_EVERY_SECONDS
 from outrider.spec import (
@@ -197,6 +199,7 @@ class Service:
         self.call_failures = CallFailures()
         """The failed calls of the gateway in this process, without those of the sandboxes of its node."""
         self.counts = ServiceCounts(
+            (*(dialect.name for dialect in DIALECTS), INPROCESS),
             has_engine=lambda name: name in pool or any(name in other for other in self._frozen.values()),
             policy_version=lambda: pool.policy.version,
         )

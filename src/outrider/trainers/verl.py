@@ -5,7 +5,7 @@ agent-loop manager for the V1 trainer that runs each prompt as a group.
     - name: outrider
       _target_: outrider.trainers.verl.RemoteAgentLoop
 
-The manager also registers the advantage estimators of verl_weights.py, in which a rollout counts once, however many
+The manager also registers the advantage estimators of verl_advantages.py, in which a rollout counts once, however many
 rows it has. The settings are in `rollout.custom.outrider` (verl_rows.VerlSettings). The service's address comes from
 $OUTRIDER_URL, else from the named Ray actor that `start_service` makes, else from the setting `url`. With the setting
 `relay`, verl's own servers generate, and a Ray actor attaches these servers to the service.
@@ -68,6 +68,7 @@ from outrider.trainers.relay_thread import RelayThread
 from outrider.trainers.shared_client import run_group, shared_client
 from outrider.trainers.shared_settings import group_of
 from outrider.trainers.trajectories import Trajectory
+from outrider.trainers.verl_advantages import ESTIMATORS, check_loop, check_weights
 from outrider.trainers.verl_rows import (
     SETTINGS,
     Terms,
@@ -77,7 +78,6 @@ from outrider.trainers.verl_rows import (
     verl_settings,
     verl_task,
 )
-from outrider.trainers.verl_weights import ESTIMATORS, check_loop, check_weights
 from outrider.trajectory import FinishReason, SampleImage, VersionSpan
 from outrider.vision.pixels import UnreadableImage, decoded
 

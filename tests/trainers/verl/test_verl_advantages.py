@@ -23,8 +23,8 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_to_nested
 
 from outrider.errors import InvalidField
+from outrider.trainers.verl_advantages import AGGREGATION, ESTIMATORS, SCALABLE_LOSSES, check_weights
 from outrider.trainers.verl_rows import VerlSettings
-from outrider.trainers.verl_weights import AGGREGATION, ESTIMATORS, SCALABLE_LOSSES, check_weights
 
 pytestmark = pytest.mark.trainers
 
