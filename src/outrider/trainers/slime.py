@@ -115,9 +115,9 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 
 def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Return groups like `generate_rollout`, but let the other groups run on while slime trains, for a later rollout.
-    With `max_age`, a full batch waits for groups that would otherwise be too old, and only as many groups run as slime
-    can train on before they are too old."""
+    """Return groups like `generate_rollout`. Groups that have not ended continue while slime trains, and are returned
+    for a later rollout. With `max_age`, a full batch still waits for the groups that would otherwise become too old,
+    and the number of groups at once is limited to those that slime can train on in time."""
     bridge = _Bridge.of(args, data_source)
     if evaluation:
         return bridge.client.run(_evaluate(args, bridge.settings))
