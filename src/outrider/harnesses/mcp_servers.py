@@ -57,8 +57,7 @@ def check_mcp_servers(name: str, settings: McpSettings | None, servers: Sequence
 
 
 def check_reachable(servers: Sequence[McpServer]) -> None:
-    """Raise InvalidField for a server that a sandbox without a network cannot reach: one that is not on its own
-    loopback."""
+    """Raise InvalidField for a server outside of the sandbox's loopback, if the sandbox has no network."""
     for number, server in enumerate(servers):
         host = server.url.host if server.url is not None else "localhost"
         if not _is_loopback((host or "").strip("[]")):

@@ -41,7 +41,7 @@ class Stage(StrEnum):
 
 
 class End(StrEnum):
-    """What ended a stage."""
+    """The cause of a stage's end."""
 
     RETURNED = "its own end"
     AGENT_CLOCK = "the agent's time"

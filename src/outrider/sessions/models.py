@@ -153,7 +153,7 @@ async def completed(
         tools=tuple(tools),
         tools_raw=msgspec.json.encode(list(tools)) if tools else b"",
         sampling=RequestedSampling(max_tokens=max_tokens, stop=tuple(stop)),
-        needs_images=True,  # an agent in this process sends images only of a desktop that it controls by sight
+        needs_images=True,  # an agent in this process sends images only to control a desktop by its screenshots
     )
     async with aclosing(conversation.call(request, dialect=INPROCESS)) as batches:
         async for steps in batches:

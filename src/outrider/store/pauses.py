@@ -48,8 +48,9 @@ class Pauses:
         self._clock = clock
 
     async def pause(self, labels: Mapping[str, str], harness: str | None, *, tenant: str | None, who: str) -> int:
-        """Hold the matching sessions that wait in the queue, and those that are queued later. Returns the number of
-        sessions that this call holds. Repeating the call changes nothing. Raises Conflict after MAX_PAUSES pauses."""
+        """Hold the matching sessions in the queue, including sessions that are queued later. Returns the number of
+        sessions that this call holds now. Repeating the call changes nothing. Raises Conflict after MAX_PAUSES
+        pauses."""
         pause = Pause(tenant or ALL_TENANTS, dict(labels), harness or "")
 
         async def body(tx: Connection) -> int:

@@ -204,7 +204,7 @@ def _names(tools: Iterable[ToolSpec]) -> list[str]:
 
 
 def marked_calls(tools: Iterable[ToolSpec], hint: Certify, text: Callable[[], str]) -> list[MarkedCall]:
-    """Return a call of each tool that takes a free text. Every free text is one that `text` returns. The tools that
+    """Return a call of each tool that takes a free text. `text` returns the free texts of the calls. The tools that
     most probably start a sub-agent, by their names and parameters, come first."""
     calls: list[tuple[int, MarkedCall]] = []
     for tool in tools:

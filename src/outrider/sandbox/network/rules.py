@@ -82,8 +82,8 @@ class NetworkRules:
         self.own = frozenset() if config is None else own_places(config)
 
     def may_ask(self, tenant: str | None) -> list[str]:
-        """Return the destinations that tasks of a tenant may ask for; for None, those that tasks of any tenant may ask
-        for."""
+        """Return the destinations that the tasks of a tenant may have; for None, the destinations of all tenants
+        together."""
         found = list(self.settings.allow)
         for one in self.settings.tenants:
             if tenant is None or one.tenant == tenant:

@@ -272,7 +272,7 @@ class ReportsCommands(Protocol):
 
 @runtime_checkable
 class ListsProcesses(Protocol):
-    """A runtime that knows which processes its programs have started."""
+    """A runtime that lists the processes that its programs have started."""
 
     async def processes(self) -> list[SandboxProcess]:
         """Return the processes that began, ended or changed their command line since the last call, each in its newest

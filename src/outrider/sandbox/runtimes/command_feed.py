@@ -1,6 +1,6 @@
 """Announces the commands that a sandbox runs.
 
-Invariant: each command is published once when it begins and once when it has ended, however it ends.
+Invariant: each command is published once when it begins and once when it ends, also if it fails or is cancelled.
 """
 
 from __future__ import annotations

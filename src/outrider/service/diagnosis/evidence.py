@@ -64,7 +64,7 @@ REWRITES = (
     ForkCause.TEMPLATE_HISTORY,
     ForkCause.CAPTURE_DRIFT,
 )
-"""Causes of forks after which the engine computes a history again that it has computed before."""
+"""Causes of forks after which the engine must compute a known history again."""
 STAGES = ("waiting", "preparing", "model", "tools", "grading", "stopping")
 """The uses of a session's time, apart from the queue."""
 

@@ -358,7 +358,7 @@ class Allowance:
 
 
 class TokenShare:
-    """One call's share of the allowance. `promised` is the number of promised tokens that are left."""
+    """One call's share of the allowance. `promised` is the number of tokens that are still promised to the call."""
 
     def __init__(self, allowance: Allowance, promised: int) -> None:
         self.promised = promised

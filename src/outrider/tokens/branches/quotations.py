@@ -40,7 +40,8 @@ class _Answer:
         self._text = turn.reply.content.strip().lower()
         asked = "\n".join(message.content for message in turn.messages).lower()
         parts = {part.lower() for part in parts_of_reply(turn.reply)}
-        # A part that the request itself has may come from elsewhere: it is no evidence that the reply was used.
+        # A part that is also in the request itself may have another origin, so it is no evidence that the reply was
+        # used.
         longest = heapq.nlargest(MAX_COMPARED_PARTS, parts, key=lambda part: (len(part), part))
         new = [part for part in longest if part not in asked][:MAX_PARTS]
         self.parts = list(dict.fromkeys(form for part in new for form in (part, json.dumps(part)[1:-1])))
