@@ -125,7 +125,7 @@ class TraceExport:
         """Send traces. Raises ServiceError if the collector accepts no spans now."""
         if self._accepts([span for trace in traces for span in trace]):
             return
-        # A collector that accepts an empty message has refused these spans for good, and would refuse them again.
+        # A collector that accepts an empty message works, so it would refuse these spans at each attempt.
         if not self._accepts([]):
             raise ServiceError(
                 "the collector of traces does not accept them",

@@ -190,7 +190,7 @@ class EngineRecord:
     behind: bool = False
     """True if the engine responds but serves no session, because its weights are older than the policy."""
     looked_for: int = 0
-    """The highest version reported by a follower that has triggered a check of the engine."""
+    """The highest version that a follower has reported and for which the engine was checked."""
     failed_probes: int = 0
     silent: AnyRequest | None = None
     """A request for one token, which an engine that fell silent must answer before it serves again. None for any other

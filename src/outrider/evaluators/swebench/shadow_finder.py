@@ -1,9 +1,9 @@
 """Finds modules of a candidate that shadow modules which pytest imports, such as a new `iniconfig.py` in the
 repository.
 
-The evaluator sends this text as `sitecustomize.py`, with a final line that calls `start`. Python runs it when it
-starts, before a module of the repository can be imported. The text needs only Python 3.6. Invariant: nothing is
-imported that is not already loaded, because an import could load a module of the candidate.
+The evaluator sends this text as `sitecustomize.py`, with a final line that calls `start`. Python runs this text at its
+start, before a module of the repository can be imported. The text needs only Python 3.6. Invariant: nothing is imported
+that is not already loaded, because an import could load a module of the candidate.
 """
 
 import _frozen_importlib as bootstrap
@@ -14,8 +14,8 @@ from typing import Any
 
 
 class ShadowFinder:
-    """Finder that finds nothing, and reports the import of one of the files `new` instead of another module of that
-    name."""
+    """A finder that loads no module. It reports an import that would load one of the files `new`, if `sys.path` or
+    Python itself has another module of this name."""
 
     def __init__(self, new: Any, path: str, key: str) -> None:
         self._new = new
