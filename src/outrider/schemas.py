@@ -1,7 +1,7 @@
 """The replies of the control API: msgspec structs that the server writes and the client reads.
 
-Times are seconds since the epoch, durations are seconds. The request bodies are in spec.py, which takes from here the
-words that occur in requests and replies: clients import this module without pydantic.
+Times are seconds since the epoch, durations are seconds. The request bodies are in spec.py. Types
+that requests and replies share are defined here, so that clients can import them without pydantic.
 """
 
 from __future__ import annotations

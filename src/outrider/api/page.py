@@ -27,8 +27,8 @@ FILES = {
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
     "/page/LICENCES.txt": ("LICENCES.txt", "text/plain; charset=utf-8"),
 }
-"""The files of the page by path: each file's name in FOLDER, and the file's media type. `/page/` is for services that
-reply to clients of another system at `/`."""
+"""The files of the page by path: each file's name in FOLDER, and the file's media type. The page is at
+`/page/`, too, because `/` may belong to the interface of another system (`api/compat`)."""
 PATHS = frozenset(FILES)
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' blob: data:;"

@@ -97,7 +97,8 @@ def join(
         try:
             if ray is None:
                 from outrider.nodes.joining import JoiningMachine
-                from outrider.sessions.resources import capacity_of, with_processes
+                from outrider.nodes.processes import with_processes
+                from outrider.sessions.resources import capacity_of
 
                 machine = JoiningMachine(
                     with_processes(settings),

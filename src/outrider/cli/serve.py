@@ -40,7 +40,7 @@ def serve(terminal: Terminal, settings: Config, verbose: Verbose = False) -> Non
     # The imports are here, because the help and `outrider slurm` also import this module. The first import comes before
     # the event loop starts threads: in a process with threads, it imports more.
     import outrider.tokens.rendering  # noqa: F401
-    from outrider.sessions.resources import with_processes
+    from outrider.nodes.processes import with_processes
 
     settings = with_processes(settings)
     level = DEBUG if verbose else getLevelNamesMapping()[settings.log_level.upper()]

@@ -129,8 +129,8 @@ AnyRequest = GenerateRequest | ChatRequest
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """New text of a chat generation. The last chunk has `finish`, the whole `reply`, in capture mode the ids and
-    log-probabilities, and the `report` of the worker, if there is one."""
+    """New text of a chat generation. The last chunk has `finish` and the whole `reply`; in capture mode also
+    the ids and log-probabilities; and the `report` of the engine's worker if the engine has a worker."""
 
     text: str = ""
     reasoning: str = ""

@@ -19,13 +19,23 @@ from outrider.errors import ErrorRecord, ServiceError, error_from
 from outrider.nodes.messages import NodeSetup
 from outrider.nodes.remote_node import RemoteNode, ServiceParts
 from outrider.nodes.spawning import NodeProcess, one_after_another
-from outrider.sessions.resources import Capacity
+from outrider.sessions.resources import Capacity, machine_capacity
 
 log = logging.getLogger("outrider.node")
 
 MACHINE = "local"
+CORES_EACH = 4
+"""Processors for each node process: the process keeps one core busy, and the sandboxes of its sessions need some,
+too."""
 LEAST_WARM_MB = 16
 """The smallest allowed value of `sandboxes.warm_memory_mb`, in MiB."""
+
+
+def with_processes(config: Config) -> Config:
+    """Return the settings, with a number of processes that suits this machine if the settings have none."""
+    if "processes" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"processes": max(1, int(machine_capacity().cpus) // CORES_EACH)})
 
 
 class NodeProcesses:

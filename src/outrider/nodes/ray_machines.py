@@ -19,7 +19,8 @@ from outrider.config import Config
 from outrider.environment import install_command
 from outrider.errors import ErrorRecord, InvalidField, OutriderError, ServiceError, error_from
 from outrider.nodes.joining import JoiningMachine
-from outrider.sessions.resources import capacity_of, with_processes
+from outrider.nodes.processes import with_processes
+from outrider.sessions.resources import capacity_of
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

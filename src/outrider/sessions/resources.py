@@ -14,7 +14,7 @@ from typing import Annotated
 
 import msgspec
 
-from outrider.config import Config, SandboxesConfig
+from outrider.config import SandboxesConfig
 from outrider.errors import InvalidField, RuntimeUnavailable
 from outrider.sandbox.runtimes.elsewhere import ELSEWHERE
 from outrider.sandbox.runtimes.kernel.cgroups import UNIFIED, by_controller
@@ -23,9 +23,6 @@ from outrider.schemas import ResourceStats
 from outrider.sessions.priority_semaphore import PrioritySemaphore, Quantities, Slot
 from outrider.spec import MEBIBYTE, RuntimeSpec, TaskSpec
 
-CORES_EACH = 4
-"""Processors for each node process: the process keeps one core busy, and the sandboxes of its sessions need some,
-too."""
 MILLI = 1000
 MAX_CPUS, MAX_MEMORY_MB, MAX_GPUS, MAX_GPU_NAME = 1 << 16, 1 << 40, 1 << 10, 256
 """Upper bounds for the amounts that nodes on other machines report. No machine has as much."""
@@ -175,13 +172,6 @@ def capacity_of(settings: SandboxesConfig, driver: NvidiaDriver = NVIDIA) -> Cap
         memory_mb=machine.memory_mb if settings.memory_mb is None else settings.memory_mb,
         gpus=gpus,
     )
-
-
-def with_processes(config: Config) -> Config:
-    """Return the settings, with a number of processes that suits this machine if the settings have none."""
-    if "processes" in config.model_fields_set:
-        return config
-    return config.model_copy(update={"processes": max(1, int(machine_capacity().cpus) // CORES_EACH)})
 
 
 def total_of(stats: ResourceStats) -> ResourceAmount:

@@ -62,8 +62,8 @@ NEUTRAL = {"tool_choice": ("auto", "none"), "truncation": ("disabled",), "stream
 TEMPLATE = "chat_template_kwargs"
 """The name of the variables for chat templates. NeMo Gym's model servers take them from the row's metadata."""
 ENGINE = {"nemo_rl": True, "logprobs_mode": "processed_logprobs"}
-"""Options of the engine kind `openai` for NeMo RL's vLLM workers. NeMo RL 0.7 has this mode, and so have the
-configurations of later versions."""
+"""Options of the engine kind `openai` for NeMo RL's vLLM workers. NeMo RL 0.7 always uses this
+mode of log-probabilities; in later versions it is set in their own configurations."""
 LABELS = {"_ng_task_index": "task", "_ng_rollout_index": "rollout", "_rowidx": "row"}
 """The row's own columns that become labels of the task."""
 

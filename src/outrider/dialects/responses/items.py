@@ -210,8 +210,8 @@ class ResponsesHistory:
     def raw(self, index: int) -> bytes:
         span = self._spans[index]
         if span.first == span.last:
-            # The letter is needed because an item of an unknown kind is represented by its kind alone, which could
-            # equal the instructions.
+            # The prefix keeps instructions distinct from an item of an unknown kind, whose bytes are the name of its
+            # kind.
             return b"i" + msgspec.json.encode(self._instructions)
         return b"\n".join([piece for at in self._items[span.first : span.last] for piece in at.item.pieces()])
 

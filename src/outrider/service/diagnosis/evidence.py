@@ -404,8 +404,8 @@ def _keep_lowest(heap: list[tuple[int, str, T]], entry: tuple[int, str, T], most
 
 
 def _changed_head(before: Sequence[str], after: Sequence[str]) -> ChangedLine | None:
-    """Return the first changed line of the first conversation in `after` that is another version of a conversation in
-    `before`. Returns None if there is no such conversation."""
+    """Find the first conversation in `after` that is a changed version of a conversation in `before`, and return its
+    first changed line. Returns None if there is no such conversation."""
     known = frozenset(before)
     for head in after:
         if head not in known:

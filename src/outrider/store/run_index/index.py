@@ -146,7 +146,8 @@ class RunIndex:
             return changes.more
 
     async def _check(self) -> None:
-        """Empty a file of another store, and note the groups that were removed while the file was not open."""
+        """Empty the file if it was written for another store, and note the groups that were removed while the file was
+        closed."""
         if self._cursor and await self._store.runs.event_at(self._cursor) != self._cursor_at:
             await self._on_writer(self._empty)
         if self._filled:
