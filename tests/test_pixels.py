@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import json
 import os
@@ -20,8 +21,8 @@ from PIL import ImageOps
 
 from outrider.errors import InvalidField, ServiceError
 from outrider.messages import image_from_bytes
-from outrider.tokens.rendering.image_grids import ImageSettings, read_image_settings
-from outrider.vision.pixels import MAX_PIXELS, UnreadableImage, decoded, pixels_of
+from outrider.tokens.rendering.image_grids import ImageForm, ImageSettings, read_image_settings
+from outrider.vision.pixels import MAX_PIXELS, UnreadableImage, decoded, pixels_of, png_item
 from outrider.vision.preparer import ImagePreparer, PreparedImage, UnreadImage, item_size
 from support.vision import picture
 from support.vision_model import PREPROCESSOR, write_vision_tokenizer
@@ -75,6 +76,35 @@ def test_grids_and_pixels_are_those_of_the_models_own_processor(size: tuple[int,
     ours = pixels_of(data, SETTINGS)
     assert [list(ours.grid)] == theirs["image_grid_thw"].tolist()
     assert np.abs(ours.values(SETTINGS) - theirs["pixel_values"]).max() < 1e-6
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_png_for_an_engine_has_the_same_patches_as_the_image(size: tuple[int, int]) -> None:
+    pil = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    processor = pil.Qwen2VLImageProcessorPil(
+        patch_size=SETTINGS.patch,
+        merge_size=SETTINGS.merge,
+        temporal_patch_size=SETTINGS.frames,
+        size={"shortest_edge": SETTINGS.least, "longest_edge": SETTINGS.most},
+        image_mean=list(SETTINGS.mean),
+        image_std=list(SETTINGS.std),
+    )
+    data = picture(*size, kind="JPEG")
+    grid, item = png_item(data, SETTINGS)
+    ours, png = pixels_of(data, SETTINGS), base64.b64decode(item)
+    assert len(item) < len(ours.levels.tobytes()) * 2 // 3 + 4096
+    assert grid == ours.grid
+    assert (pixels_of(png, SETTINGS).levels == ours.levels).all()
+    theirs = processor(images=[Pillow.open(io.BytesIO(png))], return_tensors="np")
+    assert np.abs(ours.values(SETTINGS) - theirs["pixel_values"]).max() < 1e-6
+
+
+def test_an_image_that_a_server_would_scale_again_is_not_made_a_png() -> None:
+    data = picture(32 * 190, 32)
+    few = ImageSettings(patch=16, merge=2, frames=2, least=4096, most=4096, mean=(0.5,) * 3, std=(0.5,) * 3)
+    assert pixels_of(data, few).grid == (1, 2, 54)
+    with pytest.raises(UnreadableImage, match="too narrow: the engine would scale it again"):
+        png_item(data, few)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +178,13 @@ async def test_images_are_decoded_in_one_process_and_each_once() -> None:
         image = image_from_bytes("image/png", picture(96, 64))
         both = await asyncio.gather(preparer.prepare(image), preparer.prepare(image))
         assert isinstance(both[0], PreparedImage)
-        assert both[0] is both[1] is preparer.kept(image.digest)
+        assert both[0] is both[1] is preparer.kept(image.digest, ImageForm.PATCHES)
         assert both[0].grid == (1, 4, 6)
         assert 0 <= item_size(SETTINGS, both[0].grid) - len(both[0].item) < 512
+        png = await preparer.prepare(image, ImageForm.PNG)
+        assert isinstance(png, PreparedImage)
+        assert png is preparer.kept(image.digest, ImageForm.PNG)
+        assert (png.grid, base64.b64decode(png.item)[:4]) == (both[0].grid, b"\x89PNG")
         broken = await preparer.prepare(image_from_bytes("image/png", b"no"))
         assert isinstance(broken, UnreadImage)
         assert isinstance(

@@ -22,7 +22,7 @@ from outrider.concurrency.turns import Turns
 from outrider.environment import install_command
 from outrider.errors import ServiceError
 from outrider.messages import Image
-from outrider.tokens.rendering.image_grids import Grid, ImageSettings
+from outrider.tokens.rendering.image_grids import Grid, ImageForm, ImageSettings
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
@@ -53,7 +53,7 @@ decoding does not need."""
 
 
 class PreparedImage(msgspec.Struct, frozen=True):
-    """`item` is the image in the form of vLLM's features (base64)."""
+    """`item` is the image in the requested form, in base64."""
 
     grid: Grid
     item: bytes
@@ -68,6 +68,7 @@ class UnreadImage(msgspec.Struct, frozen=True):
 class _Request(msgspec.Struct, frozen=True):
     data: bytes
     settings: ImageSettings
+    form: ImageForm
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -81,7 +82,7 @@ class ImagePreparer:
 
     def __init__(self, settings: ImageSettings) -> None:
         self.settings = settings
-        self._kept: OrderedDict[str, PreparedImage] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, ImageForm], PreparedImage] = OrderedDict()
         self._bytes = 0
         self._process: Process | None = None
         self._turns = Turns(1)
@@ -95,36 +96,39 @@ class ImagePreparer:
         """The id of the process that decodes, None while there is none."""
         return None if self._process is None else self._process.pid
 
-    def kept(self, digest: str) -> PreparedImage | None:
+    def kept(self, digest: str, form: ImageForm) -> PreparedImage | None:
         """Return the result for an image if it is kept."""
-        return self._kept.get(digest)
+        return self._kept.get((digest, form))
 
-    async def prepare(self, image: Image, owner: str = "") -> PreparedImage | UnreadImage:
+    async def prepare(
+        self, image: Image, form: ImageForm = ImageForm.PATCHES, owner: str = ""
+    ) -> PreparedImage | UnreadImage:
         """Return the image as the model reads it. Owners (sessions) take turns. Raises ServiceError if the process
         fails."""
-        if (known := self._kept.get(image.digest)) is not None:
-            self._kept.move_to_end(image.digest)
+        key = image.digest, form
+        if (known := self._kept.get(key)) is not None:
+            self._kept.move_to_end(key)
             return known
         async with self._turns.take(owner):
-            if (known := self._kept.get(image.digest)) is not None:
+            if (known := self._kept.get(key)) is not None:
                 return known
-            answer = await shielded(lambda: self._ask(image.data))
+            answer = await shielded(lambda: self._ask(image.data, form))
         if answer.grid is None:
             return UnreadImage(answer.fault)
         prepared = PreparedImage(answer.grid, answer.item)
-        if image.digest not in self._kept:
-            self._kept[image.digest] = prepared
+        if key not in self._kept:
+            self._kept[key] = prepared
             self._bytes += len(prepared.item)
         while self._bytes > KEPT_BYTES and len(self._kept) > 1:
             _, dropped = self._kept.popitem(last=False)
             self._bytes -= len(dropped.item)
         return prepared
 
-    async def _ask(self, data: bytes) -> _Answer:
+    async def _ask(self, data: bytes, form: ImageForm) -> _Answer:
         process = self._process or await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
-        body = await asyncio.to_thread(msgspec.msgpack.encode, _Request(data, self.settings))
+        body = await asyncio.to_thread(msgspec.msgpack.encode, _Request(data, self.settings, form))
         try:
             async with asyncio.timeout(IMAGE_SECONDS):
                 process.stdin.write(len(body).to_bytes(LENGTH, "little"))
@@ -180,7 +184,8 @@ class ImagePreparer:
 
 
 def item_size(settings: ImageSettings, grid: Grid) -> int:
-    """Estimate the number of bytes of an image's `item` from its grid."""
+    """Return about how many bytes the `item` of an image has at most, from its grid. Patches have this number, and a
+    PNG has no more than the half."""
     return settings.values_of(grid) * 4 // 3 + ITEM_HEAD
 
 

@@ -9,6 +9,7 @@ also ends when its parent process is killed.
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import signal
@@ -19,8 +20,8 @@ import msgspec
 
 from outrider.evaluators.checks.confinement import SETITIMER, calculation, confine_zygote
 from outrider.sandbox.runtimes.guest.isolation import seccomp
-from outrider.tokens.rendering.image_grids import Grid, ImageSettings
-from outrider.vision.pixels import UnreadableImage, pixels_of, vllm_item
+from outrider.tokens.rendering.image_grids import Grid, ImageForm, ImageSettings
+from outrider.vision.pixels import UnreadableImage, pixels_of, png_item, vllm_item
 
 MAX_MEMORY = 3 << 30
 """Maximum address space in bytes. An image of MAX_PIXELS pixels takes half a gigabyte."""
@@ -33,10 +34,11 @@ LENGTH = 8
 class ImageRequest(msgspec.Struct, frozen=True):
     data: bytes
     settings: ImageSettings
+    form: ImageForm
 
 
 class ImageAnswer(msgspec.Struct, frozen=True):
-    """The image in the form of vLLM's features and its grid, or the reason why it cannot be read."""
+    """The image in the requested form and its grid, or the reason why it cannot be read."""
 
     grid: Grid | None = None
     item: bytes = b""
@@ -49,7 +51,7 @@ def main() -> None:
 
     for plugin in (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin):
         assert plugin.__name__
-    Image.new("RGB", (2, 2)).resize((4, 4), Image.Resampling.BICUBIC)
+    Image.new("RGB", (2, 2)).resize((4, 4), Image.Resampling.BICUBIC).save(io.BytesIO(), "PNG")
     confine_zygote()
     for limit, value in (
         (resource.RLIMIT_AS, MAX_MEMORY),
@@ -76,6 +78,8 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 def answer_to(request: ImageRequest) -> ImageAnswer:
     try:
+        if request.form is ImageForm.PNG:
+            return ImageAnswer(*png_item(request.data, request.settings))
         pixels = pixels_of(request.data, request.settings)
         return ImageAnswer(pixels.grid, vllm_item(pixels))
     except UnreadableImage as error:

@@ -155,7 +155,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
     """
 
     reply = _VLLMReply
-    capabilities = ServerEngine.capabilities | {Capability.READS_IMAGES}
+    capabilities = ServerEngine.capabilities | {Capability.READS_PATCHES}
     route = GENERATE
     label_route = "/weight_info"
     session_header = "X-Session-ID"
