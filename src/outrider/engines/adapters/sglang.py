@@ -1,8 +1,9 @@
 """The adapter for SGLang servers. Sends and receives token ids through `/generate`.
 
 The adapter was written from SGLang's sources (0.5.23) and tested with a server of 0.5.17 on a GPU. The replies of this
-server are golden tests. Images were never sent to a real server: their part follows the sources of 0.5.15 to 0.5.23. The events of a stream may be cumulative (the default) or incremental, as the counts in each
-event show. Invariant: an id is passed on only with the log-probability that the server sent for the same id.
+server are golden tests. Images were never sent to a real server: their part follows the sources of 0.5.15 to 0.5.23.
+The events of a stream may be cumulative (the default) or incremental, as the counts in each event show. Invariant: an
+id is passed on only with the log-probability that the server sent for the same id.
 """
 
 from __future__ import annotations
