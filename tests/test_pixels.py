@@ -23,7 +23,7 @@ from outrider.errors import InvalidField, ServiceError
 from outrider.messages import image_from_bytes
 from outrider.tokens.rendering.image_grids import ImageForm, ImageSettings, read_image_settings
 from outrider.vision.pixels import MAX_PIXELS, UnreadableImage, decoded, pixels_of, png_item
-from outrider.vision.preparer import ImagePreparer, PreparedImage, UnreadImage, item_size
+from outrider.vision.preparer import DecodingProcess, ImagePreparer, PreparedImage, UnreadImage, item_size
 from support.vision import picture
 from support.vision_model import PREPROCESSOR, write_vision_tokenizer
 
@@ -35,11 +35,11 @@ SIZES = [(64, 64), (640, 480), (1280, 720), (33, 31), (10, 300), (1000, 20), (60
 
 @asynccontextmanager
 async def a_preparer() -> AsyncIterator[ImagePreparer]:
-    preparer = ImagePreparer(SETTINGS)
+    preparer = ImagePreparer(SETTINGS, DecodingProcess())
     try:
         yield preparer
     finally:
-        await preparer.close()
+        await preparer.process.close()
 
 
 def as_file(image: Pillow.Image, kind: str = "PNG") -> bytes:
@@ -196,8 +196,8 @@ async def test_a_killed_process_is_the_services_fault_and_the_next_image_gets_an
     async with a_preparer() as preparer:
         await preparer.prepare(image_from_bytes("image/png", picture(64, 64)))
         for number, error in ((signal.SIGKILL, ServiceError), (signal.SIGSEGV, None)):
-            assert preparer.process_id is not None
-            os.kill(preparer.process_id, number)
+            assert preparer.process.id is not None
+            os.kill(preparer.process.id, number)
             other = image_from_bytes("image/png", picture(64, 64, seed=int(number)))
             if error is not None:
                 with pytest.raises(error, match="decodes images failed"):
@@ -210,7 +210,7 @@ async def test_a_killed_process_is_the_services_fault_and_the_next_image_gets_an
 async def test_a_process_that_hangs_is_the_services_fault_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_preparer() as preparer:
         await preparer.prepare(image_from_bytes("image/png", picture(64, 64)))
-        hanging, other = preparer.process_id, image_from_bytes("image/png", picture(64, 96))
+        hanging, other = preparer.process.id, image_from_bytes("image/png", picture(64, 96))
         assert hanging is not None
         os.kill(hanging, signal.SIGSTOP)
         with monkeypatch.context() as patch:
@@ -225,8 +225,8 @@ async def test_a_process_that_hangs_is_the_services_fault_and_is_replaced(monkey
 async def test_the_process_ends_with_its_preparer() -> None:
     async with a_preparer() as preparer:
         await preparer.prepare(image_from_bytes("image/png", picture(64, 64)))
-        process_id = preparer.process_id
-    assert preparer.process_id is None
+        process_id = preparer.process.id
+    assert preparer.process.id is None
     assert process_id is not None
     with pytest.raises(ProcessLookupError):
         os.kill(process_id, 0)

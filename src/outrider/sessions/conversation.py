@@ -33,7 +33,7 @@ from outrider.errors import (
     error_from,
 )
 from outrider.lifecycle import StopReason
-from outrider.media import ReadableMessages, UnpreparedImages
+from outrider.media import PagesOf, ReadableMessages, UnpreparedDocuments, UnpreparedImages
 from outrider.messages import Image, images_in
 from outrider.sessions.calls.call import EngineCall, ModelBackend, Step
 from outrider.sessions.calls.limits import LARGE, Allowance, Body, BodyCapacity, LimitReached
@@ -290,7 +290,7 @@ class Conversation:
         form = None if self._images is None else (await self._assigned()).image_form
         readable = self._readable_by_tokens(request, form)
         try:
-            tokens = await self._read_images(
+            tokens = await self._read_files(
                 readable, form, lambda: self.tree.measure(readable, request.tools, request.tools_raw, thinking=thinking)
             )
         except RequestError as error:
@@ -303,8 +303,8 @@ class Conversation:
     async def _check_images_countable(self, request: ModelRequest, cause: RequestError | None = None) -> None:
         """Raise RequestError if the session's engine reads images and the request has an image."""
         if (await self._assigned()).mode is not TokenMode.TOKENS:
-            readable = _readable(request, images=True)
-            messages = await self.backend.offload.run_steps(parse_messages(readable))
+            readable = self._readable_by_messages(request)
+            messages = await self._read_files(readable, None, partial(parse_messages, readable))
             if any(map(images_in, messages)):
                 raise RequestError(
                     "the tokens of images are not known before the call: the engine makes them",
@@ -491,8 +491,8 @@ class Conversation:
         BodyCapacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
         request = constrained(request, assigned, self.backend.renderer.family)
         if assigned.mode is not TokenMode.TOKENS:
-            readable = _readable(request, images=True)
-            messages = await self.backend.offload.run_steps(parse_messages(readable))
+            readable = self._readable_by_messages(request)
+            messages = await self._read_files(readable, None, partial(parse_messages, readable))
             wanted = self._wanted_thinking(request)
             sampling = self._sampling_for(request.sampling, context, prompt_tokens=0)
             ignored: tuple[str, ...] = ()
@@ -516,7 +516,7 @@ class Conversation:
         thinking = self._thinking_in_prompt(request)
         form = assigned.image_form
         readable = self._readable_by_tokens(request, form)
-        joined = await self._read_images(
+        joined = await self._read_files(
             readable,
             form,
             lambda: self.tree.join(readable, request.tools, request.tools_raw, thinking=thinking, context=context),
@@ -550,16 +550,34 @@ class Conversation:
     def _readable_by_tokens(self, request: ModelRequest, form: ImageForm | None) -> ReadableMessages:
         """Return the request's messages as the model of an engine that takes token ids, and images in this form, reads
         them."""
-        grids = self._grids if form is not None and self._images is not None else None
-        return ReadableMessages(request.messages, images=request.needs_images, grids=grids)
+        reads_images = form is not None and self._images is not None
+        grids = self._grids if reads_images else None
+        pages = self._pages(pictures=reads_images)
+        return ReadableMessages(request.messages, images=request.needs_images, grids=grids, pages=pages)
 
-    async def _read_images(self, readable: ReadableMessages, form: ImageForm | None, work: Callable[[], Steps[T]]) -> T:
-        """Run work on a request's messages. Its images are decoded first, each once in the session. Raises RequestError
-        for too many images."""
-        for _ in range(MAX_IMAGES + 1):
+    def _readable_by_messages(self, request: ModelRequest) -> ReadableMessages:
+        """Return the request's messages as the model of an engine that takes messages reads them. Whether this model
+        reads images is not known, so it is given the texts of documents."""
+        return ReadableMessages(request.messages, images=True, pages=self._pages(pictures=False))
+
+    def _pages(self, *, pictures: bool) -> PagesOf | None:
+        reader = self.backend.documents
+        return None if reader is None else partial(reader.pages, pictures=pictures)
+
+    async def _read_files(self, readable: ReadableMessages, form: ImageForm | None, work: Callable[[], Steps[T]]) -> T:
+        """Run work on a request's messages. Its documents are read and its images decoded first, each once in the
+        session. Raises RequestError for too many images."""
+        for _ in range(2 * MAX_IMAGES + 1):  # each time, the files of one more message are known
             try:
                 async with self._reading:
                     return await self.backend.offload.run_steps(work())
+            except UnpreparedDocuments as unread:
+                assert self.backend.documents is not None
+                pictures = form is not None and self._images is not None
+                for document in unread.documents:
+                    with self._overdue.waiting(IMAGES, IMAGE_SECONDS):
+                        await self.backend.documents.read(document, self.session_key, pictures=pictures)
+                continue
             except UnpreparedImages as unprepared:
                 missing = unprepared.images
             assert form is not None
@@ -607,7 +625,7 @@ class Conversation:
             else:
                 found[span.digest] = kept
         if missing:
-            messages = await self._read_images(readable, form, partial(parse_messages, readable))
+            messages = await self._read_files(readable, form, partial(parse_messages, readable))
             for image in (image for message in messages for image in images_in(message)):
                 if image.digest in missing and isinstance(prepared := await self._prepared(image, form), PreparedImage):
                     found[image.digest] = prepared
@@ -688,12 +706,6 @@ class Conversation:
             if self._on_broken is not None:
                 self._on_broken()
         return self.broken
-
-
-def _readable(request: ModelRequest, *, images: bool) -> ReadableMessages:
-    """Return the request's messages in the form in which the model reads them. `images` is True if the engine takes
-    images."""
-    return ReadableMessages(request.messages, images=images or request.needs_images)
 
 
 def _too_many_images() -> RequestError:
