@@ -17,7 +17,7 @@ from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.service import model_backends
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import Sample
-from support.pdfs import pdf
+from support.pdfs import block, pdf
 from support.pictures import PATHS, picture_service
 from support.service import END, say
 from support.vision import REFUSALS, conversation, reply_text
@@ -26,21 +26,6 @@ pytest.importorskip("pypdfium2")
 PDF = pdf(["first words", "second words"])
 CALL = f'<tool_call>\n{{"name": "screenshot", "arguments": {{}}}}\n</tool_call>{END}'
 SHOWN = '<document>\n<page number="1">\nfirst words\n</page>\n<page number="2">\nsecond words\n</page>\n</document>\n'
-
-
-def block(dialect: str, data: bytes) -> dict[str, Any]:
-    """A document in a dialect's message or tool result."""
-    encoded = base64.b64encode(data).decode()
-    url = f"data:application/pdf;base64,{encoded}"
-    match dialect:
-        case "chat":
-            return {"type": "file", "file": {"filename": "a.pdf", "file_data": url}}
-        case "responses":
-            return {"type": "input_file", "filename": "a.pdf", "file_data": url}
-        case "messages":
-            return {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": encoded}}
-        case _:
-            return {"inlineData": {"mimeType": "application/pdf", "data": encoded}}
 
 
 def with_document(dialect: str, body: dict[str, Any], data: bytes, more: Mapping[str, str]) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
+import io
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -11,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image as Pillow
 
 from outrider.client.client import AsyncClient
 from outrider.config import ModelConfig
 from outrider.engines.base import Capability, Chunk, EngineOptions, GenerateRequest
+from outrider.evaluators.base import Outcome
 from outrider.lab.fakes.engine_servers import ServeSettings
 from outrider.lab.fakes.engine_servers.app import DEFAULT_SETTINGS, EngineProtocol, engine_app, serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import StopReason
+from outrider.messages import images_in
 from outrider.service import model_backends
 from outrider.service.service import Service
 from outrider.sessions.priority_semaphore import PrioritySemaphore
@@ -300,3 +305,46 @@ async def test_an_agent_that_waits_for_memory_for_pixels_is_not_to_blame(
         result = done.sessions[0].result
         assert result is not None
         assert (result.stop_reason, result.error) == (StopReason.COMPLETED, None)
+
+
+def bytes_seen(outcome: Outcome) -> float:
+    """The number of bytes of the images in the transcript."""
+    return float(sum(len(image.data) for message in outcome.transcript for image in images_in(message)))
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_a_session_with_images_is_graded_again_with_its_images(tmp_path: Path, protocol: EngineProtocol) -> None:
+    turns = [("look", [0]), ("and here", [1, 0])]
+    async with vision_service(tmp_path, [say("one"), say("two")], protocol=protocol) as (_, client, engine):
+        [first] = await client.wait([(await client.submit({"task": task("chat", turns)})).id])
+        [before] = await client.samples(first.sessions[0].id)
+        calls = len(engine.requests)
+        evaluator = {"kind": "callable", "path": "api.test_vision:bytes_seen"}
+        [again] = await client.wait([(await client.regrade(first.id, {"evaluator": evaluator})).id])
+        [after] = await client.samples(again.sessions[0].id)
+        pictures = [picture(64, 64, seed=0), picture(96, 64, seed=1), picture(64, 64, seed=0)]
+        assert after.reward == sum(map(len, pictures))
+        assert (before.reward, after.images, after.ids.tolist()) == (1.0, before.images, before.ids.tolist())
+        assert [(await client.image(image.digest)).data for image in after.images] == pictures
+        assert len(engine.requests) == calls
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("orientation", [1, 6])
+async def test_a_turned_photograph_is_read_upright(tmp_path: Path, orientation: int, protocol: EngineProtocol) -> None:
+    photograph = Pillow.open(io.BytesIO(picture(128, 64)))
+    exif = photograph.getexif()
+    exif[0x112] = orientation
+    file = io.BytesIO()
+    photograph.save(file, "JPEG", exif=exif)
+    url = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+    body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
+    asked = task("chat", [("ignored", [])], extra=body)
+    async with vision_service(tmp_path, [say("one")], protocol=protocol) as (_, client, engine):
+        sample = await sample_of(client, asked)
+        assert [image.grid for image in sample.images] == [(1, 8, 4) if orientation == 6 else (1, 4, 8)]
+        check_images(tmp_path / "vision", sample, [file.getvalue()])
+        settings = read_image_settings(tmp_path / "vision", "qwen3-vl", 1 << 20)
+        assert settings is not None
+        [read] = engine.requests[0].images
+        assert read.item == vllm_item(pixels_of(file.getvalue(), settings))

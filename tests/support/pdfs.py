@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 
 def pdf(pages: Sequence[str], *, size: tuple[float, float] = (300, 200), shift: int = 0) -> bytes:
@@ -52,3 +54,18 @@ def drawn_for_ever(commands: int) -> bytes:
             b"<< /Length %d /Filter /FlateDecode >>\nstream\n%s\nendstream" % (len(content), content),
         ]
     )
+
+
+def block(dialect: str, data: bytes) -> dict[str, Any]:
+    """A document in a dialect's message or tool result."""
+    encoded = base64.b64encode(data).decode()
+    url = f"data:application/pdf;base64,{encoded}"
+    match dialect:
+        case "chat":
+            return {"type": "file", "file": {"filename": "a.pdf", "file_data": url}}
+        case "responses":
+            return {"type": "input_file", "filename": "a.pdf", "file_data": url}
+        case "messages":
+            return {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": encoded}}
+        case _:
+            return {"inlineData": {"mimeType": "application/pdf", "data": encoded}}

@@ -92,8 +92,10 @@ async def open_models(
                 follows=None if leader is None else partial(FollowedPolicy, leader=leader(serves)),
             )
             await stack.enter_async_context(pool)
-            images, decoding = None, DecodingProcess()
+            # Documents have a process of their own, because an image is decoded faster than a document is read.
+            images, decoding, reading = None, DecodingProcess(), DecodingProcess()
             stack.push_async_callback(decoding.close)
+            stack.push_async_callback(reading.close)
             if renderer.images is not None and not has_pillow():
                 log.warning("model %s is served without images: %s", name, install_command("images"))
             elif renderer.images is not None:
@@ -106,7 +108,7 @@ async def open_models(
                 context_tokens=context,
                 intake=intake,
                 images=images,
-                documents=DocumentReader(settings, decoding) if has_pdfium() else None,
+                documents=DocumentReader(settings, reading) if has_pdfium() else None,
                 image_room=room,
                 offload=offload,
             )

@@ -33,7 +33,7 @@ KEPT_PAGES = 256 << 20
 """Maximum bytes of pages of documents that are kept."""
 KEPT_DOCUMENTS = 256
 IMAGE_SECONDS = 60.0
-"""Seconds after which the process is restarted. An image has at most 10 s of processor time, and a document 30 s
+"""Seconds after which the process is restarted. An image has at most 10 s of processor time, and a document 20 s
 (`worker.py`), so the machine is the cause of a longer time, and not the file."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 MAX_ANSWER = 1 << 30

@@ -32,8 +32,8 @@ MAX_MEMORY = 3 << 30
 IMAGE_CPU_SECONDS = 10.0
 """Maximum processor time of an image in seconds. A JPEG of 200 KB may have thousands of scans of all pixels, and take
 minutes; a photograph of MAX_PIXELS pixels takes about one second."""
-DOCUMENT_CPU_SECONDS = 30.0
-"""Maximum processor time of a document in seconds. A hundred pages of text and vector drawings take about ten."""
+DOCUMENT_CPU_SECONDS = 20.0
+"""Maximum processor time of a document in seconds. A hundred pages with a line of text take less than one."""
 LENGTH = 8
 
 
