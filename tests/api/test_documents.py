@@ -18,7 +18,7 @@ from outrider.service import model_backends
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import Sample
 from support.pdfs import block, pdf
-from support.pictures import PATHS, picture_service
+from support.pictures import COUNTED, PATHS, picture_service
 from support.service import END, say
 from support.vision import REFUSALS, conversation, reply_text
 
@@ -54,6 +54,10 @@ def with_document(dialect: str, body: dict[str, Any], data: bytes, more: Mapping
     return body
 
 
+COUNTS: list[dict[str, Any]] = []
+"""The replies to the requests for a count of tokens, before each call in the dialect `messages`."""
+
+
 class Sender:
     """An agent that sends a document: options `dialect`, `turns` as the agent of `support.vision`, and `document` in
     base64."""
@@ -69,12 +73,16 @@ class Sender:
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         replies: list[str] = []
+        base = context.endpoint.base_url
         async with aiohttp.ClientSession() as http:
             for count in range(1, len(self._turns) + 1):
                 body = conversation(self._dialect, self._turns[:count], replies)
                 if self._turns[-1][0] != "tool" or count == len(self._turns):
                     body = with_document(self._dialect, body, self._document, self._more)
-                async with http.post(context.endpoint.base_url + PATHS[self._dialect], json=body) as reply:
+                if self._dialect == "messages":
+                    async with http.post(base + COUNTED, json=body) as counted:
+                        COUNTS.append(await counted.json())
+                async with http.post(base + PATHS[self._dialect], json=body) as reply:
                     if reply.status != 200:
                         REFUSALS.append(f"{reply.status}: {await reply.text()}")
                         return HarnessOutcome()
@@ -141,6 +149,14 @@ async def test_a_document_in_a_tools_result_is_read(tmp_path: Path, dialect: str
         assert '<page number="2">' in response
         assert ("second words" in response) == (not image_tokens)
         assert len(sample.images) == (2 if image_tokens else 0)
+
+
+@pytest.mark.parametrize("image_tokens", [0, 80])
+async def test_the_tokens_of_a_document_can_be_counted_before_the_call(tmp_path: Path, image_tokens: int) -> None:
+    COUNTS.clear()
+    async with vision_service(tmp_path, [say("one"), say("two")], image_tokens=image_tokens) as (_, client, engine):
+        await sample_of(client, task("messages", ["read", "and on"]))
+        assert [count["input_tokens"] for count in COUNTS] == [len(request.input_ids) for request in engine.requests]
 
 
 async def test_the_title_and_the_context_of_a_document_are_shown(tmp_path: Path) -> None:

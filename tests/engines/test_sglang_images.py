@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from engines.contract import collect
 from engines.routers import fake_router, worlds_of
 from engines.worlds import HASTY, scripted
 from outrider.engines.adapters.sglang import IDS_PER_TOKEN, SGLangEngine, collapsed
+from outrider.engines.adapters.vllm import VLLMEngine
 from outrider.engines.base import Capability, Chunk, EngineOptions, GenerateRequest, RequestImage, SamplingParams
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.waits import Overdue
@@ -210,3 +212,24 @@ async def test_an_engine_that_takes_another_form_is_not_given_the_images(world: 
         with pytest.raises(EngineUnavailable, match="takes images as patches, and not as png"):
             [_ async for _ in pool.calls.generate(world.request([picture(64, 64)]), Overdue())]
     assert not other.requests
+
+
+async def test_new_weights_after_images_are_warned_of_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    async with world.engine() as (engine, _):
+        await engine.set_version(1)
+        assert "SGLANG_VLM_CACHE_SIZE_MB" not in caplog.text
+        await collect(engine.generate(world.request([picture(64, 64)])))
+        await engine.set_version(2)
+        await engine.update_weights(str(world.folder), 3)
+    assert caplog.text.count("start SGLang with SGLANG_VLM_CACHE_SIZE_MB=0") == 1
+
+
+def test_vllm_encodes_an_image_again_with_new_weights(world: World) -> None:
+    engine = VLLMEngine(EngineOptions(name="sees", url="http://127.0.0.1:1"))
+    asked = world.request([picture(64, 64), picture(96, 64)])
+    hashes = []
+    for salt in ("run-1", "run-1", "run-2"):
+        body = b"".join(engine.body(asked, engine.route, partial(str, salt), 0))
+        hashes.append(msgspec.json.decode(body)["features"]["mm_hashes"]["image"])
+    assert hashes[0] == hashes[1]
+    assert len({one for pair in hashes for one in pair}) == 4

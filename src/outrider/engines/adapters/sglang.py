@@ -54,6 +54,10 @@ CONSTRAINT_FIELDS = {
 ABORTED = 499
 """The code of the error event that the server sends after it has aborted a request because of a pause."""
 ABORTED_WORDS = re.compile(rb"Request \w{32} was aborted")
+OLD_IMAGES = (
+    "may keep what its image encoder made of images with earlier weights: if the image encoder is trained, start SGLang"
+    " with SGLANG_VLM_CACHE_SIZE_MB=0"
+)
 IDS_PER_TOKEN = 4096
 """With images, each event of a stream repeats the ids of the whole prompt. So the server sends an event for several
 tokens, such that an event has at most about this number of ids of the prompt for each token."""
@@ -170,6 +174,7 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
     def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
         super().__init__(options, read_options(ServerOptions, options.options), retry)
         self._requested_settings = False
+        self._read_images = self._warned = False
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         return self._generate_with_images(request) if request.images else super().generate(request)
@@ -185,7 +190,7 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
                     _check_read(request, chunk, self.name)
                     spans = [(image.span.start, image.span.start + image.span.length) for image in request.images]
                     chunk = msgspec.structs.replace(chunk, prompt_images=spans)
-                    read = True
+                    read = self._read_images = True
                 yield chunk
 
     def body(self, request: GenerateRequest, route: str, salt: Callable[[], str], attempt: int) -> list[Buffer]:
@@ -281,6 +286,18 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
             if isinstance(answer, dict) and answer.get("success") is False:
                 raise EngineRejected(f"engine {self.name!r} did not load {weights}: {answer.get('message')}")
         self.versions = self.versions.with_version(version)
+        self._warn_of_images()
+
+    async def set_version(self, version: int) -> None:
+        await super().set_version(version)
+        self._warn_of_images()
+
+    def _warn_of_images(self) -> None:
+        """Log once that new weights may be combined with old images: no request clears the server's cache of encoded
+        images, and the cache has no salt."""
+        if self._read_images and not self._warned:
+            self._warned = True
+            log.warning("engine %s %s", self.name, OLD_IMAGES)
 
     def _advise(self, repeats: bool) -> None:
         if repeats and not self.advice:
