@@ -555,7 +555,7 @@ def _processor(trainer: str, path: str) -> Any:
     processor = importlib.import_module(f"{trainer}.utils.processing_utils").load_processor(
         path, trust_remote_code=True
     )
-    if not hasattr(processor, "image_processor"):
+    if not (hasattr(processor, "image_processor") and hasattr(processor, "image_token_id")):
         raise InvalidField(
             f"a session has images, and the processor of --hf-checkpoint {path} makes no pixel values",
             field="hf_checkpoint",

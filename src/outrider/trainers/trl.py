@@ -829,7 +829,8 @@ class GroupRows(msgspec.Struct, frozen=True):
 
 def placeholders_of(processor: Any) -> frozenset[int]:
     """Return the id of the placeholder of images, if the trainer's `processing_class` makes pixel values of images."""
-    return frozenset({int(processor.image_token_id)}) if hasattr(processor, "image_processor") else frozenset()
+    makes = hasattr(processor, "image_processor") and hasattr(processor, "image_token_id")
+    return frozenset({int(processor.image_token_id)}) if makes else frozenset()
 
 
 def rows_of(group: GroupView, placeholders: frozenset[int] = frozenset()) -> GroupRows:
