@@ -1,4 +1,4 @@
-"""What a model is shown of images and other files: the pages of documents, and texts that stand for files in a tool's
+"""What a model is shown of images and other files: the pages of documents, and texts that replace files in a tool's
 result that the model cannot read.
 
 The module fetches nothing, and reads an image's size from the image's first bytes, without a library. Invariant: what

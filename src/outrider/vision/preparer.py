@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from asyncio.subprocess import Process
 
 KEPT_BYTES = 512 << 20
-"""Maximum bytes of results that are kept. An image beyond this number is decoded again for each call."""
+"""Maximum bytes of results that are kept. The image of a dropped result is decoded again."""
 KEPT_PAGES = 256 << 20
 """Maximum bytes of pages of documents that are kept."""
 KEPT_DOCUMENTS = 256
 IMAGE_SECONDS = 60.0
 """Seconds after which the process is restarted. An image has at most 10 s of processor time, and a document 20 s
-(`worker.py`), so the machine is the cause of a longer time, and not the file."""
+(`worker.py`), so a longer time is the fault of the machine and not of the file."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 MAX_ANSWER = 1 << 30
 LENGTH = 8
@@ -256,8 +256,8 @@ def _size(found: DocumentPages | str) -> int:
 
 
 def item_size(settings: ImageSettings, grid: Grid) -> int:
-    """Return about how many bytes the `item` of an image has at most, from its grid. Patches have this number, and a
-    PNG has no more than the half."""
+    """Estimate the maximum number of bytes of an image's `item` from its grid. Patches have this number of bytes, and a
+    PNG has about half of it at most."""
     return settings.values_of(grid) * 4 // 3 + ITEM_HEAD
 
 

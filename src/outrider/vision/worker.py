@@ -3,10 +3,9 @@ each.
 
 Image decoders and PDFium are native code that reads an agent's bytes. So the process is confined like a check of an
 answer: it can read Python's files, and cannot write a file, open a socket, start a program or send a signal; its memory
-is limited.
-The kernel kills the process with SIGPROF if a file takes more than its seconds of processor time.
-Each message has a length (8 bytes, little-endian), then MessagePack. Invariant: the process ends with its standard
-input, so also when the process that started it is killed.
+is limited. The kernel kills the process with SIGPROF if an image or a document takes more than its maximum processor
+time. Each message has a length (8 bytes, little-endian), then MessagePack. Invariant: the process ends when its standard
+input ends, so it also ends when its parent process is killed.
 """
 
 from __future__ import annotations
