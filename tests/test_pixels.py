@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import json
 import os
@@ -20,9 +21,9 @@ from PIL import ImageOps
 
 from outrider.errors import InvalidField, ServiceError
 from outrider.messages import image_from_bytes
-from outrider.tokens.rendering.image_grids import ImageSettings, read_image_settings
-from outrider.vision.pixels import MAX_PIXELS, UnreadableImage, decoded, pixels_of
-from outrider.vision.preparer import ImagePreparer, PreparedImage, UnreadImage, item_size
+from outrider.tokens.rendering.image_grids import ImageForm, ImageSettings, read_image_settings
+from outrider.vision.pixels import MAX_PIXELS, UnreadableImage, decoded, pixels_of, png_item
+from outrider.vision.preparer import DecodingProcess, ImagePreparer, PreparedImage, UnreadImage, item_size
 from support.vision import picture
 from support.vision_model import PREPROCESSOR, write_vision_tokenizer
 
@@ -34,11 +35,11 @@ SIZES = [(64, 64), (640, 480), (1280, 720), (33, 31), (10, 300), (1000, 20), (60
 
 @asynccontextmanager
 async def a_preparer() -> AsyncIterator[ImagePreparer]:
-    preparer = ImagePreparer(SETTINGS)
+    preparer = ImagePreparer(SETTINGS, DecodingProcess())
     try:
         yield preparer
     finally:
-        await preparer.close()
+        await preparer.process.close()
 
 
 def as_file(image: Pillow.Image, kind: str = "PNG") -> bytes:
@@ -75,6 +76,35 @@ def test_grids_and_pixels_are_those_of_the_models_own_processor(size: tuple[int,
     ours = pixels_of(data, SETTINGS)
     assert [list(ours.grid)] == theirs["image_grid_thw"].tolist()
     assert np.abs(ours.values(SETTINGS) - theirs["pixel_values"]).max() < 1e-6
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_png_for_an_engine_has_the_same_patches_as_the_image(size: tuple[int, int]) -> None:
+    pil = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    processor = pil.Qwen2VLImageProcessorPil(
+        patch_size=SETTINGS.patch,
+        merge_size=SETTINGS.merge,
+        temporal_patch_size=SETTINGS.frames,
+        size={"shortest_edge": SETTINGS.least, "longest_edge": SETTINGS.most},
+        image_mean=list(SETTINGS.mean),
+        image_std=list(SETTINGS.std),
+    )
+    data = picture(*size, kind="JPEG")
+    grid, item = png_item(data, SETTINGS)
+    ours, png = pixels_of(data, SETTINGS), base64.b64decode(item)
+    assert len(item) < len(ours.levels.tobytes()) * 2 // 3 + 4096
+    assert grid == ours.grid
+    assert (pixels_of(png, SETTINGS).levels == ours.levels).all()
+    theirs = processor(images=[Pillow.open(io.BytesIO(png))], return_tensors="np")
+    assert np.abs(ours.values(SETTINGS) - theirs["pixel_values"]).max() < 1e-6
+
+
+def test_an_image_that_a_server_would_scale_again_is_not_made_a_png() -> None:
+    data = picture(32 * 190, 32)
+    few = ImageSettings(patch=16, merge=2, frames=2, least=4096, most=4096, mean=(0.5,) * 3, std=(0.5,) * 3)
+    assert pixels_of(data, few).grid == (1, 2, 54)
+    with pytest.raises(UnreadableImage, match="too narrow: the engine would scale it again"):
+        png_item(data, few)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +178,13 @@ async def test_images_are_decoded_in_one_process_and_each_once() -> None:
         image = image_from_bytes("image/png", picture(96, 64))
         both = await asyncio.gather(preparer.prepare(image), preparer.prepare(image))
         assert isinstance(both[0], PreparedImage)
-        assert both[0] is both[1] is preparer.kept(image.digest)
+        assert both[0] is both[1] is preparer.kept(image.digest, ImageForm.PATCHES)
         assert both[0].grid == (1, 4, 6)
         assert 0 <= item_size(SETTINGS, both[0].grid) - len(both[0].item) < 512
+        png = await preparer.prepare(image, ImageForm.PNG)
+        assert isinstance(png, PreparedImage)
+        assert png is preparer.kept(image.digest, ImageForm.PNG)
+        assert (png.grid, base64.b64decode(png.item)[:4]) == (both[0].grid, b"\x89PNG")
         broken = await preparer.prepare(image_from_bytes("image/png", b"no"))
         assert isinstance(broken, UnreadImage)
         assert isinstance(
@@ -162,8 +196,8 @@ async def test_a_killed_process_is_the_services_fault_and_the_next_image_gets_an
     async with a_preparer() as preparer:
         await preparer.prepare(image_from_bytes("image/png", picture(64, 64)))
         for number, error in ((signal.SIGKILL, ServiceError), (signal.SIGSEGV, None)):
-            assert preparer.process_id is not None
-            os.kill(preparer.process_id, number)
+            assert preparer.process.id is not None
+            os.kill(preparer.process.id, number)
             other = image_from_bytes("image/png", picture(64, 64, seed=int(number)))
             if error is not None:
                 with pytest.raises(error, match="decodes images failed"):
@@ -176,7 +210,7 @@ async def test_a_killed_process_is_the_services_fault_and_the_next_image_gets_an
 async def test_a_process_that_hangs_is_the_services_fault_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_preparer() as preparer:
         await preparer.prepare(image_from_bytes("image/png", picture(64, 64)))
-        hanging, other = preparer.process_id, image_from_bytes("image/png", picture(64, 96))
+        hanging, other = preparer.process.id, image_from_bytes("image/png", picture(64, 96))
         assert hanging is not None
         os.kill(hanging, signal.SIGSTOP)
         with monkeypatch.context() as patch:
@@ -191,8 +225,8 @@ async def test_a_process_that_hangs_is_the_services_fault_and_is_replaced(monkey
 async def test_the_process_ends_with_its_preparer() -> None:
     async with a_preparer() as preparer:
         await preparer.prepare(image_from_bytes("image/png", picture(64, 64)))
-        process_id = preparer.process_id
-    assert preparer.process_id is None
+        process_id = preparer.process.id
+    assert preparer.process.id is None
     assert process_id is not None
     with pytest.raises(ProcessLookupError):
         os.kill(process_id, 0)

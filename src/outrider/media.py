@@ -1,32 +1,41 @@
-"""Texts that replace images and other files in a tool's result, for models that cannot read them.
+"""What a model is shown of images and other files: the pages of documents, and texts that replace files in a tool's
+result that the model cannot read.
 
-The module fetches nothing, and reads an image's size from the image's first bytes, without a library. Invariant: the
-text depends on the file, its media type and its address only, so a history that a client sends again has the same
-texts.
+The module fetches nothing, and reads an image's size from the image's first bytes, without a library. Invariant: what
+is shown depends on the file, its media type and its address only, so a history that a client sends again is shown in
+the same way.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from outrider.errors import RequestError
 from outrider.messages import (
     Attachment,
+    Document,
+    DocumentPages,
     Image,
     Message,
     Part,
     Role,
     Text,
     WireMessages,
+    image_from_bytes,
     images_in,
     message_of_parts,
     with_images,
 )
 
 Grids = Mapping[str, tuple[int, int, int] | str]
+PagesOf = Callable[[str], DocumentPages | str | None]
+"""Returns the pages of a document by its digest: the reason as text if the document cannot be read, and None if it is
+not known yet."""
+PDF = "application/pdf"
 
 MAX_USER_RUN = 64
 """Maximum distance, in messages, from a message with a tool's file back to the tool's result."""
@@ -51,9 +60,10 @@ def carried_by_tool(messages: WireMessages, index: int) -> bool:
 
 
 def check_attachments(parts: Sequence[Part], messages: WireMessages, index: int) -> None:
-    """Raise RequestError if there are attachments among the parts of message `index` and no tool sent them."""
+    """Raise RequestError if there are attachments among the parts of message `index` and no tool sent them. Documents
+    are left to `ReadableMessages`."""
     for part in parts:
-        if isinstance(part, Attachment) and not carried_by_tool(messages, index):
+        if isinstance(part, Attachment) and not isinstance(part, Document) and not carried_by_tool(messages, index):
             raise RequestError(f"{part.field}: {part.reason}", field=part.field)
 
 
@@ -66,6 +76,24 @@ def attachment(
     if address is not None and _ADDRESS.fullmatch(address):
         details.append(address)
     return Attachment(f"[{', '.join(details)}: this model does not read such files]", known, field, reason)
+
+
+def document(data: bytes, field: str, reason: str, *, head: str = "") -> Document:
+    """Return a PDF document."""
+    text = f"[{PDF}, {len(data):,} bytes: this model does not read such files]"
+    return Document(text, PDF, field, reason, hashlib.sha256(data).hexdigest(), data, head)
+
+
+def shown(document: Document, pages: DocumentPages) -> list[Part]:
+    """Return what the model is shown of a document: its pages, as pictures or texts, between tags."""
+    parts: list[Part] = [Text("<document>\n")]
+    if document.head:
+        parts.append(Text(f"{document.head}\n"))
+    for number, page in enumerate(pages.pages, 1):
+        parts.append(Text(f'<page number="{number}">\n'))
+        parts.append(image_from_bytes("image/png", page) if isinstance(page, bytes) else Text(page))
+        parts.append(Text("\n</page>\n"))
+    return [*parts, Text("</document>\n")]
 
 
 def broken_image(media_type: str, field: str, reason: str) -> Attachment:
@@ -120,20 +148,34 @@ class UnpreparedImages(Exception):
         self.images = images
 
 
+class UnpreparedDocuments(Exception):
+    """The pages of these documents of a message are not known yet."""
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        super().__init__(f"{len(documents)} documents")
+        self.documents = documents
+
+
 class ReadableMessages:
     """`WireMessages` with texts in place of the files that the model does not read: attachments, and if `images` is
     False also the images of tools' results. Images of the user stay, because without its images the task would be a
     different task. `described` maps the index of a parsed message to the media types of its replaced files.
 
     With `grids`, the model reads images of known grid: `grids` maps the digest of an image to its grid, or to the
-    reason why the image cannot be decoded. A tool's image that cannot be decoded is replaced by a text."""
+    reason why the image cannot be decoded. A tool's image that cannot be decoded is replaced by a text.
 
-    __slots__ = ("_grids", "_images", "_messages", "described")
+    With `pages`, documents are replaced by their pages. A tool's document that cannot be read is replaced by a text,
+    and so is every document of a tool without `pages`; a document of the user is refused."""
 
-    def __init__(self, messages: WireMessages, *, images: bool, grids: Grids | None = None) -> None:
+    __slots__ = ("_grids", "_images", "_messages", "_pages", "described")
+
+    def __init__(
+        self, messages: WireMessages, *, images: bool, grids: Grids | None = None, pages: PagesOf | None = None
+    ) -> None:
         self._messages = messages
         self._images = images
         self._grids = grids
+        self._pages = pages
         self.described: dict[int, list[str]] = {}
 
     def __len__(self) -> int:
@@ -153,6 +195,8 @@ class ReadableMessages:
 
     def parse(self, index: int) -> Message:
         message = self._messages.parse(index)
+        if any(isinstance(part, Document) for part in message.parts):
+            message = self._with_pages(message, index)
         if not message.parts:
             return message
         if self._grids is not None:
@@ -192,6 +236,29 @@ class ReadableMessages:
             fault = self._grids.get(part.digest) if self._grids is not None else None
             return note_of_image(part) if fault is None else unreadable_note(part.media_type)
         return None
+
+    def _with_pages(self, message: Message, index: int) -> Message:
+        """Replace the documents of message `index` by their pages. Raises UnpreparedDocuments, and RequestError for a
+        document of the user that cannot be read."""
+        by_tool, unknown = carried_by_tool(self._messages, index), []
+        parts: list[Part] = []
+        for part in message.parts:
+            if not isinstance(part, Document):
+                parts.append(part)
+                continue
+            pages = part.reason if self._pages is None else self._pages(part.digest)
+            if pages is None:
+                unknown.append(part)
+            elif isinstance(pages, DocumentPages):
+                parts += shown(part, pages)
+            elif not by_tool:
+                raise RequestError(f"{part.field}: {pages}", field=part.field)
+            else:
+                note = part.text if self._pages is None else f"[{PDF}: the document cannot be read]"
+                parts.append(Attachment(note, PDF, part.field, pages))
+        if unknown:
+            raise UnpreparedDocuments(unknown)
+        return message_of_parts(message.role, parts, tool_call_id=message.tool_call_id, name=message.name)
 
     def _with_grids(self, message: Message, grids: Grids, index: int) -> Message:
         by_tool = carried_by_tool(self._messages, index)

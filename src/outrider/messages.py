@@ -53,6 +53,22 @@ class Attachment(Text, frozen=True, tag="attachment", gc=False):
     reason: str
 
 
+class Document(Attachment, frozen=True, tag="document", gc=False):
+    """A PDF document, identified by `digest`, the SHA-256 (hex) of its bytes `data`. `media.py` puts its pages in its
+    place if they can be read, and otherwise treats the document as an attachment. `head` is text about the document,
+    for the model."""
+
+    digest: str
+    data: bytes
+    head: str = ""
+
+
+class DocumentPages(msgspec.Struct, frozen=True):
+    """The pages of a document, in order: for each page its text, or its picture as PNG."""
+
+    pages: tuple[str | bytes, ...]
+
+
 class Image(msgspec.Struct, frozen=True, tag="image", omit_defaults=True, gc=False):
     """An image, identified by `digest`, the SHA-256 (hex) of its bytes.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
+import io
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -11,27 +13,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image as Pillow
 
 from outrider.client.client import AsyncClient
 from outrider.config import ModelConfig
 from outrider.engines.base import Capability, Chunk, EngineOptions, GenerateRequest
+from outrider.evaluators.base import Outcome
 from outrider.lab.fakes.engine_servers import ServeSettings
 from outrider.lab.fakes.engine_servers.app import DEFAULT_SETTINGS, EngineProtocol, engine_app, serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import StopReason
+from outrider.messages import images_in
 from outrider.service import model_backends
 from outrider.service.service import Service
 from outrider.sessions.priority_semaphore import PrioritySemaphore
 from outrider.spec import EngineSpec
-from outrider.tokens.rendering.image_grids import PLACEHOLDER
+from outrider.tokens.rendering.image_grids import PLACEHOLDER, read_image_settings
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import Sample, SampleImage, TokenMode
+from outrider.vision.pixels import pixels_of, vllm_item
 from support.pictures import PATHS
 from support.service import END, running_service, say
 from support.vision import REFUSALS, picture, task
 from support.vision_model import write_vision_tokenizer
 
 MERGED = 4
+PROTOCOLS: tuple[EngineProtocol, ...] = ("vllm", "sglang")
 CALL = f'<tool_call>\n{{"name": "screenshot", "arguments": {{}}}}\n</tool_call>{END}'
 
 
@@ -50,6 +57,9 @@ async def vision_service(
     write_vision_tokenizer(folder)
     script = EngineOptions(name="scripted", tokenizer=str(folder), options={"replies": list(replies)})
     engine = kind(script)
+    if protocol == "sglang" and served is DEFAULT_SETTINGS:
+        images = read_image_settings(folder, "qwen3-vl", 1 << 20)
+        served = ServeSettings(tokenizer=Tokenizer.load(folder), images=images)
     model = ModelConfig(tokenizer=str(folder), renderer="qwen3-vl", **settings)
     async with serving(engine_app(engine, protocol, served)) as server:
         spec = EngineSpec(kind=protocol, name="sees", url=server)
@@ -102,10 +112,14 @@ def sent_spans(request: GenerateRequest) -> list[tuple[int, int]]:
     return [(image.span.start, image.span.start + image.span.length) for image in request.images]
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("dialect", PATHS)
-async def test_images_reach_the_engine_and_the_sample_and_history_grows_by_delta(tmp_path: Path, dialect: str) -> None:
+async def test_images_reach_the_engine_and_the_sample_and_history_grows_by_delta(
+    tmp_path: Path, dialect: str, protocol: EngineProtocol
+) -> None:
     turns = [("look", [0]), ("and here", [1, 0]), ("bye", [])]
-    async with vision_service(tmp_path, [say("one"), say("two"), say("three")]) as (_, client, engine):
+    replies = [say("one"), say("two"), say("three")]
+    async with vision_service(tmp_path, replies, protocol=protocol) as (_, client, engine):
         sample = await sample_of(client, task(dialect, turns))
         assert sample.mode is TokenMode.TOKENS
         pictures = [picture(64, 64, seed=0), picture(96, 64, seed=1), picture(64, 64, seed=0)]
@@ -115,6 +129,9 @@ async def test_images_reach_the_engine_and_the_sample_and_history_grows_by_delta
         assert [len(request.images) for request in engine.requests] == [1, 3, 3]
         assert sent_spans(third) == sent_spans(second) == spans_of(sample.images)
         assert [image.item for image in second.images[::2]] == [first.images[0].item] * 2
+        settings = read_image_settings(tmp_path / "vision", "qwen3-vl", 1 << 20)
+        assert settings is not None
+        assert [image.item for image in third.images] == [vllm_item(pixels_of(data, settings)) for data in pictures]
         ids = sample.ids.tolist()
         for request in engine.requests:
             prompt = request.input_ids.tolist()
@@ -122,10 +139,13 @@ async def test_images_reach_the_engine_and_the_sample_and_history_grows_by_delta
         assert (await client.image(sample.images[1].digest)).data == pictures[1]
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("dialect", PATHS)
-async def test_images_of_a_tools_result_reach_the_engine_and_the_sample(tmp_path: Path, dialect: str) -> None:
+async def test_images_of_a_tools_result_reach_the_engine_and_the_sample(
+    tmp_path: Path, dialect: str, protocol: EngineProtocol
+) -> None:
     turns = [("look", []), ("tool", [2])]
-    async with vision_service(tmp_path, [CALL, say("done")]) as (_, client, engine):
+    async with vision_service(tmp_path, [CALL, say("done")], protocol=protocol) as (_, client, engine):
         sample = await sample_of(client, task(dialect, turns))
         check_images(tmp_path / "vision", sample, [picture(128, 64, seed=2)])
         assert len(sample.turns) == 2
@@ -160,8 +180,9 @@ async def test_a_model_served_without_images_refuses_them(tmp_path: Path) -> Non
         assert not engine.requests
 
 
-async def test_larger_images_are_scaled_to_the_tokens_of_the_setting(tmp_path: Path) -> None:
-    async with vision_service(tmp_path, [say("one")], image_tokens=16) as (_, client, _engine):
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_larger_images_are_scaled_to_the_tokens_of_the_setting(tmp_path: Path, protocol: EngineProtocol) -> None:
+    async with vision_service(tmp_path, [say("one")], protocol=protocol, image_tokens=16) as (_, client, _engine):
         sample = await sample_of(client, task("chat", [("look", [8])]))
         [image] = sample.images
         assert image.grid is not None
@@ -177,21 +198,30 @@ async def test_a_server_whose_model_takes_other_pixels_is_refused(tmp_path: Path
         assert not engine.requests
 
 
-@pytest.mark.parametrize(("protocol", "served"), [("sglang", {}), ("vllm", {"generate_route": False})])
-async def test_servers_without_a_place_for_images_refuse_them(
-    tmp_path: Path, protocol: EngineProtocol, served: dict[str, Any]
-) -> None:
-    settings = ServeSettings(**served)
-    async with vision_service(tmp_path, [say("one")], protocol=protocol, served=settings) as (_, client, engine):
+async def test_servers_without_a_place_for_images_refuse_them(tmp_path: Path) -> None:
+    settings = ServeSettings(generate_route=False)
+    async with vision_service(tmp_path, [say("one")], served=settings) as (_, client, engine):
         refused = await refusal_of(client, task("chat", [("look", [0])]))
-        assert "given text only" in refused or "has no route /inference/v1/generate" in refused
+        assert "has no route /inference/v1/generate" in refused
         assert not engine.requests
+
+
+async def test_the_reply_of_a_server_that_ignores_images_is_an_error_of_the_engine(tmp_path: Path) -> None:
+    settings = ServeSettings()
+    async with vision_service(tmp_path, [say("one")], protocol="sglang", served=settings) as (_, client, _engine):
+        group = await client.submit({"task": task("chat", [("look", [0])]) | {"max_attempts": 1}})
+        [done] = await client.wait([group.id])
+        result = done.sessions[0].result
+        assert result is not None
+        assert result.verdict is None
+        assert result.error is not None
+        assert "has read another prompt" in result.error.message
 
 
 class Blind(ScriptedEngine):
     """An engine whose server ignores images."""
 
-    capabilities = ScriptedEngine.capabilities | {Capability.READS_IMAGES}
+    capabilities = ScriptedEngine.capabilities | {Capability.READS_PATCHES}
 
 
 async def test_an_engine_that_does_not_report_the_images_is_not_believed(tmp_path: Path) -> None:
@@ -275,3 +305,46 @@ async def test_an_agent_that_waits_for_memory_for_pixels_is_not_to_blame(
         result = done.sessions[0].result
         assert result is not None
         assert (result.stop_reason, result.error) == (StopReason.COMPLETED, None)
+
+
+def bytes_seen(outcome: Outcome) -> float:
+    """The number of bytes of the images in the transcript."""
+    return float(sum(len(image.data) for message in outcome.transcript for image in images_in(message)))
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_a_session_with_images_is_graded_again_with_its_images(tmp_path: Path, protocol: EngineProtocol) -> None:
+    turns = [("look", [0]), ("and here", [1, 0])]
+    async with vision_service(tmp_path, [say("one"), say("two")], protocol=protocol) as (_, client, engine):
+        [first] = await client.wait([(await client.submit({"task": task("chat", turns)})).id])
+        [before] = await client.samples(first.sessions[0].id)
+        calls = len(engine.requests)
+        evaluator = {"kind": "callable", "path": "api.test_vision:bytes_seen"}
+        [again] = await client.wait([(await client.regrade(first.id, {"evaluator": evaluator})).id])
+        [after] = await client.samples(again.sessions[0].id)
+        pictures = [picture(64, 64, seed=0), picture(96, 64, seed=1), picture(64, 64, seed=0)]
+        assert after.reward == sum(map(len, pictures))
+        assert (before.reward, after.images, after.ids.tolist()) == (1.0, before.images, before.ids.tolist())
+        assert [(await client.image(image.digest)).data for image in after.images] == pictures
+        assert len(engine.requests) == calls
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("orientation", [1, 6])
+async def test_a_turned_photograph_is_read_upright(tmp_path: Path, orientation: int, protocol: EngineProtocol) -> None:
+    photograph = Pillow.open(io.BytesIO(picture(128, 64)))
+    exif = photograph.getexif()
+    exif[0x112] = orientation
+    file = io.BytesIO()
+    photograph.save(file, "JPEG", exif=exif)
+    url = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+    body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
+    asked = task("chat", [("ignored", [])], extra=body)
+    async with vision_service(tmp_path, [say("one")], protocol=protocol) as (_, client, engine):
+        sample = await sample_of(client, asked)
+        assert [image.grid for image in sample.images] == [(1, 8, 4) if orientation == 6 else (1, 4, 8)]
+        check_images(tmp_path / "vision", sample, [file.getvalue()])
+        settings = read_image_settings(tmp_path / "vision", "qwen3-vl", 1 << 20)
+        assert settings is not None
+        [read] = engine.requests[0].images
+        assert read.item == vllm_item(pixels_of(file.getvalue(), settings))

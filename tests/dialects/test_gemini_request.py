@@ -239,7 +239,7 @@ def test_who_is_calling() -> None:
         ({"contents": HI, "systemInstruction": {"parts": [PNG]}}, "systemInstruction[0]"),
         ({"contents": user({"text": 7})}, "contents[0].parts[0].text"),
         (
-            {"contents": user({"inlineData": {"mimeType": "application/pdf", "data": "AAAA"}})},
+            {"contents": user({"inlineData": {"mimeType": "application/msword", "data": "AAAA"}})},
             "contents[0].parts[0].inlineData.mimeType",
         ),
         (

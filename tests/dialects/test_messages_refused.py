@@ -81,7 +81,7 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("messages[0].content[0].source.data", one(image(data="é"))),
     ("messages[0].content[0].source.data", one(image(data=""))),
     ("messages[0].content[0].source.url", one(image(type="url", url="file:///etc/passwd"))),
-    ("messages[0].content[0].source.type", one(document(type="base64", media_type="application/pdf", data="AA=="))),
+    ("messages[0].content[0].source.type", one(document(type="base64", media_type="application/msword", data="AA=="))),
     ("messages[0].content[0].source.data", one(document(type="text"))),
     ("messages[0].content[0].source.content[0].type", one(document(type="content", content=[image()]))),
     ("messages[0].content[0].title", one({**document(type="text", data="x"), "title": 7})),

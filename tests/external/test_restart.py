@@ -18,6 +18,8 @@ from cli.world import program
 from outrider.engines.base import EngineOptions
 from outrider.lab.fakes.engine_servers import engine_app, serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
+from outrider.tokens.rendering.tokenizer import Tokenizer
+from support.pdfs import block, pdf
 from support.service import say
 from support.tokenizer import write_tokenizer
 from support.vision import conversation, picture
@@ -101,6 +103,33 @@ async def test_a_session_with_images_goes_on_in_the_next_service(tmp_path: Path)
         assert after.input_ids.tolist()[: len(prompt)] == prompt
         assert [image["grid"] for image in row["images"]] == [[1, 4, 4]] * 3 + [[1, 4, 6]]
         assert group["sessions"][0]["result"]["forks"] == {}
+
+
+async def test_a_session_with_a_document_goes_on_in_the_next_service(tmp_path: Path) -> None:
+    """The next service reads the document again when the agent sends it again, and finds the recorded pages."""
+    pytest.importorskip("pypdfium2")
+    document = block("chat", pdf(["first words", "second words"]))
+    question: dict[str, Any] = {"role": "user", "content": [document, {"type": "text", "text": "read"}]}
+    more = [{"role": "assistant", "content": "one"}, {"role": "user", "content": "and now"}]
+    async with engine_server(tmp_path, replies=[say("one"), say("two")]) as (engine, url):
+        async with on_engine(tmp_path, url) as world:
+            opened = await world.owner.open()
+            first = await world.agent(opened).post([question])
+            assert first.status_code == 200, first.text
+        async with on_engine(tmp_path, url) as world:
+            await world.owner.open(group_id=opened["session"]["group_id"])
+            opened["base_url"] = f"{world.owner.url}/s/{opened['key']}"
+            second = await world.agent(opened).post([question, *more])
+            assert second.status_code == 200, second.text
+            await world.owner.complete(opened, reward=1)
+            group = await world.owner.done(opened["session"]["group_id"])
+    [row] = group["samples"]
+    assert row["turns"] == [0, 1]
+    assert group["sessions"][0]["result"]["forks"] == {}
+    before, after = (request.input_ids.tolist() for request in engine.requests)
+    assert after[: len(before)] == before
+    text = Tokenizer.load(tmp_path / "tokenizer").decode(row["ids"])
+    assert '<page number="2">\nsecond words\n</page>' in text
 
 
 async def test_a_report_outlives_the_service(tmp_path: Path) -> None:

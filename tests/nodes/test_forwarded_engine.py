@@ -28,6 +28,7 @@ from outrider.errors import EngineError, EngineRejected
 from outrider.messages import Message, Role
 from outrider.nodes.messages import GenerateChat
 from outrider.nodes.service_proxy import ForwardedEngine
+from outrider.tokens.rendering.image_grids import ImageForm
 from outrider.trajectory import FinishReason, ImageSpan, LogprobKind, TokenMode
 
 from .test_calls import both
@@ -60,7 +61,7 @@ class Sees(Keeps):
 
     name = "sees"
     mode = TokenMode.TOKENS
-    capabilities = frozenset({Capability.READS_IMAGES})
+    capabilities = frozenset({Capability.READS_PATCHES})
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         assert not request.images
@@ -80,7 +81,7 @@ async def test_images_are_not_forwarded_and_the_error_is_the_engines_and_not_the
         await leader.add_engine(Sees())
         [state] = pool_state(leader).engines
         await node.adopt(state, ForwardedEngine(ends.caller, None, state))
-        assert serving(node.members["sees"]).reads_images
+        assert serving(node.members["sees"]).image_form is ImageForm.PATCHES
         with pytest.raises(EngineError, match="forwards no images") as raised:
             [_ async for _ in node.calls.generate(request, Overdue())]
         assert not isinstance(raised.value, EngineRejected)  # a rejection may be the client's fault

@@ -10,6 +10,7 @@ github.com/THUDM/slime file by file:
     slime/observability/rollout_metrics.py                                         0a2bc654e0a1
     slime/utils/metric_utils.py (pass rates)                                       45fcf06f3343
     slime/backends/megatron_utils/loss.py, cp_utils.py (denominators of the loss)  624b824a898a
+    slime/backends/megatron_utils/data.py, utils/processing_utils.py (images)      624b824a898a
 
 `TrainingSide` is what `RolloutManager` and its `BatchBuilder` do with the output, the trap in normalising rewards
 included; "rloo" is normalised by some revisions only. `logged_evaluation` is how it reads an evaluation, and
@@ -50,6 +51,7 @@ class Sample:
     prompt: Any = ""
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
     response: str = ""
     response_length: int = 0
     label: str | None = None
@@ -229,6 +231,15 @@ class TrainingSide:
             centred = centred * groups.shape[1] / (groups.shape[1] - 1)
         return [float(value) for value in centred.flatten()]
 
+    def multimodal_inputs(self, numbers: Sequence[int]) -> dict[str, Any]:
+        """What `get_batch` passes to the model for the images of a micro-batch, beside its tokens one after the other:
+        the tensors of its samples, joined for each key."""
+        joined: dict[str, Any] = {}
+        for number in numbers:
+            for key, tensor in (self.samples[number].multimodal_train_inputs or {}).items():
+                joined[key] = np.concatenate([joined[key], tensor.numpy()]) if key in joined else tensor.numpy()
+        return joined
+
     def mask_sums(self) -> list[int]:
         """Tokens that train, summed over the samples of each one's rollout: the denominator of its loss."""
         sums: dict[Any, int] = {}
@@ -309,12 +320,16 @@ class FullyAsyncWorker:
 
 
 @contextmanager
-def slime_modules(package: str = "slime") -> Iterator[None]:
+def slime_modules(package: str = "slime", load_processor: Any = None) -> Iterator[None]:
     """The modules that the bridge imports by name, of slime or of a fork of it."""
+    processing = ModuleType(f"{package}.utils.processing_utils")
+    vars(processing).update(load_processor=load_processor)
     base_types, data = ModuleType(f"{package}.rollout.base_types"), ModuleType(f"{package}.utils.data")
     vars(base_types).update(RolloutFnTrainOutput=RolloutFnTrainOutput, RolloutFnEvalOutput=RolloutFnEvalOutput)
     vars(data).update(Dataset=Dataset)
     names = (package, f"{package}.rollout", f"{package}.utils")
-    modules = {name: ModuleType(name) for name in names} | {each.__name__: each for each in (base_types, data)}
+    modules = {name: ModuleType(name) for name in names} | {
+        each.__name__: each for each in (base_types, data, processing)
+    }
     with patch.dict(sys.modules, modules):
         yield

@@ -27,7 +27,7 @@ from outrider.constraint import MAX_CONSTRAINT, Constraint, ConstraintKind, Tool
 from outrider.dialects.base import RequestedSampling, WireCall
 from outrider.dialects.field_policy import FieldRule, Table, Treatment
 from outrider.errors import RequestError
-from outrider.media import attachment, broken_image, encoded_size
+from outrider.media import PDF, attachment, broken_image, document, encoded_size
 from outrider.messages import Attachment, Image, ToolSpec, image_from_bytes, image_from_url
 
 T = TypeVar("T")
@@ -297,11 +297,22 @@ def image_from_base64(media_type: str, data: str, where: str) -> Image | Attachm
     return image_from_bytes(media_type, decoded)
 
 
+def file_from_base64(media_type: str | None, data: str, where: str, reason: str, *, head: str = "") -> Attachment:
+    """Return the file in `data` (base64): a PDF document, or an attachment for any other type and for data that is not
+    base64. `head` is text about a document, for the model."""
+    if (media_type or "").partition(";")[0].strip().lower() == PDF:
+        try:
+            return document(decode_base64(data), where, reason, head=head)
+        except ValueError:
+            reason = "is not valid base64"
+    return attachment(media_type, where, reason, size=encoded_size(data))
+
+
 def file_from_address(url: str | None, media_type: str | None, where: str, reason: str) -> Attachment:
     """Return the attachment of a file, which may be in a data URL, at an address, or at a place that is unknown here
     (None)."""
     if url is not None and (head := _DATA_URL.match(url)) is not None:
-        return attachment(head[1] or media_type, where, reason, size=encoded_size(url[head.end() :]))
+        return file_from_base64(head[1] or media_type, url[head.end() :], where, reason)
     return attachment(media_type, where, reason, address=url)
 
 

@@ -17,6 +17,7 @@ import msgspec
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.messages import Message, ToolSpec
 from outrider.spec import EngineSpec
+from outrider.tokens.rendering.image_grids import ImageForm
 from outrider.trajectory import FinishReason, Ids, ImageSpan, LogprobKind, TokenMode, VersionSpan, WorkerReport
 
 PauseMode = Literal["finish", "abort", "keep"]
@@ -73,17 +74,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestImage(msgspec.Struct, frozen=True, kw_only=True):
-    """An image of a prompt: its `span` in `GenerateRequest.input_ids`, the bytes of its file, and its pixel values as
-    `item`, in the form of vLLM's features (base64 of a `MultiModalKwargsItem`)."""
+    """An image of a prompt: its `span` in `GenerateRequest.input_ids`, and its pixels as `item`, in the form `form`."""
 
     span: ImageSpan
     item: bytes
+    form: ImageForm = ImageForm.PATCHES
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for one generation. `request_id` is unique and of fixed length; `session_key` groups a session's turns
     for prefix-cache routing. `input_ids` is int32 of shape (prompt length,). `images` are the images of the prompt,
-    in order, and are given only to engines with `Capability.READS_IMAGES`."""
+    in order, and are given only to engines that take their form (`image_form_of`)."""
 
     request_id: str
     session_key: str
@@ -227,13 +228,23 @@ class Capability(StrEnum):
     itself has changed the weights of the server."""
     KEEPS_IDS = "keeps_ids"
     """The engine takes messages, and puts `ChatRequest.known_ids` in place of the ids that it renders."""
-    READS_IMAGES = "reads_images"
-    """The engine takes the images of a prompt of ids (`GenerateRequest.images`)."""
+    READS_PATCHES = "reads_patches"
+    """The engine takes the images of a prompt of ids (`GenerateRequest.images`) as patches."""
+    READS_PNG = "reads_png"
+    """The engine takes the images of a prompt of ids as PNG."""
 
 
 def capabilities_of(engine: object) -> frozenset[Capability]:
     """Return the engine's attribute `capabilities`, or no capabilities for an engine without this attribute."""
     return getattr(engine, "capabilities", frozenset())
+
+
+def image_form_of(engine: object) -> ImageForm | None:
+    """Return the form in which an engine takes the images of a prompt of ids, None if it takes no images."""
+    has = capabilities_of(engine)
+    if Capability.READS_PATCHES in has:
+        return ImageForm.PATCHES
+    return ImageForm.PNG if Capability.READS_PNG in has else None
 
 
 class KnownVersions(msgspec.Struct, frozen=True):

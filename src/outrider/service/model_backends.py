@@ -27,7 +27,7 @@ from outrider.sessions.calls.limits import Intake
 from outrider.spec import Limits
 from outrider.tokens.rendering.renderer import Renderer, make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
-from outrider.vision.preparer import ImagePreparer, has_pillow
+from outrider.vision.preparer import DecodingProcess, DocumentReader, ImagePreparer, has_pdfium, has_pillow
 
 log = logging.getLogger("outrider.service")
 
@@ -92,12 +92,15 @@ async def open_models(
                 follows=None if leader is None else partial(FollowedPolicy, leader=leader(serves)),
             )
             await stack.enter_async_context(pool)
-            images = None
+            # Documents have a process of their own, because an image is decoded faster than a document is read.
+            images, decoding, reading = None, DecodingProcess(), DecodingProcess()
+            stack.push_async_callback(decoding.close)
+            stack.push_async_callback(reading.close)
             if renderer.images is not None and not has_pillow():
                 log.warning("model %s is served without images: %s", name, install_command("images"))
             elif renderer.images is not None:
-                images = ImagePreparer(renderer.images)
-                stack.push_async_callback(images.close)
+                images = ImagePreparer(renderer.images, decoding)
+            settings = None if images is None else images.settings
             return ModelBackend(
                 renderer=renderer,
                 pool=pool,
@@ -105,6 +108,7 @@ async def open_models(
                 context_tokens=context,
                 intake=intake,
                 images=images,
+                documents=DocumentReader(settings, reading) if has_pdfium() else None,
                 image_room=room,
                 offload=offload,
             )

@@ -33,7 +33,7 @@ from outrider.errors import (
     error_from,
 )
 from outrider.lifecycle import StopReason
-from outrider.media import ReadableMessages, UnpreparedImages
+from outrider.media import PagesOf, ReadableMessages, UnpreparedDocuments, UnpreparedImages
 from outrider.messages import Image, images_in
 from outrider.sessions.calls.call import EngineCall, ModelBackend, Step
 from outrider.sessions.calls.limits import LARGE, Allowance, Body, BodyCapacity, LimitReached
@@ -49,7 +49,7 @@ from outrider.sessions.calls.request_settings import (
     seed_for,
 )
 from outrider.spec import Limits, SamplingSpec
-from outrider.tokens.rendering.image_grids import Grid
+from outrider.tokens.rendering.image_grids import Grid, ImageForm
 from outrider.tokens.rendering.renderer import History
 from outrider.tokens.tree.request_index import PromptNode, parse_messages
 from outrider.tokens.tree.tree import TokenTree
@@ -287,11 +287,11 @@ class Conversation:
         engine is requested from the pool first, which may raise RunEnded or EngineError instead.
         """
         thinking = self._thinking_in_prompt(request)
-        reads = self._images is not None and (await self._assigned()).reads_images
-        readable = self._readable_by_tokens(request, reads)
+        form = None if self._images is None else (await self._assigned()).image_form
+        readable = self._readable_by_tokens(request, form)
         try:
-            tokens = await self._read_images(
-                readable, lambda: self.tree.measure(readable, request.tools, request.tools_raw, thinking=thinking)
+            tokens = await self._read_files(
+                readable, form, lambda: self.tree.measure(readable, request.tools, request.tools_raw, thinking=thinking)
             )
         except RequestError as error:
             await self._check_images_countable(request, error)
@@ -303,8 +303,8 @@ class Conversation:
     async def _check_images_countable(self, request: ModelRequest, cause: RequestError | None = None) -> None:
         """Raise RequestError if the session's engine reads images and the request has an image."""
         if (await self._assigned()).mode is not TokenMode.TOKENS:
-            readable = _readable(request, images=True)
-            messages = await self.backend.offload.run_steps(parse_messages(readable))
+            readable = self._readable_by_messages(request)
+            messages = await self._read_files(readable, None, partial(parse_messages, readable))
             if any(map(images_in, messages)):
                 raise RequestError(
                     "the tokens of images are not known before the call: the engine makes them",
@@ -491,8 +491,8 @@ class Conversation:
         BodyCapacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
         request = constrained(request, assigned, self.backend.renderer.family)
         if assigned.mode is not TokenMode.TOKENS:
-            readable = _readable(request, images=True)
-            messages = await self.backend.offload.run_steps(parse_messages(readable))
+            readable = self._readable_by_messages(request)
+            messages = await self._read_files(readable, None, partial(parse_messages, readable))
             wanted = self._wanted_thinking(request)
             sampling = self._sampling_for(request.sampling, context, prompt_tokens=0)
             ignored: tuple[str, ...] = ()
@@ -514,12 +514,14 @@ class Conversation:
             )
 
         thinking = self._thinking_in_prompt(request)
-        readable = self._readable_by_tokens(request, assigned.reads_images)
-        joined = await self._read_images(
+        form = assigned.image_form
+        readable = self._readable_by_tokens(request, form)
+        joined = await self._read_files(
             readable,
+            form,
             lambda: self.tree.join(readable, request.tools, request.tools_raw, thinking=thinking, context=context),
         )
-        images = await self._request_images(joined.prompt, readable, held)
+        images = await self._request_images(joined.prompt, readable, form, held)
         notes = described_notes(readable.described, first=len(readable) - len(joined.added))
         request = msgspec.structs.replace(request, ignored=request.ignored + notes)
         if self._wanted_thinking(request) not in (None, thinking):
@@ -545,35 +547,55 @@ class Conversation:
     def _images(self) -> ImagePreparer | None:
         return self.backend.images
 
-    def _readable_by_tokens(self, request: ModelRequest, reads_images: bool) -> ReadableMessages:
-        """Return the request's messages in the form in which the model reads them on an engine that takes token ids."""
-        grids = self._grids if reads_images and self._images is not None else None
-        return ReadableMessages(request.messages, images=request.needs_images, grids=grids)
+    def _readable_by_tokens(self, request: ModelRequest, form: ImageForm | None) -> ReadableMessages:
+        """Return the request's messages in the form in which the model reads them on an engine that takes token ids,
+        and images in the form `form`."""
+        reads_images = form is not None and self._images is not None
+        grids = self._grids if reads_images else None
+        pages = self._pages(pictures=reads_images)
+        return ReadableMessages(request.messages, images=request.needs_images, grids=grids, pages=pages)
 
-    async def _read_images(self, readable: ReadableMessages, work: Callable[[], Steps[T]]) -> T:
-        """Run work on a request's messages. Its images are decoded first, each once in the session. Raises RequestError
-        for too many images."""
-        for _ in range(MAX_IMAGES + 1):
+    def _readable_by_messages(self, request: ModelRequest) -> ReadableMessages:
+        """Return the request's messages as the model of an engine that takes messages reads them. Whether this model
+        reads images is not known, so it is given the texts of documents."""
+        return ReadableMessages(request.messages, images=True, pages=self._pages(pictures=False))
+
+    def _pages(self, *, pictures: bool) -> PagesOf | None:
+        reader = self.backend.documents
+        return None if reader is None else partial(reader.pages, pictures=pictures)
+
+    async def _read_files(self, readable: ReadableMessages, form: ImageForm | None, work: Callable[[], Steps[T]]) -> T:
+        """Run work on a request's messages. Its documents are read and its images decoded first, each once in the
+        session. Raises RequestError for too many images."""
+        for _ in range(2 * MAX_IMAGES + 1):  # each time, the files of one more message are known
             try:
                 async with self._reading:
                     return await self.backend.offload.run_steps(work())
+            except UnpreparedDocuments as unread:
+                assert self.backend.documents is not None
+                pictures = form is not None and self._images is not None
+                for document in unread.documents:
+                    with self._overdue.waiting(IMAGES, IMAGE_SECONDS):
+                        await self.backend.documents.read(document, self.session_key, pictures=pictures)
+                continue
             except UnpreparedImages as unprepared:
                 missing = unprepared.images
+            assert form is not None
             for image in missing:
-                await self._prepared(image)
+                await self._prepared(image, form)
         raise _too_many_images()
 
-    async def _prepared(self, image: Image) -> PreparedImage | UnreadImage:
+    async def _prepared(self, image: Image, form: ImageForm) -> PreparedImage | UnreadImage:
         assert self._images is not None
         with self._overdue.waiting(IMAGES, IMAGE_SECONDS):
-            prepared = await self._images.prepare(image, self.session_key)
+            prepared = await self._images.prepare(image, form, self.session_key)
         if len(self._grids) > MAX_GRIDS:
             self._grids.clear()
         self._grids[image.digest] = prepared.grid if isinstance(prepared, PreparedImage) else prepared.fault
         return prepared
 
     async def _request_images(
-        self, prompt: PromptNode, readable: ReadableMessages, held: ExitStack
+        self, prompt: PromptNode, readable: ReadableMessages, form: ImageForm | None, held: ExitStack
     ) -> tuple[RequestImage, ...]:
         """Return the images of a prompt. An image whose result is not kept is decoded again from the request's
         messages. Waits for memory for the pixel values; the exit of `held` gives this memory back."""
@@ -583,6 +605,7 @@ class Conversation:
         if len(spans) > MAX_IMAGES:
             raise _too_many_images()
         assert self._images is not None
+        assert form is not None
         size = sum(item_size(self._images.settings, span.grid) for span in spans)
         if size > MAX_IMAGE_BYTES:
             raise RequestError(
@@ -596,20 +619,20 @@ class Conversation:
         found: dict[str, PreparedImage] = {}
         missing: set[str] = set()
         for span in spans:
-            kept = self._images.kept(span.digest)
+            kept = self._images.kept(span.digest, form)
             if kept is None:
                 missing.add(span.digest)
             else:
                 found[span.digest] = kept
         if missing:
-            messages = await self._read_images(readable, partial(parse_messages, readable))
+            messages = await self._read_files(readable, form, partial(parse_messages, readable))
             for image in (image for message in messages for image in images_in(message)):
-                if image.digest in missing and isinstance(prepared := await self._prepared(image), PreparedImage):
+                if image.digest in missing and isinstance(prepared := await self._prepared(image, form), PreparedImage):
                     found[image.digest] = prepared
                     missing.discard(image.digest)
         if missing or any(found[span.digest].grid != span.grid for span in spans):
             raise RequestError("an image of the recorded conversation cannot be decoded as before", field="messages")
-        return tuple(RequestImage(span=span, item=found[span.digest].item) for span in spans)
+        return tuple(RequestImage(span=span, item=found[span.digest].item, form=form) for span in spans)
 
     def _wanted_thinking(self, request: ModelRequest) -> bool | None:
         """Return True if the model should reason and False if not: the task's choice, else the client's choice. None
@@ -683,12 +706,6 @@ class Conversation:
             if self._on_broken is not None:
                 self._on_broken()
         return self.broken
-
-
-def _readable(request: ModelRequest, *, images: bool) -> ReadableMessages:
-    """Return the request's messages in the form in which the model reads them. `images` is True if the engine takes
-    images."""
-    return ReadableMessages(request.messages, images=images or request.needs_images)
 
 
 def _too_many_images() -> RequestError:

@@ -23,27 +23,35 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import cache, partial
+from itertools import islice
 from statistics import fmean, stdev
 from typing import Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 from pydantic import NonNegativeInt
 
-from outrider.client.client import Client, patiently
+from outrider.client.client import AsyncClient, Client, patiently
 from outrider.client.sampling import Batch, Choice, DynamicSampler, rewards_of
-from outrider.errors import InvalidField, OutriderError, ServiceError
+from outrider.errors import EngineError, InvalidField, OutriderError, ServiceError
 from outrider.schemas import GroupView
 from outrider.spec import EVALUATION_LABEL
+from outrider.tokens.rendering.image_grids import Grid
+from outrider.trainers.pictures import image_in_grid, readable_end
 from outrider.trainers.polar_settings import refuse_polar_settings
 from outrider.trainers.shared_client import FIRST_PATIENCE, run_group, shared_client
 from outrider.trainers.shared_settings import BridgeSettings, group_of, read_settings, refuse_images, task_for
 from outrider.trainers.trajectories import Trajectory, chosen_metrics, trajectories_of
+from outrider.trajectory import SampleImage
 
 log = logging.getLogger("outrider.slime")
 
 VARIABLE = "OUTRIDER_SLIME"
 POST_PROCESS = "outrider.trainers.slime.post_process_rewards"
 LEAVE_SECONDS = 10.0
+IMAGE_INPUTS = ("pixel_values", "image_grid_thw")
+"""The entries of a sample's `multimodal_train_inputs`, which slime passes to the model's forward method."""
 NUMBER = "slime.prompt"
 """The label that holds the number of a task's prompt in `_Prompts`."""
 NORMALISED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo"})
@@ -111,7 +119,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
         unfinished = [prompts.groups[each.number] for each in sampler.state().pending]
     if unfinished:
         data_source.add_samples(unfinished)
-    return _train_output(args, bridge.settings, prompts, batch)
+    return _train_output(args, bridge, prompts, batch)
 
 
 def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
@@ -133,7 +141,7 @@ def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluat
         versions = [sampler.version, policy.version, *(engine.version for engine in policy.engines)]
         bridge.client.run(sampler.set_version(max(versions)))
     batch = bridge.client.run(sampler.batch())
-    output = _train_output(args, bridge.settings, prompts, batch)
+    output = _train_output(args, bridge, prompts, batch)
     prompts.forget_all_but(each.number for each in sampler.state().pending)
     return output
 
@@ -156,7 +164,9 @@ async def custom_generate(
             raise InvalidField(why, field="partial_rollout", hint=hint)
     task = _task_of(settings, sample, sampling_params, {EVALUATION_LABEL: "slime" if evaluation else None})
     group = group_of(settings, task, evaluating=evaluation)
-    [trajectory] = await run_group(settings, group, logprobs=settings.logprobs)
+    found = await run_group(settings, group, logprobs=settings.logprobs, images=True)
+    async with shared_client(settings.url, settings.token) as shared:
+        [trajectory], pixels = await _read_images(args, shared.client, found)
     if trajectory.error is not None:
         # In an evaluation, "abort" also raises the error, because slime's evaluation cannot use a sample without a
         # reward.
@@ -167,7 +177,7 @@ async def custom_generate(
             failed = copy.deepcopy(sample)
             failed.status = type(sample).Status.ABORTED
         return failed
-    filled = _filled(args, settings, sample, trajectory)
+    filled = _filled(args, settings, sample, trajectory, pixels)
     return filled[0] if evaluation or len(filled) == 1 else filled
 
 
@@ -363,7 +373,8 @@ def _inflight(args: Any) -> int:
     return int(max(args.over_sampling_batch_size or 0, args.rollout_batch_size))
 
 
-def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: Batch | None) -> Any:
+def _train_output(args: Any, bridge: _Bridge, prompts: _Prompts, batch: Batch | None) -> Any:
+    settings = bridge.settings
     if batch is None or len(batch.groups) < args.rollout_batch_size:
         raise ServiceError(
             f"the data source ended with {len(batch.groups) if batch else 0} groups for a rollout of"
@@ -373,12 +384,15 @@ def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: 
     data: list[list[list[SlimeSample]]] = []
     versions: list[int] = []
     errors: list[OutriderError] = []
-    for number, group in zip(batch.prompts, batch.groups, strict=True):
+    found = [trajectories_of(group, settings, logprobs=settings.logprobs, images=True) for group in batch.groups]
+    every = [trajectory for of_group in found for trajectory in of_group]
+    read, pixels = bridge.client.run(_read_images(args, bridge.client.asynchronous, every))
+    readable = iter(read)
+    for number, in_group in zip(batch.prompts, found, strict=True):
         of_group = []
-        trajectories = trajectories_of(group, settings, logprobs=settings.logprobs)
-        for sample, trajectory in zip(prompts.groups[number], trajectories, strict=True):
+        for sample, trajectory in zip(prompts.groups[number], islice(readable, len(in_group)), strict=True):
             if trajectory.error is None:
-                of_group.append(_filled(args, settings, sample, trajectory))
+                of_group.append(_filled(args, settings, sample, trajectory, pixels))
                 versions += [version for row in trajectory.rows for version in row.trained_versions()]
             else:
                 # The session was not graded, or has no row to train on. The filter cannot detect the second case,
@@ -428,11 +442,11 @@ async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
         index = 0
         for (prompt, _), group in zip(of_set, done, strict=False):
             filled: list[SlimeSample] = []
-            for trajectory in trajectories_of(group, main, logprobs=False):
+            for trajectory in trajectories_of(group, main, logprobs=False, images=True):
                 sample = copy.deepcopy(prompt)
                 sample.index, index = index, index + 1
                 if trajectory.error is None:
-                    filled += _filled(args, main, sample, trajectory, evaluation=True)
+                    filled += _filled(args, main, sample, trajectory, {}, evaluation=True)
                 else:
                     errors.append(trajectory.error)
             # For pass rates, slime assumes that each n consecutive samples belong to one prompt, so a group with a
@@ -496,14 +510,94 @@ def _task_of(
     )
 
 
+async def _read_images(
+    args: Any, client: AsyncClient, trajectories: Sequence[Trajectory]
+) -> tuple[list[Trajectory], dict[int, dict[str, Any]]]:
+    """Return the trajectories, and by the `id` of a row the inputs that slime's model reads the row's images from. If
+    any row has images, all rows end before a placeholder that belongs to no image, and a trajectory of which nothing is
+    left has an error. Raises InvalidField if the model's processor cannot read the images."""
+    rows = [row for trajectory in trajectories for row in trajectory.rows]
+    if not any(row.sample.images for row in rows):
+        return list(trajectories), {}
+    processor = _processor(_trainer(), str(args.hf_checkpoint))
+    placeholders = frozenset({int(processor.image_token_id)})
+    read = [_readable(trajectory, placeholders) for trajectory in trajectories]
+    shown: dict[int, list[SampleImage]] = {
+        id(row): [image for image in row.sample.images if image.span is not None and image.span[1] <= len(row.ids)]
+        for trajectory in read
+        for row in trajectory.rows
+    }
+    made: dict[tuple[str, Grid | None], Mapping[str, Any]] = {}
+    for image in (image for images in shown.values() for image in images):
+        if (image.digest, image.grid) not in made:
+            data = (await patiently(partial(client.image, image.digest))).data
+            into = partial(
+                image_in_grid, image_processor=processor.image_processor, trainer="slime", field="hf_checkpoint"
+            )
+            made[image.digest, image.grid] = (await asyncio.to_thread(into, data, image.grid)).inputs
+    pixels = {}
+    for row, images in shown.items():
+        if images:
+            inputs = [made[image.digest, image.grid] for image in images]
+            pixels[row] = {name: _joined([each[name] for each in inputs]) for name in IMAGE_INPUTS}
+    return read, pixels
+
+
+def _joined(tensors: Sequence[Any]) -> Any:
+    import torch
+
+    return torch.cat(list(tensors))
+
+
+@cache
+def _processor(trainer: str, path: str) -> Any:
+    """Load the processor of the model with slime's own function. Raises InvalidField for a model without images."""
+    processor = importlib.import_module(f"{trainer}.utils.processing_utils").load_processor(
+        path, trust_remote_code=True
+    )
+    if not (hasattr(processor, "image_processor") and hasattr(processor, "image_token_id")):
+        raise InvalidField(
+            f"a session has images, and the processor of --hf-checkpoint {path} makes no pixel values",
+            field="hf_checkpoint",
+            hint="train a model that reads images, or use tasks without images",
+        )
+    return processor
+
+
+def _readable(trajectory: Trajectory, placeholders: frozenset[int]) -> Trajectory:
+    rows = []
+    for row in trajectory.rows:
+        end = readable_end(row, len(row.ids), placeholders)
+        cut = row.cut + sum(row.mask[end:])
+        if any(row.mask[:end]):
+            ids, mask, logprobs, versions = row.ids[:end], row.mask[:end], row.logprobs[:end], row.versions[:end]
+            rows.append(replace(row, ids=ids, mask=mask, logprobs=logprobs, versions=versions, cut=cut))
+    if trajectory.rows and not rows:
+        error = EngineError(
+            f"session {trajectory.session.id} has no token to train on before the placeholder of an image that the"
+            " model itself has sampled"
+        )
+        return Trajectory(trajectory.session, [], error)
+    return replace(trajectory, rows=rows)
+
+
 def _filled(
-    args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory, *, evaluation: bool = False
+    args: Any,
+    settings: SlimeSettings,
+    sample: SlimeSample,
+    trajectory: Trajectory,
+    pixels: Mapping[int, Mapping[str, Any]],
+    *,
+    evaluation: bool = False,
 ) -> list[SlimeSample]:
-    """Return a copy of slime's sample for each row of the session, filled with the row's data."""
+    """Return a copy of slime's sample for each row of the session, filled with the row's data. `pixels` are the inputs
+    of images by the `id` of their row."""
     made = []
     for row in trajectory.rows:
         filled = copy.deepcopy(sample)
         filled.tokens = row.ids
+        if id(row) in pixels:
+            filled.multimodal_train_inputs = dict(pixels[id(row)])
         filled.response_length = len(row.ids) - row.start
         filled.loss_mask = row.mask[row.start :]
         filled.rollout_log_probs = row.logprobs[row.start :] if settings.logprobs else None

@@ -55,9 +55,12 @@ from outrider.client.sampling import (
 from outrider.environment import install_command
 from outrider.errors import InvalidField, ServiceError
 from outrider.schemas import GroupView, SessionView
+from outrider.tokens.rendering.image_grids import Grid
+from outrider.trainers.pictures import image_in_grid, readable_end
 from outrider.trainers.shared_settings import BridgeSettings
 from outrider.trainers.trajectories import TrainingRow, Trajectory, trajectories_of
 from outrider.trainers.weight_publishing import PolicyWeights
+from outrider.trajectory import SampleImage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,12 +76,14 @@ and not yet used up. Only a checkpoint between two steps that share a batch has 
 ASYNC_HOOKS = ("rollout_worker", "weight_transfer")
 """The arguments of AsyncGRPOTrainer that take the bridge's parts."""
 PROMPT_COLUMN = "prompt"
+IMAGE_INPUTS = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
 REWARD_COLUMN = "outrider_reward"
 
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row for GRPOTrainer. The four lists after `prompt_ids` have equal length; `versions` is -1 where `mask` is 0.
-    `reward` is None for a session that was not graded."""
+    `reward` is None for a session that was not graded. `images` are the images that the ids show, and `cut` is the
+    number of trained tokens after a placeholder that belongs to no image, where the row ends."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -86,6 +91,8 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float]
     versions: list[int]
     reward: float | None
+    images: tuple[SampleImage, ...] = ()
+    cut: int = 0
 
 
 class StepStats(msgspec.Struct, kw_only=True):
@@ -99,7 +106,8 @@ class StepStats(msgspec.Struct, kw_only=True):
     waited: the time for which the trainer waited for the batch, in seconds. For `held` of these seconds the batch was
         full, and waited for slow groups (`sampling.Batch`).
     left_out_rows, left_out_tokens: the number of rows that train but were left out, because the batch has one row for
-        each session, and the number of tokens that train in these rows.
+        each session, and the number of tokens that train in these rows, or in a row after the placeholder of an image
+        that the model itself has sampled.
     empty_rows: the number of rows without a token that trains.
     errors: the number of sessions of the batch that failed.
     drift_tokens: the number of ids that an engine reported differently.
@@ -212,6 +220,9 @@ class Rollouts:
         self.measure = measure
         self.versions: list[list[int]] = []
         """The versions of the tokens of the last batch, one list for each completion."""
+        self.images: list[tuple[SampleImage, ...]] = []
+        """The images of the rows of the last batch."""
+        self._pixels: dict[tuple[str, Grid], Mapping[str, Tensor]] = {}
         self._client = client
         self._rows = rows
         self._tasks = tasks
@@ -281,11 +292,13 @@ class Rollouts:
                 f"the tasks are used up: {len(batch.groups) if batch else 0} of {target} groups are left for a batch",
                 hint="give the tasks as a sequence, which is repeated without end, or lower max_steps",
             )
-        groups = [rows_of(group) for group in batch.groups]
+        processor = getattr(trainer, "processing_class", None)
+        groups = [rows_of(group, placeholders_of(processor)) for group in batch.groups]
         if training and self._rows == "all":
             _refuse_to_leave_out([row for group in groups for row in group.left_out])
         rows = [row for group in groups for row in group.rows]
         self.versions = [row.versions for row in rows]
+        self._read_images(rows, processor)
         if training:
             self.history.append(self._stats(trainer.state.global_step, batch, groups))
         return {
@@ -295,6 +308,40 @@ class Rollouts:
             "env_mask": [row.mask for row in rows],
             REWARD_COLUMN: [row.reward for row in rows],
         }
+
+    def _read_images(self, rows: Sequence[BatchRow], processor: Any) -> None:
+        """Make the pixel values of the images of a batch, each image once."""
+        self.images = [row.images for row in rows]
+        self._pixels = {}
+        for image in (image for row in rows for image in row.images):
+            assert image.grid is not None
+            if (image.digest, image.grid) not in self._pixels:
+                read = image_in_grid(
+                    self._client.image(image.digest).data,
+                    image.grid,
+                    processor.image_processor,
+                    trainer="the trainer",
+                    field="processing_class",
+                )
+                self._pixels[image.digest, image.grid] = read.inputs
+
+    def image_inputs(self, ids: Tensor, attention: Tensor, rows: Sequence[int] | None = None) -> dict[str, Any]:
+        """Return the inputs of a model with images for rows of the last batch, all by default. `ids` and `attention`
+        are of shape (rows, length), padded on both sides. Returns no inputs if the rows have no images."""
+        import torch
+
+        images = self.images if rows is None else [self.images[row] for row in rows]
+        if not any(images):
+            return {}
+        kinds = torch.zeros_like(ids)
+        for row, (begin, own) in enumerate(zip(attention.argmax(dim=1).tolist(), images, strict=True)):
+            for start, end in (image.span for image in own if image.span is not None):
+                kinds[row, begin + start : begin + end] = 1
+        shown = [image for own in images for image in own]
+        made = [self._pixels[image.digest, image.grid] for image in shown if image.grid is not None]
+        return {
+            name: torch.cat([one[name] for one in made]).to(ids.device) for name in ("pixel_values", "image_grid_thw")
+        } | {"num_images": [len(own) for own in images], "mm_token_type_ids": kinds}
 
     def publish(self, trainer: Any) -> None:
         """Publish the trainer's current weights to the engines."""
@@ -394,7 +441,8 @@ class Rollouts:
             held=batch.held,
             groups=batch.counts,
             left_out_rows=sum(len(group.left_out) for group in groups),
-            left_out_tokens=sum(sum(row.mask) for group in groups for row in group.left_out),
+            left_out_tokens=sum(sum(row.mask) for group in groups for row in group.left_out)
+            + sum(row.cut for group in groups for row in group.rows),
             empty_rows=sum(not any(row.mask) for group in groups for row in group.rows),
             errors=sum(result.error is not None for result in results),
             drift_tokens=sum(result.tokens.drift for result in results),
@@ -414,6 +462,8 @@ class ServiceLogprobs:
     """
 
     def _generate_and_score_completions(self: Any, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        import torch
+
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]  # a mixin
         rollouts = self.rollout_func
         if not isinstance(rollouts, Rollouts):
@@ -426,6 +476,10 @@ class ServiceLogprobs:
                 hint=f"the bridge is tested with TRL {TESTED}: {install_command('trl')}",
             )
         output["old_per_token_logps"] = sampled
+        if any(rollouts.images):
+            ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+            attention = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+            output |= rollouts.image_inputs(ids, attention)
         if self.model.training:
             stats = rollouts.history[-1]
             if rollouts.measure:
@@ -434,11 +488,19 @@ class ServiceLogprobs:
                 self._metrics["train"][name].append(value)
         return output
 
-    def _get_per_token_logps_and_entropies(self: Any, model: Any, *args: Any, **options: Any) -> Any:
+    def _get_per_token_logps_and_entropies(
+        self: Any, model: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **options: Any
+    ) -> Any:
         forward = self.accelerator.unwrap_model(self.model).forward
         if "position_ids" in inspect.signature(forward).parameters:
             model = _counting_from_first_token(model)
-        return super()._get_per_token_logps_and_entropies(model, *args, **options)  # type: ignore[misc]  # a mixin
+        rollouts = self.rollout_func
+        # While TRL makes a batch, it has only the images of its own dataset. The loss passes those of the batch.
+        if "pixel_values" not in options and isinstance(rollouts, Rollouts) and len(input_ids) == len(rollouts.images):
+            options |= rollouts.image_inputs(input_ids, attention_mask)
+        return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]  # a mixin
+            model, input_ids, attention_mask, *args, **options
+        )
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         import torch
@@ -694,7 +756,15 @@ class RolloutWorker:
             self._failure = error
 
     def _rows(self, group: GroupView, number: int) -> Iterator[Any]:
-        """Yield a RolloutSample for every row that trains."""
+        """Yield a RolloutSample for every row that trains. Raises InvalidField for a row with images, because TRL's
+        class of rows has no place for pixel values."""
+        for sample in group.samples or ():
+            if sample.images:
+                raise InvalidField(
+                    f"session {sample.session_id} has images, and AsyncGRPOTrainer's rows have no place for them",
+                    field="task",
+                    hint="train it with GRPOTrainer and Rollouts, or use tasks without images",
+                )
         trajectories = trajectories_of(group, SETTINGS, logprobs=True)
         rewards = {each.session.id: reward for each in trajectories if (reward := _rollout_reward(each)) is not None}
         worth = group_advantages(list(rewards.values()), self._advantages)
@@ -757,38 +827,64 @@ class GroupRows(msgspec.Struct, frozen=True):
     left_out: list[TrainingRow]
 
 
-def rows_of(group: GroupView) -> GroupRows:
+def placeholders_of(processor: Any) -> frozenset[int]:
+    """Return the id of the placeholder of images, if the trainer's `processing_class` makes pixel values of images."""
+    makes = hasattr(processor, "image_processor") and hasattr(processor, "image_token_id")
+    return frozenset({int(processor.image_token_id)}) if makes else frozenset()
+
+
+def rows_of(group: GroupView, placeholders: frozenset[int] = frozenset()) -> GroupRows:
     """Return the rows of a group. If no session has a row, raises the first error of a session, or ServiceError for a
-    group without sessions."""
-    trajectories = trajectories_of(group, SETTINGS, logprobs=True)
+    group without sessions. Raises InvalidField for images if the trainer has no `placeholders` for them."""
+    for sample in group.samples or ():
+        if sample.images and not placeholders:
+            raise InvalidField(
+                f"session {sample.session_id} has images, and the trainer's processing_class makes no pixel values",
+                field="processing_class",
+                hint="give the trainer the model's processor: AutoProcessor.from_pretrained(...)",
+            )
+    trajectories = trajectories_of(group, SETTINGS, logprobs=True, images=True)
     some = next((each.rows[0] for each in trajectories if each.rows), None)
     if some is None:
         raise next((each.error for each in trajectories if each.error), ServiceError(f"group {group.id} is empty"))
-    rows = [_batch_row(each, some) for each in trajectories]
+    rows = [_batch_row(each, some, placeholders) for each in trajectories]
     return GroupRows(rows, [row for each in trajectories for row in each.rows[1:]])
 
 
-def _batch_row(trajectory: Trajectory, other: TrainingRow) -> BatchRow:
-    """Return the first row of a session. For a session without rows, returns a row that does not train, with the prompt
-    of `other`."""
+def _batch_row(trajectory: Trajectory, other: TrainingRow, placeholders: frozenset[int]) -> BatchRow:
+    """Return the first row of a session, up to a placeholder that belongs to no image: a model raises an error for such
+    a placeholder, and may have sampled it itself. For a session without rows, and for a row that then has no token to
+    train on, returns a row that does not train, with the prompt of `other`."""
     row = trajectory.rows[0] if trajectory.rows else None
+    cut = 0
     if row is not None:
-        return BatchRow(
-            prompt_ids=row.ids[: row.start],
-            completion_ids=row.ids[row.start :],
-            mask=row.mask[row.start :],
-            logprobs=row.logprobs[row.start :],
-            versions=row.versions[row.start :],
-            reward=row.reward,
-        )
+        end = readable_end(row, len(row.ids), placeholders)
+        cut = sum(row.mask[end:])
+        if any(row.mask[:end]):
+            return BatchRow(
+                prompt_ids=row.ids[: row.start],
+                completion_ids=row.ids[row.start : end],
+                mask=row.mask[row.start : end],
+                logprobs=row.logprobs[row.start : end],
+                versions=row.versions[row.start : end],
+                reward=row.reward,
+                images=_images_before(row, end),
+                cut=cut,
+            )
     return BatchRow(
         prompt_ids=other.ids[: other.start],
-        completion_ids=other.ids[-1:],
+        completion_ids=[next(token for token in reversed(other.ids) if token not in placeholders)],
         mask=[0],
         logprobs=[0.0],
         versions=[-1],
-        reward=_reward_of(trajectory.session),
+        reward=row.reward if row is not None else _reward_of(trajectory.session),
+        images=_images_before(other, other.start),
+        cut=cut,
     )
+
+
+def _images_before(row: TrainingRow, end: int) -> tuple[SampleImage, ...]:
+    return tuple(image for image in row.sample.images if image.span is not None and image.span[1] <= end)
 
 
 def _refuse_to_leave_out(rows: Sequence[TrainingRow]) -> None:
@@ -858,8 +954,11 @@ def _logprob_gap(trainer: Any, rollouts: Rollouts, output: Mapping[str, Any]) ->
             continue
         model = _with_weights(trainer.accelerator.unwrap_model(trainer.model), state)
         rows = (versions == version).any(dim=1)
+        images = rollouts.image_inputs(ids[rows], attention[rows], rows.nonzero().flatten().tolist())
         with torch.no_grad():
-            computed, *_ = trainer._get_per_token_logps_and_entropies(model, ids[rows], attention[rows], width)
+            computed, *_ = trainer._get_per_token_logps_and_entropies(
+                model, ids[rows], attention[rows], width, **{"pixel_values": None, **images}
+            )
         here = versions[rows] == version
         worst = float((computed - output["sampling_per_token_logps"][rows]).abs()[here].max())
         gap = max(worst, gap or 0.0)
@@ -872,10 +971,15 @@ def _counting_from_first_token(model: Callable[..., Any]) -> Callable[..., Any]:
 
     TRL pads prompts on the left, and its positions count the padding. Rotary positions are relative, but their angles
     are rounded to float32. So where attention is sharp, a shift by a few positions changes a log-probability by up to
-    8e-5.
+    8e-5. A model with images makes the positions of rows with images itself, from the first token on. For rows without
+    images it is given no empty pixel values, which its image encoder cannot read.
     """
 
     def call(**inputs: Any) -> Any:
+        if (pixels := inputs.get("pixel_values")) is not None:
+            if len(pixels):
+                return model(**inputs)
+            inputs = {name: value for name, value in inputs.items() if name not in IMAGE_INPUTS}
         positions = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
         return model(**inputs, position_ids=positions)
 

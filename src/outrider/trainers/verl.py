@@ -33,7 +33,6 @@ import msgspec
 import ray
 import torch
 from omegaconf import OmegaConf
-from PIL.Image import Resampling
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 try:
@@ -63,7 +62,7 @@ from outrider.errors import (
     ServiceError,
 )
 from outrider.relay import Worker
-from outrider.tokens.rendering.image_grids import Grid
+from outrider.trainers.pictures import image_in_grid
 from outrider.trainers.relay_thread import RelayThread
 from outrider.trainers.shared_client import run_group, shared_client
 from outrider.trainers.shared_settings import group_of
@@ -79,10 +78,10 @@ from outrider.trainers.verl_rows import (
     verl_task,
 )
 from outrider.trajectory import FinishReason, SampleImage, VersionSpan
-from outrider.vision.pixels import UnreadableImage, decoded
 
 log = logging.getLogger("outrider.verl")
 
+MODEL_PATH = "actor_rollout_ref.model.path"
 START_SECONDS = 120.0
 """Maximum time, in seconds, until the service of `start_service` is ready."""
 READY = b"outrider is ready at "
@@ -267,30 +266,8 @@ async def pictures_of(settings: VerlSettings, images: Sequence[SampleImage], pro
             digest: (await patiently(partial(shared.client.image, digest))).data
             for digest in {image.digest for image in images}
         }
-    return await asyncio.to_thread(
-        lambda: [picture_in_grid(files[image.digest], image.grid, processor.image_processor) for image in images]
-    )
-
-
-def picture_in_grid(data: bytes, grid: Grid | None, image_processor: Any) -> Any:
-    """Decode an image, and scale it to its grid. Raises InvalidField, and ServiceError for broken data."""
-    assert grid is not None  # `columns_of` has refused other images
-    patch = int(image_processor.patch_size)
-    try:
-        picture = decoded(data)
-    except UnreadableImage as error:
-        raise ServiceError(f"an image of a row cannot be decoded: {error}") from error
-    size = (grid[2] * patch, grid[1] * patch)
-    if picture.size != size:
-        picture = picture.resize(size, Resampling.BICUBIC)
-    made = image_processor(images=[picture], return_tensors="pt")["image_grid_thw"].tolist()
-    if made != [list(grid)]:
-        raise InvalidField(
-            f"the engine has read an image as the grid {list(grid)}, and verl's processor makes {made[0]} of it",
-            field="actor_rollout_ref.model.path",
-            hint="use the same preprocessor_config.json in the service's and verl's folder of the model",
-        )
-    return picture
+    read = partial(image_in_grid, image_processor=processor.image_processor, trainer="verl", field=MODEL_PATH)
+    return await asyncio.to_thread(lambda: [read(files[image.digest], image.grid).picture for image in images])
 
 
 def _step(row: Mapping[str, Any]) -> int:

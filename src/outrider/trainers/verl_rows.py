@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from outrider.errors import EngineError, InvalidField
 from outrider.spec import Name
+from outrider.trainers.pictures import readable_end
 from outrider.trainers.shared_settings import BridgeSettings, read_settings, task_for
 from outrider.trainers.trajectories import TrainingRow, Trajectory, chosen_metrics
 from outrider.trajectory import LogprobKind
@@ -115,22 +116,6 @@ def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, 
         )
     rows.reverse()
     return rows
-
-
-def readable_end(row: TrainingRow, end: int, media_ids: frozenset[int]) -> int:
-    """Return the largest end of the row, `end` at most, before which each placeholder belongs to a whole image. Models
-    raise an error for other placeholders: a model may sample one, and verl's lengths may cut an image. Raises
-    InvalidField for an image without a span and a grid."""
-    images = row.sample.images
-    if any(image.span is None or image.grid is None for image in images):
-        raise InvalidField(
-            f"session {row.sample.session_id} has an image whose place and grid the engine did not report",
-            field="task",
-            hint="use an engine of kind vllm, or tasks without images",
-        )
-    whole = {at for image in images if image.span and image.span[1] <= end for at in range(*image.span)}
-    strays = (at for at, token in enumerate(row.ids[:end]) if token in media_ids and at not in whole)
-    return next(strays, end)
 
 
 def _columns(row: TrainingRow, info: dict[str, float], terms: Terms, step: int) -> dict[str, Any]:

@@ -102,6 +102,22 @@ def pixels_of(data: bytes, settings: ImageSettings) -> Pixels:
     return Pixels((1, rows, columns), np.ascontiguousarray(repeated.reshape(rows * columns, -1)))
 
 
+def png_item(data: bytes, settings: ImageSettings) -> tuple[Grid, bytes]:
+    """Return the grid of an image, and in base64 a PNG of the pixels that the model reads. A server whose image
+    processor has the same settings scales this PNG no further, so that the server's patches are those of `pixels_of`.
+    Raises UnreadableImage, also for an image that such a server would scale again."""
+    image = scaled(data, settings)
+    try:
+        again = settings.size_of(*image.size)
+    except ValueError as error:
+        raise UnreadableImage(str(error)) from error
+    if again != image.size:
+        raise UnreadableImage("the image is too narrow: the engine would scale it again")
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=1)
+    return (1, image.height // settings.patch, image.width // settings.patch), base64.b64encode(file.getvalue())
+
+
 def vllm_item(pixels: Pixels) -> bytes:
     """Return an image in the form of vLLM's `features.kwargs_data`: base64 of its `MultiModalKwargsItem`. The levels
     are sent as they are, and vLLM normalises them (`--mm-device-do-normalize`, the default since 0.32)."""

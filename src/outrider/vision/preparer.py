@@ -1,7 +1,7 @@
-"""Has images decoded in a separate process, and keeps the results of recent images.
+"""Has images decoded and documents read in a separate process, and keeps the results of recent files.
 
-Invariants: an image is decoded by a confined process and never here; a failure of the process that the image did not
-cause is a ServiceError, and no fault of the agent.
+Invariants: a file is decoded by a confined process and never here; a failure of the process that the file did not cause
+is a ServiceError, and no fault of the agent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections import OrderedDict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -21,17 +21,20 @@ from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.turns import Turns
 from outrider.environment import install_command
 from outrider.errors import ServiceError
-from outrider.messages import Image
-from outrider.tokens.rendering.image_grids import Grid, ImageSettings
+from outrider.messages import Document, DocumentPages, Image
+from outrider.tokens.rendering.image_grids import Grid, ImageForm, ImageSettings
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
 
 KEPT_BYTES = 512 << 20
 """Maximum bytes of results that are kept. The image of a dropped result is decoded again."""
+KEPT_PAGES = 256 << 20
+"""Maximum bytes of pages of documents that are kept."""
+KEPT_DOCUMENTS = 256
 IMAGE_SECONDS = 60.0
-"""Seconds after which the process is restarted. An image has at most 10 s of processor time (`worker.py`), so a longer
-time is the fault of the machine and not of the image."""
+"""Seconds after which the process is restarted. An image has at most 10 s of processor time, and a document 20 s
+(`worker.py`), so a longer time is the fault of the machine and not of the file."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 MAX_ANSWER = 1 << 30
 LENGTH = 8
@@ -53,7 +56,7 @@ decoding does not need."""
 
 
 class PreparedImage(msgspec.Struct, frozen=True):
-    """`item` is the image in the form of vLLM's features (base64)."""
+    """`item` is the image in the requested form, in base64."""
 
     grid: Grid
     item: bytes
@@ -65,66 +68,60 @@ class UnreadImage(msgspec.Struct, frozen=True):
     fault: str
 
 
-class _Request(msgspec.Struct, frozen=True):
+class _ImageRequest(msgspec.Struct, frozen=True, tag="image"):
     data: bytes
     settings: ImageSettings
+    form: ImageForm
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _DocumentRequest(msgspec.Struct, frozen=True, tag="document"):
+    data: bytes
+    settings: ImageSettings | None
+
+
+class _ImageAnswer(msgspec.Struct, frozen=True):
     grid: Grid | None = None
     item: bytes = b""
     fault: str = ""
 
 
-class ImagePreparer:
-    """Decodes the images for one model. The first image starts the process; `close` ends it."""
+class _Pages(msgspec.Struct, frozen=True):
+    texts: list[str] = []
+    pictures: list[bytes] = []
 
-    def __init__(self, settings: ImageSettings) -> None:
-        self.settings = settings
-        self._kept: OrderedDict[str, PreparedImage] = OrderedDict()
-        self._bytes = 0
+
+class _DocumentAnswer(msgspec.Struct, frozen=True):
+    pages: _Pages | None = None
+    fault: str = ""
+
+
+AnswerT = TypeVar("AnswerT", _ImageAnswer, _DocumentAnswer)
+
+
+class DecodingProcess:
+    """The confined process. The first request starts the process, and `close` ends it. Whoever holds a turn of `turns`
+    may ask."""
+
+    def __init__(self) -> None:
+        self.turns = Turns(1)
         self._process: Process | None = None
-        self._turns = Turns(1)
 
     async def close(self) -> None:
-        async with self._turns.take(""):
+        async with self.turns.take(""):
             await self._end()
 
     @property
-    def process_id(self) -> int | None:
-        """The id of the process that decodes, None while there is none."""
+    def id(self) -> int | None:
+        """The id of the process, None while there is none."""
         return None if self._process is None else self._process.pid
 
-    def kept(self, digest: str) -> PreparedImage | None:
-        """Return the result for an image if it is kept."""
-        return self._kept.get(digest)
-
-    async def prepare(self, image: Image, owner: str = "") -> PreparedImage | UnreadImage:
-        """Return the image as the model reads it. Owners (sessions) take turns. Raises ServiceError if the process
-        fails."""
-        if (known := self._kept.get(image.digest)) is not None:
-            self._kept.move_to_end(image.digest)
-            return known
-        async with self._turns.take(owner):
-            if (known := self._kept.get(image.digest)) is not None:
-                return known
-            answer = await shielded(lambda: self._ask(image.data))
-        if answer.grid is None:
-            return UnreadImage(answer.fault)
-        prepared = PreparedImage(answer.grid, answer.item)
-        if image.digest not in self._kept:
-            self._kept[image.digest] = prepared
-            self._bytes += len(prepared.item)
-        while self._bytes > KEPT_BYTES and len(self._kept) > 1:
-            _, dropped = self._kept.popitem(last=False)
-            self._bytes -= len(dropped.item)
-        return prepared
-
-    async def _ask(self, data: bytes) -> _Answer:
+    async def ask(self, request: msgspec.Struct, answer: type[AnswerT], noun: str) -> AnswerT:
+        """Have a file decoded; `noun` is the kind of file, for messages. Raises ServiceError if the process fails and
+        the file is not the cause."""
         process = self._process or await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
-        body = await asyncio.to_thread(msgspec.msgpack.encode, _Request(data, self.settings))
+        body = await asyncio.to_thread(msgspec.msgpack.encode, request)
         try:
             async with asyncio.timeout(IMAGE_SECONDS):
                 process.stdin.write(len(body).to_bytes(LENGTH, "little"))
@@ -133,17 +130,18 @@ class ImagePreparer:
                 length = int.from_bytes(await process.stdout.readexactly(LENGTH), "little")
                 if length > MAX_ANSWER:
                     raise ConnectionError("its answer is too long")
-                answer = await process.stdout.readexactly(length)
-            return await asyncio.to_thread(msgspec.msgpack.decode, answer, type=_Answer)
+                content = await process.stdout.readexactly(length)
+            return await asyncio.to_thread(msgspec.msgpack.decode, content, type=answer)
         except TimeoutError as error:
             await self._end()
-            raise ServiceError(f"an image was not decoded within {IMAGE_SECONDS:g} s") from error
+            raise ServiceError(f"{noun} was not decoded within {IMAGE_SECONDS:g} s") from error
         except (OSError, EOFError, msgspec.DecodeError) as error:
             status = await self._end()
             if -status == signal.SIGPROF:
-                return _Answer(fault="the image takes too long to decode")
-            if -status in CRASHES:  # the image is the cause, because the same process has decoded others
-                return _Answer(fault=f"the image makes its decoder crash ({signal.Signals(-status).name})")
+                return answer(fault=f"the {noun.split()[1]} takes too long to decode")
+            if -status in CRASHES:  # the file is the cause, because the same process has decoded others
+                fault = f"the {noun.split()[1]} makes its decoder crash ({signal.Signals(-status).name})"
+                return answer(fault=fault)
             raise ServiceError(
                 f"the process that decodes images failed ({status}): {error}",
                 hint=f"the machine may be out of memory; images need Pillow: {install_command('images')}",
@@ -179,11 +177,95 @@ class ImagePreparer:
             return await process.wait()
 
 
+class ImagePreparer:
+    """Has the images for one model decoded by `process`."""
+
+    def __init__(self, settings: ImageSettings, process: DecodingProcess) -> None:
+        self.settings = settings
+        self.process = process
+        self._kept: OrderedDict[tuple[str, ImageForm], PreparedImage] = OrderedDict()
+        self._bytes = 0
+
+    def kept(self, digest: str, form: ImageForm) -> PreparedImage | None:
+        """Return the result for an image if it is kept."""
+        return self._kept.get((digest, form))
+
+    async def prepare(
+        self, image: Image, form: ImageForm = ImageForm.PATCHES, owner: str = ""
+    ) -> PreparedImage | UnreadImage:
+        """Return the image as the model reads it. Owners (sessions) take turns. Raises ServiceError if the process
+        fails."""
+        key = image.digest, form
+        if (known := self._kept.get(key)) is not None:
+            self._kept.move_to_end(key)
+            return known
+        async with self.process.turns.take(owner):
+            if (known := self._kept.get(key)) is not None:
+                return known
+            request = _ImageRequest(image.data, self.settings, form)
+            answer = await shielded(lambda: self.process.ask(request, _ImageAnswer, "an image"))
+        if answer.grid is None:
+            return UnreadImage(answer.fault)
+        prepared = PreparedImage(answer.grid, answer.item)
+        if key not in self._kept:
+            self._kept[key] = prepared
+            self._bytes += len(prepared.item)
+        while self._bytes > KEPT_BYTES and len(self._kept) > 1:
+            _, dropped = self._kept.popitem(last=False)
+            self._bytes -= len(dropped.item)
+        return prepared
+
+
+class DocumentReader:
+    """Has PDF documents read by `process`, for one model. `settings` are those of the model's images, None if the model
+    reads no images."""
+
+    def __init__(self, settings: ImageSettings | None, process: DecodingProcess) -> None:
+        self._settings = settings
+        self._process = process
+        self._kept: OrderedDict[tuple[str, bool], DocumentPages | str] = OrderedDict()
+        self._bytes = 0
+
+    def pages(self, digest: str, *, pictures: bool) -> DocumentPages | str | None:
+        """Return the pages of a document, or the reason why it cannot be read, if the result is kept. `pictures` is
+        True for the pictures of the pages, and False for their texts."""
+        return self._kept.get((digest, pictures))
+
+    async def read(self, document: Document, owner: str = "", *, pictures: bool) -> None:
+        """Read a document, so that `pages` returns the result. Owners (sessions) take turns. Raises ServiceError if the
+        process fails."""
+        key = document.digest, pictures
+        async with self._process.turns.take(owner):
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return
+            request = _DocumentRequest(document.data, self._settings if pictures else None)
+            answer = await shielded(lambda: self._process.ask(request, _DocumentAnswer, "a document"))
+        found: DocumentPages | str = answer.fault
+        if answer.pages is not None:
+            found = DocumentPages(tuple(answer.pages.pictures or answer.pages.texts))
+        self._kept[key] = found
+        self._bytes += _size(found)
+        while len(self._kept) > 1 and (self._bytes > KEPT_PAGES or len(self._kept) > KEPT_DOCUMENTS):
+            _, dropped = self._kept.popitem(last=False)
+            self._bytes -= _size(dropped)
+
+
+def _size(found: DocumentPages | str) -> int:
+    return sum(map(len, found.pages)) if isinstance(found, DocumentPages) else len(found)
+
+
 def item_size(settings: ImageSettings, grid: Grid) -> int:
-    """Estimate the number of bytes of an image's `item` from its grid."""
+    """Estimate the maximum number of bytes of an image's `item` from its grid. Patches have this number of bytes, and a
+    PNG has about half of it at most."""
     return settings.values_of(grid) * 4 // 3 + ITEM_HEAD
 
 
 def has_pillow() -> bool:
     """Return whether Pillow is installed. Pillow is not imported."""
     return find_spec("PIL") is not None
+
+
+def has_pdfium() -> bool:
+    """Return whether pypdfium2 is installed. It is not imported."""
+    return find_spec("pypdfium2") is not None

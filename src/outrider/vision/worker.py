@@ -1,42 +1,63 @@
-"""The process that decodes images. It reads requests from standard input and writes one answer to each.
+"""The process that decodes images and reads documents. It reads requests from standard input and writes one answer to
+each.
 
-Image decoders are native code that reads an agent's bytes. So the process is confined like a check of an answer: it can
-read Python's files, and cannot write a file, open a socket, start a program or send a signal; its memory is limited.
-The kernel kills the process with SIGPROF if an image takes more than IMAGE_CPU_SECONDS of processor time. Each message
-has a length (8 bytes, little-endian), then MessagePack. Invariant: the process ends when its standard input ends, so it
-also ends when its parent process is killed.
+Image decoders and PDFium are native code that reads an agent's bytes. So the process is confined like a check of an
+answer: it can read Python's files, and cannot write a file, open a socket, start a program or send a signal; its memory
+is limited. The kernel kills the process with SIGPROF if an image or a document takes more than its maximum processor
+time. Each message has a length (8 bytes, little-endian), then MessagePack. Invariant: the process ends when its
+standard input ends, so it also ends when its parent process is killed.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import signal
 import sys
+from importlib.util import find_spec
 from typing import BinaryIO
 
 import msgspec
 
 from outrider.evaluators.checks.confinement import SETITIMER, calculation, confine_zygote
 from outrider.sandbox.runtimes.guest.isolation import seccomp
-from outrider.tokens.rendering.image_grids import Grid, ImageSettings
-from outrider.vision.pixels import UnreadableImage, pixels_of, vllm_item
+from outrider.tokens.rendering.image_grids import Grid, ImageForm, ImageSettings
+from outrider.vision.documents import Pages, UnreadableDocument, pages_of
+from outrider.vision.pixels import UnreadableImage, pixels_of, png_item, vllm_item
 
 MAX_MEMORY = 3 << 30
 """Maximum address space in bytes. An image of MAX_PIXELS pixels takes half a gigabyte."""
 IMAGE_CPU_SECONDS = 10.0
 """Maximum processor time of an image in seconds. A JPEG of 200 KB may have thousands of scans of all pixels, and take
 minutes; a photograph of MAX_PIXELS pixels takes about one second."""
+DOCUMENT_CPU_SECONDS = 20.0
+"""Maximum processor time of a document in seconds. A hundred pages with a line of text take less than one."""
 LENGTH = 8
 
 
-class ImageRequest(msgspec.Struct, frozen=True):
+class ImageRequest(msgspec.Struct, frozen=True, tag="image"):
     data: bytes
     settings: ImageSettings
+    form: ImageForm
+
+
+class DocumentRequest(msgspec.Struct, frozen=True, tag="document"):
+    """A PDF. Its pages are read as pictures if the model reads images with `settings`, and otherwise as texts."""
+
+    data: bytes
+    settings: ImageSettings | None
+
+
+class DocumentAnswer(msgspec.Struct, frozen=True):
+    """The pages of a document, or the reason why it cannot be read."""
+
+    pages: Pages | None = None
+    fault: str = ""
 
 
 class ImageAnswer(msgspec.Struct, frozen=True):
-    """The image in the form of vLLM's features and its grid, or the reason why it cannot be read."""
+    """The image in the requested form and its grid, or the reason why it cannot be read."""
 
     grid: Grid | None = None
     item: bytes = b""
@@ -44,12 +65,7 @@ class ImageAnswer(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    # The modules of Pillow's decoders are loaded before the process is confined.
-    from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
-
-    for plugin in (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin):
-        assert plugin.__name__
-    Image.new("RGB", (2, 2)).resize((4, 4), Image.Resampling.BICUBIC)
+    _load()
     confine_zygote()
     for limit, value in (
         (resource.RLIMIT_AS, MAX_MEMORY),
@@ -62,11 +78,30 @@ def main() -> None:
     serve(sys.stdin.buffer, sys.stdout.buffer)
 
 
+def _load() -> None:
+    """Load the decoders that are installed, before the process is confined."""
+    if find_spec("PIL") is not None:
+        from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+
+        for plugin in (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin):
+            assert plugin.__name__
+        Image.new("RGB", (2, 2)).resize((4, 4), Image.Resampling.BICUBIC).save(io.BytesIO(), "PNG")
+    if find_spec("pypdfium2") is not None:
+        import pypdfium2
+
+        document = pypdfium2.PdfDocument.new()
+        page = document.new_page(16, 16)
+        if find_spec("PIL") is not None:
+            page.render().to_pil()
+        page.get_textpage().get_text_bounded()
+
+
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    decoder = msgspec.msgpack.Decoder(ImageRequest)
+    decoder = msgspec.msgpack.Decoder(ImageRequest | DocumentRequest)
     while len(length := requests.read(LENGTH)) == LENGTH:
         request = decoder.decode(requests.read(int.from_bytes(length, "little")))
-        signal.setitimer(signal.ITIMER_PROF, IMAGE_CPU_SECONDS)
+        seconds = IMAGE_CPU_SECONDS if isinstance(request, ImageRequest) else DOCUMENT_CPU_SECONDS
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         answer = msgspec.msgpack.encode(answer_to(request))
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(len(answer).to_bytes(LENGTH, "little"))
@@ -74,8 +109,15 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         answers.flush()
 
 
-def answer_to(request: ImageRequest) -> ImageAnswer:
+def answer_to(request: ImageRequest | DocumentRequest) -> ImageAnswer | DocumentAnswer:
+    if isinstance(request, DocumentRequest):
+        try:
+            return DocumentAnswer(pages_of(request.data, request.settings))
+        except UnreadableDocument as error:
+            return DocumentAnswer(fault=str(error))
     try:
+        if request.form is ImageForm.PNG:
+            return ImageAnswer(*png_item(request.data, request.settings))
         pixels = pixels_of(request.data, request.settings)
         return ImageAnswer(pixels.grid, vllm_item(pixels))
     except UnreadableImage as error:

@@ -4,6 +4,7 @@ takes."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -22,8 +23,9 @@ from outrider.client.client import AsyncClient
 from outrider.errors import InvalidField
 from outrider.schemas import GroupView
 from outrider.tokens.rendering.image_grids import PLACEHOLDER, read_image_settings
+from outrider.trainers.pictures import image_in_grid
 from outrider.trainers.trajectories import Trajectory, trajectories_of
-from outrider.trainers.verl import OutriderWorker, outputs_of, picture_in_grid
+from outrider.trainers.verl import OutriderWorker, outputs_of
 from outrider.trainers.verl_rows import Terms, VerlSettings, columns_of
 from outrider.vision.pixels import pixels_of
 from support.service import END
@@ -157,8 +159,9 @@ async def test_without_a_processor_images_are_refused(tmp_path: Path) -> None:
 
 def test_a_processor_that_would_divide_an_image_otherwise_is_refused(folder: Path) -> None:
     processor = vision_processor(folder)
-    shown = picture_in_grid(picture(640, 480), (1, 12, 16), processor.image_processor)
+    read = partial(image_in_grid, image_processor=processor.image_processor, trainer="verl", field="model")
+    shown = read(picture(640, 480), (1, 12, 16)).picture
     assert isinstance(shown, Image.Image)
     assert shown.size == (256, 192)
     with pytest.raises(InvalidField, match="has read an image as the grid"):
-        picture_in_grid(picture(2048, 2048), (1, 128, 128), processor.image_processor)
+        read(picture(2048, 2048), (1, 128, 128))

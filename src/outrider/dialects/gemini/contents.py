@@ -28,13 +28,14 @@ from outrider.dialects.gemini.proto_json import fields, has_escaped_letters, is_
 from outrider.dialects.reading import (
     INVALID_JSON,
     decode,
+    file_from_base64,
     image_from_base64,
     is_absent,
     is_invalid_json_object,
     quoted,
     refuse,
 )
-from outrider.media import attachment, encoded_size
+from outrider.media import attachment
 from outrider.messages import Attachment, Image, Message, Part, Role, Text, ToolCall, image_from_url, message_of_parts
 
 SIGNED = b"outrider:"
@@ -315,10 +316,11 @@ def _image(part: WirePart, where: str) -> Image | Attachment | None:
         at = f"{where}.inlineData"
         # ProtoJSON accepts both alphabets of base64, with and without padding.
         encoded = (blob.data or "").encode().translate(_URLSAFE).rstrip(b"=").decode()
+        padded = encoded + "=" * (-len(encoded) % 4)
         if blob.mime_type is None or not blob.mime_type.startswith("image/"):
             reason = f"only images are accepted, not {quoted(str(blob.mime_type))}"
-            return attachment(blob.mime_type, f"{at}.mimeType", reason, size=encoded_size(encoded))
-        return image_from_base64(blob.mime_type, encoded + "=" * (-len(encoded) % 4), f"{at}.data")
+            return file_from_base64(blob.mime_type, padded, f"{at}.mimeType", reason)
+        return image_from_base64(blob.mime_type, padded, f"{at}.data")
     if (file := part.file_data) is not None:
         at = f"{where}.fileData"
         if file.mime_type is not None and not file.mime_type.startswith("image/"):

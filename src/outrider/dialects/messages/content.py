@@ -28,6 +28,7 @@ from msgspec import Raw
 from outrider.dialects.reading import (
     INVALID_JSON,
     decode,
+    file_from_base64,
     image_from_base64,
     is_absent,
     is_invalid_json_object,
@@ -341,7 +342,8 @@ def _part(at: _PlacedBlock) -> Part:
 
 def _document(block: Block, where: str) -> Text:
     """Return the text of a document for the model: the title and the context, if there are any, then the document's
-    text, between `<document>` tags. A document that is not text is an attachment. Raises RequestError."""
+    text, between `<document>` tags. A PDF in base64 is a `Document`, and any other an attachment. Raises
+    RequestError."""
     source, at = _source(block, where), f"{where}.source"
     if source.type == "text":
         if source.data is None:
@@ -357,12 +359,18 @@ def _document(block: Block, where: str) -> Text:
         reason = f"a source of type {quoted(source.type)} is not supported; supported: text, content"
         if source.type not in ("base64", "url"):
             refuse(f"{at}.type", reason)
-        size = None if source.data is None else encoded_size(source.data)
-        return attachment(source.media_type, f"{at}.type", reason, size=size, address=source.url)
+        if source.type == "base64" and source.data is not None:
+            head = _document_head(block, where)
+            return file_from_base64(source.media_type, source.data, f"{at}.type", reason, head=head)
+        return attachment(source.media_type, f"{at}.type", reason, address=source.url)
+    lines = "\n".join(line for line in (_document_head(block, where), text) if line)
+    return Text(f"<document>\n{lines}\n</document>\n")
+
+
+def _document_head(block: Block, where: str) -> str:
     title = optional(_NULLABLE, block.title, f"{where}.title")
     context = optional(_NULLABLE, block.context, f"{where}.context")
-    lines = "\n".join(line for line in (title, context, text) if line)
-    return Text(f"<document>\n{lines}\n</document>\n")
+    return "\n".join(line for line in (title, context) if line)
 
 
 def _source(block: Block, where: str) -> _Source:

@@ -1,8 +1,9 @@
 """The adapter for SGLang servers. Sends and receives token ids through `/generate`.
 
 The adapter was written from SGLang's sources (0.5.23) and tested with a server of 0.5.17 on a GPU. The replies of this
-server are golden tests. The events of a stream may be cumulative (the default) or incremental, as the counts in each
-event show. Invariant: an id is passed on only with the log-probability that the server sent for the same id.
+server are golden tests. Images were never sent to a real server: their part follows the sources of 0.5.15 to 0.5.23.
+The events of a stream may be cumulative (the default) or incremental, as the counts in each event show. Invariant: an
+id is passed on only with the log-probability that the server sent for the same id.
 """
 
 from __future__ import annotations
@@ -11,24 +12,34 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 import orjson
 
 from outrider.concurrency.retries import RetryPolicy
 from outrider.constraint import ConstraintKind
-from outrider.engines.adapters.ids_json import body_with_ids
+from outrider.engines.adapters.ids_json import body_with_ids, ids_json
 from outrider.engines.adapters.options import ServerOptions, read_options
 from outrider.engines.adapters.policy_versions import LabelSpan
 from outrider.engines.adapters.server_api import checked_logprobs, finish_of, penalties_and_bias
 from outrider.engines.adapters.server_engine import WEIGHTS_SECONDS, ServerEngine, ServerEvent, ServerReply
-from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, KnownVersions, PauseMode
+from outrider.engines.base import (
+    Capability,
+    Chunk,
+    EngineOptions,
+    GenerateRequest,
+    KnownVersions,
+    PauseMode,
+    RequestImage,
+)
 from outrider.engines.http.client import DEFAULT_RETRY
 from outrider.engines.http.failures import StatusFailure
 from outrider.errors import EngineError, EngineMisbehaved, EngineRejected
-from outrider.trajectory import FinishReason, LogprobKind
+from outrider.trajectory import FinishReason, Ids, LogprobKind
 from outrider.wire.http_connections import Buffer
 
 log = logging.getLogger("outrider.engine")
@@ -43,6 +54,13 @@ CONSTRAINT_FIELDS = {
 ABORTED = 499
 """The code of the error event that the server sends after it has aborted a request because of a pause."""
 ABORTED_WORDS = re.compile(rb"Request \w{32} was aborted")
+OLD_IMAGES = (
+    "may keep what its image encoder made of images with earlier weights: if the image encoder is trained, start SGLang"
+    " with SGLANG_VLM_CACHE_SIZE_MB=0"
+)
+IDS_PER_TOKEN = 4096
+"""With images, each event of a stream repeats the ids of the whole prompt. So the server sends an event for several
+tokens, such that an event has at most about this number of ids of the prompt for each token."""
 SETTINGS_SECONDS = 5.0
 """Timeout of the request for the server's settings. SGLang 0.5.17 took 1.3 s to answer."""
 INCREMENTAL = (
@@ -71,6 +89,8 @@ class _Meta(msgspec.Struct):
 class _Event(ServerEvent):
     output_ids: list[int] = msgspec.field(default_factory=list)
     meta_info: _Meta | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    """The ids of the prompt, in every event, if they are requested. Only those of the first event are decoded."""
 
 
 class _SGLangReply(ServerReply[_Event]):
@@ -100,6 +120,8 @@ class _SGLangReply(ServerReply[_Event]):
         ids, entries = event.output_ids, meta.output_token_logprobs
         if new:
             self.first_token()
+            if not self._length and event.prompt_token_ids:
+                self._prompt_ids = decode_ids(event.prompt_token_ids, self._engine)
         if finish is not None and finish.type == "abort" and len(ids) == 1 < total:
             ids = [entry[1] for entry in entries]  # a server that has requeued the request sends only the last id
         if new < 0 or len(ids) not in (total, new) or len(entries) not in (total, new):
@@ -138,6 +160,7 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
     """
 
     reply = _SGLangReply
+    capabilities = ServerEngine.capabilities | {Capability.READS_PNG}
     logprob_kind = LogprobKind.SAMPLING
     route = "/generate"
     label_route = "/model_info"
@@ -151,6 +174,24 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
     def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
         super().__init__(options, read_options(ServerOptions, options.options), retry)
         self._requested_settings = False
+        self._read_images = self._warned = False
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        return self._generate_with_images(request) if request.images else super().generate(request)
+
+    async def _generate_with_images(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """Generate, and check the ids of the prompt that the server reports with the first token. The server itself
+        makes the placeholders of an image, one for each token of its own grid of the image. So if the ids are equal to
+        those of the request, the server has read each image, at its place and with the same grid."""
+        read = False
+        async with aclosing(super().generate(request)) as chunks:
+            async for chunk in chunks:
+                if chunk.ids and not read:
+                    _check_read(request, chunk, self.name)
+                    spans = [(image.span.start, image.span.start + image.span.length) for image in request.images]
+                    chunk = msgspec.structs.replace(chunk, prompt_images=spans)
+                    read = self._read_images = True
+                yield chunk
 
     def body(self, request: GenerateRequest, route: str, salt: Callable[[], str], attempt: int) -> list[Buffer]:
         if request.sampling.logit_bias and self._servers.routed:
@@ -192,7 +233,17 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
             "extra_key": salt(),
             "stream": True,
         }
-        return body_with_ids(body, "input_ids", request.input_ids)
+        if not request.images:
+            return body_with_ids(body, "input_ids", request.input_ids)
+        if self._servers.routed:
+            raise EngineRejected(
+                f"engine {self.name!r} is SGLang's router, through which no images are sent",
+                hint=f"add its workers instead: outrider engines add sglang-router={self._http.url}",
+            )
+        params["stream_interval"] = 1 + len(request.input_ids) // IDS_PER_TOKEN
+        body["return_prompt_token_ids"] = True
+        ids = collapsed(request.input_ids, request.images, self.name)
+        return [*_image_data(request.images), b"," + orjson.dumps(body)[1:-1] + b',"input_ids":', ids_json(ids), b"}"]
 
     def aborted(self, error: Exception, reply: _SGLangReply, *, paused: bool) -> bool:
         """Return True if the server has aborted the request, whether or not this adapter has paused it. In a stream the
@@ -235,6 +286,18 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
             if isinstance(answer, dict) and answer.get("success") is False:
                 raise EngineRejected(f"engine {self.name!r} did not load {weights}: {answer.get('message')}")
         self.versions = self.versions.with_version(version)
+        self._warn_of_images()
+
+    async def set_version(self, version: int) -> None:
+        await super().set_version(version)
+        self._warn_of_images()
+
+    def _warn_of_images(self) -> None:
+        """Log once that new weights may be combined with old images: no request clears the server's cache of encoded
+        images, and the cache has no salt."""
+        if self._read_images and not self._warned:
+            self._warned = True
+            log.warning("engine %s %s", self.name, OLD_IMAGES)
 
     def _advise(self, repeats: bool) -> None:
         if repeats and not self.advice:
@@ -254,6 +317,55 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
             return
         if any(isinstance(each, dict) and each.get("incremental_streaming_output") is False for each in settings):
             self._advise(True)
+
+
+def collapsed(ids: Ids, images: Sequence[RequestImage], engine: str) -> Ids:
+    """Return the ids of a prompt with one placeholder for each image: the server replaces each placeholder by as many
+    as the image has tokens. Raises EngineRejected if there is a placeholder outside of the images, because the server
+    would read an image there."""
+    kept = np.ones(len(ids), dtype=np.bool_)
+    for image in images:
+        kept[image.span.start + 1 : image.span.start + image.span.length] = False
+    short = ids[kept]
+    if int(np.count_nonzero(short == ids[images[0].span.start])) != len(images):
+        raise EngineRejected(
+            f"engine {engine!r} cannot be given this prompt: it has images, and a placeholder of an image that the"
+            " model itself has sampled, which SGLang would read as one more image",
+            hint="begin a new conversation",
+        )
+    return short
+
+
+def _image_data(images: Sequence[RequestImage]) -> list[Buffer]:
+    """Return the beginning of a body with the images of a prompt, in pieces, because they are many megabytes."""
+    pieces: list[Buffer] = [b'{"image_data":']
+    for at, image in enumerate(images):
+        pieces += [b',"data:image/png;base64,' if at else b'["data:image/png;base64,', image.item, b'"']
+    return [*pieces, b"]"]
+
+
+def _check_read(request: GenerateRequest, chunk: Chunk, engine: str) -> None:
+    """Raise EngineMisbehaved unless the server reports the ids of the request as those of the prompt."""
+    if chunk.prompt_ids is None:
+        raise EngineMisbehaved(
+            f"engine {engine!r} does not report the ids of a prompt with images",
+            hint="images need SGLang 0.5.15 or later",
+        )
+    if not np.array_equal(chunk.prompt_ids, request.input_ids):
+        raise EngineMisbehaved(
+            f"engine {engine!r} was given a prompt of {len(request.input_ids)} ids with {len(request.images)} images,"
+            f" and has read another prompt, of {len(chunk.prompt_ids)} ids",
+            hint="the server must read images with the settings in its model's folder (no image part in"
+            " --mm-process-config), must keep ids (SGLANG_MM_AVOID_RETOKENIZE is true by default), and must have a"
+            " model that reads images",
+        )
+
+
+def decode_ids(raw: msgspec.Raw, engine: str) -> list[int] | None:
+    try:
+        return msgspec.json.decode(raw, type=list[int] | None)
+    except msgspec.DecodeError as error:
+        raise EngineMisbehaved(f"engine {engine!r} reports a prompt that is no list of ids: {error}") from error
 
 
 def request_name(request: GenerateRequest, attempt: int) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -155,7 +156,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
     """
 
     reply = _VLLMReply
-    capabilities = ServerEngine.capabilities | {Capability.READS_IMAGES}
+    capabilities = ServerEngine.capabilities | {Capability.READS_PATCHES}
     route = GENERATE
     label_route = "/weight_info"
     session_header = "X-Session-ID"
@@ -226,10 +227,11 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
             params["seed"] = sampling.seed
         if sampling.constraint is not None:
             params["structured_outputs"] = structured_outputs(sampling.constraint)
+        mark = salt()
         # Each attempt has its own id, because the server may still run an earlier attempt whose connection broke.
         body: dict[str, Any] = {
             "request_id": f"{request.request_id}-{attempt}",
-            "cache_salt": salt(),
+            "cache_salt": mark,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -240,7 +242,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
             if request.images:
                 body["return_token_ids"] = True  # otherwise the server does not report the images
                 return [
-                    *_features(request.images),
+                    *_features(request.images, mark),
                     b"," + orjson.dumps(body)[1:-1] + b',"token_ids":',
                     ids_json(request.input_ids),
                     b"}",
@@ -338,11 +340,13 @@ def pixel_form(rendered: Any) -> str:
         return "unknown"
 
 
-def _features(images: Sequence[RequestImage]) -> list[Buffer]:
+def _features(images: Sequence[RequestImage], salt: str) -> list[Buffer]:
     """Return the beginning of a body with the images of a prompt, in pieces. Their pixel values are many megabytes, and
-    are sent as they are kept."""
+    are sent as they are kept. The server keeps the output of its image encoder by the hash of an image. The hashes
+    depend on the cache salt, so the output of older weights is not used."""
+    hashes = [hashlib.sha256(f"{salt}/{image.span.digest}".encode()).hexdigest() for image in images]
     placed = {
-        "mm_hashes": {"image": [image.span.digest for image in images]},
+        "mm_hashes": {"image": hashes},
         "mm_placeholders": {"image": [{"offset": image.span.start, "length": image.span.length} for image in images]},
     }
     pieces: list[Buffer] = [b'{"features":' + orjson.dumps(placed)[:-1] + b',"kwargs_data":{"image":']

@@ -257,8 +257,10 @@ class PoolReply(Generic[T]):
     def _check_same_kind(self, member: EngineRecord) -> None:
         """Raise EngineUnavailable if the reply so far has log-probabilities of another kind than the engine's, or if
         the engine does not take the images of the request."""
-        if isinstance(self._request, GenerateRequest) and self._request.images and not serving(member).reads_images:
-            raise EngineUnavailable(f"engine {member.name!r} takes no images", hint="ask again")
+        images = self._request.images if isinstance(self._request, GenerateRequest) else ()
+        if images and (form := serving(member).image_form) is not images[0].form:
+            takes = "no images" if form is None else f"images as {form}, and not as {images[0].form}"
+            raise EngineUnavailable(f"engine {member.name!r} takes {takes}", hint="ask again")
         begun = self._continued is not None and self._continued.versions
         if begun and self.served.logprob_kind is not member.engine.logprob_kind:
             raise EngineUnavailable(

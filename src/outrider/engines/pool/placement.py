@@ -34,12 +34,14 @@ from outrider.engines.base import (
     RemembersVersions,
     TakesConstraints,
     capabilities_of,
+    image_form_of,
 )
 from outrider.engines.pool.checks import MAX_COUNT
 from outrider.engines.pool.waits import Pace, PaceSummary, loop_time
 from outrider.redaction import redacted
 from outrider.schemas import EngineStatus
 from outrider.spec import EngineSpec, PolicyPause
+from outrider.tokens.rendering.image_grids import ImageForm
 from outrider.trajectory import LogprobKind, TokenMode
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -76,7 +78,7 @@ reply, and neither may delay a check."""
 class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
     """The description of a session's engine. `engine` is the name, `version` the last known policy version,
     `context_tokens` the context (None if unknown), `constraints` the supported kinds of constraints on replies,
-    `keeps_ids` and `reads_images` whether the engine has these capabilities."""
+    `keeps_ids` whether the engine has this capability, and `image_form` the form of images that the engine takes."""
 
     engine: str
     mode: TokenMode
@@ -85,7 +87,7 @@ class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int | None
     constraints: frozenset[ConstraintKind] = frozenset()
     keeps_ids: bool = False
-    reads_images: bool = False
+    image_form: ImageForm | None = None
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
@@ -471,7 +473,7 @@ def serving(record: EngineRecord) -> ServingEngine:
         context_tokens=record.health.context_tokens,
         constraints=record.constraints,
         keeps_ids=Capability.KEEPS_IDS in capabilities_of(record.engine),
-        reads_images=Capability.READS_IMAGES in capabilities_of(record.engine),
+        image_form=image_form_of(record.engine),
     )
 
 

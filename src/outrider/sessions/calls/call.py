@@ -16,7 +16,7 @@ from outrider.sessions.priority_semaphore import PrioritySemaphore
 from outrider.spec import Limits
 from outrider.tokens.rendering.renderer import Renderer
 from outrider.trajectory import Ids, Turn
-from outrider.vision.preparer import ImagePreparer
+from outrider.vision.preparer import DocumentReader, ImagePreparer
 
 if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes none
     from outrider.engines.pool.call import PoolReply
@@ -37,10 +37,10 @@ def image_room() -> PrioritySemaphore:
 
 
 class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts shared by all conversations of a node with one model. `renderer`, `pool` and
-    `images` (None if the model reads no images) belong to the model. All models share `intake`, the limit of memory for
-    arriving requests, `image_room`, the queue for memory for pixel values, and `offload`, the thread for long work on
-    requests."""
+    """The parts shared by all conversations of a node with one model. `renderer`, `pool`, `images` (None if the model
+    reads no images) and `documents` (None if documents cannot be read) belong to the model. All models share `intake`,
+    the limit of memory for arriving requests, `image_room`, the queue for memory for pixel values, and `offload`, the
+    thread for long work on requests."""
 
     renderer: Renderer
     pool: EnginePool
@@ -48,6 +48,7 @@ class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int | None = None
     intake: Intake = msgspec.field(default_factory=Intake)
     images: ImagePreparer | None = None
+    documents: DocumentReader | None = None
     image_room: PrioritySemaphore = msgspec.field(default_factory=image_room)
     offload: OffloadThread = msgspec.field(default_factory=OffloadThread)
 

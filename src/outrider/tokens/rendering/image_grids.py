@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,15 @@ MAX_PROPORTION = 200
 
 Grid = tuple[int, int, int]
 """Numbers of patches of an image: in time (always 1), vertically and horizontally."""
+
+
+class ImageForm(StrEnum):
+    """The form in which an engine takes the images of a prompt of ids."""
+
+    PATCHES = "patches"
+    """The patches of the image, as vLLM's features: base64 of a `MultiModalKwargsItem`."""
+    PNG = "png"
+    """The scaled image as a PNG, in base64. The server divides it into the same patches, and scales nothing."""
 
 
 class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):

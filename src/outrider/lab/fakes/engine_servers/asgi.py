@@ -26,6 +26,7 @@ from outrider.engines.base import (
 )
 from outrider.errors import EngineRejected
 from outrider.lab.fakes.engine_servers.prefix_cache import PrefixCache
+from outrider.tokens.rendering.image_grids import ImageSettings
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.wire.http_server import Receive, Scope, Send, while_connected
 
@@ -48,8 +49,11 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     pause, as 0.26 often does; `dev_mode` False omits the routes that pause, label or load weights;
     `refuses_while_paused` returns 503 during a pause, as in 0.33; `pixel_form` is the type of the pixel values that the
     model takes, "float32" before 0.32. SGLang: `incremental` streams deltas as with
-    `--incremental-streaming-output`; `spans` reports `weight_versions`, as from 0.5.19 on. Both: requests are looked up
-    in `prefix_cache` and added to it.
+    `--incremental-streaming-output`; `spans` reports `weight_versions`, as from 0.5.19 on; `images` are the settings of
+    the image processor of a model that reads images (needs Pillow and `tokenizer`); `keeps_ids` False tokenises the
+    text of a prompt with images again, as before 0.5.15 and with SGLANG_MM_AVOID_RETOKENIZE=0; `reports_prompts` False
+    ignores `return_prompt_token_ids`, as earlier versions do. Both: requests are looked up in `prefix_cache` and added
+    to it.
     """
 
     tokenizer: Tokenizer | None = None
@@ -64,6 +68,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     pixel_form: str = "uint8"
     incremental: bool = False
     spans: bool = False
+    images: ImageSettings | None = None
+    keeps_ids: bool = True
+    reports_prompts: bool = True
     prefix_cache: PrefixCache | None = None
 
 

@@ -3,12 +3,14 @@
 The responses are those of SGLang 0.5.17 on a GPU (tests/golden/real_engines), including its faults. A request at which
 the real server exits also ends this server. Requests that arrive during a pause wait until the end of the pause;
 requests that arrive during a pause in mode abort then get code 499. The error of a streamed request is an event of the
-stream.
+stream. Images are handled as in the sources of SGLang 0.5.23 for a model of the Qwen-VL families, by `with_images`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 from collections.abc import Generator
 from contextlib import aclosing, contextmanager
 from typing import Any, NoReturn, cast
@@ -18,7 +20,7 @@ import msgspec
 from outrider.concurrency.events import wait_for_event
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.policy_versions import label_of, version_of
-from outrider.engines.base import Chunk, Engine, GenerateRequest, PauseMode
+from outrider.engines.base import Chunk, Engine, GenerateRequest, PauseMode, RequestImage
 from outrider.errors import ContextOverflow, EngineError, EngineRejected
 from outrider.lab.fakes.engine_servers.asgi import (
     AskedSampling,
@@ -29,8 +31,10 @@ from outrider.lab.fakes.engine_servers.asgi import (
     ServeSettings,
     labelled,
 )
+from outrider.tokens.rendering.image_grids import PLACEHOLDER, ImageSettings
 from outrider.tokens.rendering.tokenizer import ANY_IDS, TextStream
-from outrider.trajectory import FinishReason
+from outrider.trajectory import FinishReason, ImageSpan
+from outrider.vision.pixels import Pixels, UnreadableImage, pixels_of, vllm_item
 
 PAUSE_MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 ABORTED = 499
@@ -51,6 +55,7 @@ class _Sampling(AskedSampling, kw_only=True, forbid_unknown_fields=True):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | None = None
+    stream_interval: int | None = None
 
     def constraint(self) -> Constraint | None:
         """Return the requested constraint, or None. Raises EngineRejected if several forms of constraints are
@@ -77,6 +82,8 @@ class _Generate(msgspec.Struct, kw_only=True):
     routing_key: str | None = None
     extra_key: str | None = None
     stream: bool = False
+    image_data: list[str] | None = None
+    return_prompt_token_ids: bool = False
 
 
 class _Pause(msgspec.Struct):
@@ -155,13 +162,20 @@ class ServedSGLang(Served):
 
     async def _answer(self, call: HttpCall, body: _Generate) -> None:
         try:
-            request = await self._request(body)
+            images: tuple[RequestImage, ...] = ()
+            if body.image_data and self.settings.images is not None:  # a model without images ignores them
+                ids, images = with_images(body.input_ids, body.image_data, self.settings)
+                body = msgspec.structs.replace(body, input_ids=ids)
+            request = msgspec.structs.replace(await self._request(body), images=images)
             aborted = await self._held()
             with self._tracked():
                 if not aborted:
                     await self._respond(call, request, body)
         except EngineError as error:
             await self._refuse(call, error.message, error.http_status, body)
+            return
+        except IndexError:  # the real handler fails here, too: a stream breaks
+            await call.cut()
             return
         except asyncio.CancelledError:
             if not self.dead:
@@ -250,13 +264,14 @@ class ServedSGLang(Served):
         cache, salt = self.settings.prefix_cache, body.extra_key or ""
         weights = (await self.engine.health()).version
         cached = cache.look(salt, body.input_ids, weights) if cache else None
-        reply = _SGLangWriter(request, self.settings, cached, logprobs=body.return_logprob, stream=body.stream)
+        reply = _SGLangWriter(request, self.settings, cached, body)
         content: dict[str, Any] = {}
         async with aclosing(self.engine.generate(request)) as chunks:
             async for chunk in chunks:
-                content = reply.event(chunk, (await self.engine.health()).version)
-                if body.stream:
-                    await call.event(content)
+                event = reply.event(chunk, (await self.engine.health()).version)
+                if body.stream and event is not None:
+                    await call.event(event)
+                content = event or content
         if cache:
             cache.keep(salt, [*body.input_ids, *reply.sampled], weights)
         if body.stream:
@@ -332,28 +347,37 @@ class _SGLangWriter:
     """Writes one response. Each event repeats the content of all earlier events, unless the server streams
     incrementally."""
 
-    def __init__(
-        self, request: GenerateRequest, settings: ServeSettings, cached: int | None, *, logprobs: bool, stream: bool
-    ) -> None:
+    def __init__(self, request: GenerateRequest, settings: ServeSettings, cached: int | None, body: _Generate) -> None:
         self.sampled: list[int] = []
         self._request = request
         self._cached = cached
-        self._logprobs = logprobs
+        self._logprobs = body.return_logprob
+        self._prompt = body.input_ids if body.return_prompt_token_ids and settings.reports_prompts else None
+        self._interval = body.sampling_params.stream_interval or 1
+        self._sent = 0
         self._spans = settings.spans
-        self._cumulative = not (stream and settings.incremental)
+        self._cumulative = not (body.stream and settings.incremental)
         self._stream: TextStream | None = settings.tokenizer.stream() if settings.tokenizer else None
         self._ids: list[int] = []
         self._entries: list[tuple[float, int, None]] = []
         self._text = ""
 
-    def event(self, chunk: Chunk, version: int) -> dict[str, Any]:
-        """Return the next event. `version` is the version of the server's current weights."""
-        if not self._cumulative:
+    def event(self, chunk: Chunk, version: int) -> dict[str, Any] | None:
+        """Return the next event, None while fewer tokens than the interval are unsent; the first token is sent at once.
+        `version` is the version of the server's current weights."""
+        if not self._cumulative and self._sent == len(self.sampled):
             self._ids, self._entries, self._text = [], [], ""
         self.sampled += chunk.ids
         self._ids += chunk.ids
         self._text += self._stream.push(chunk.ids) if self._stream else ""
         count = len(self.sampled)
+        if self._logprobs:
+            self._entries += [
+                (value, token_id, None) for token_id, value in zip(chunk.ids, chunk.logprobs, strict=True)
+            ]
+        if chunk.finish is None and self._sent and count - self._sent < self._interval:
+            return None
+        self._sent = count
         finish = _finish(chunk, count)
         waited = chunk.finish is FinishReason.ABORT and not count
         meta: dict[str, Any] = {
@@ -366,13 +390,47 @@ class _SGLangWriter:
             cached = chunk.cached_tokens if self._cached is None else self._cached
             meta |= {"prompt_tokens": len(self._request.input_ids), "cached_tokens": cached or 0}
         if self._logprobs:
-            self._entries += [
-                (value, token_id, None) for token_id, value in zip(chunk.ids, chunk.logprobs, strict=True)
-            ]
             meta["output_token_logprobs"] = self._entries
         if chunk.versions and self._spans:
             meta["weight_versions"] = labelled(chunk)
-        return {"text": self._text, "output_ids": self._ids, "meta_info": meta}
+        event = {"text": self._text, "output_ids": self._ids, "meta_info": meta}
+        return event if self._prompt is None else event | {"prompt_token_ids": self._prompt}
+
+
+def with_images(
+    ids: list[int], image_data: list[str], settings: ServeSettings
+) -> tuple[list[int], tuple[RequestImage, ...]]:
+    """Return the ids of a prompt in which each placeholder is replaced by as many as its image has tokens, and the
+    images. All other ids are kept. Raises IndexError for more placeholders than images. With fewer placeholders, the
+    last images are ignored."""
+    assert settings.images is not None
+    assert settings.tokenizer is not None
+    placeholder = settings.tokenizer.convert_tokens_to_ids(PLACEHOLDER)
+    read = [_pixels(data, settings.images) for data in image_data]
+    if not settings.keeps_ids:
+        ids = settings.tokenizer.encode(settings.tokenizer.decode(ids))
+    long: list[int] = []
+    images: list[RequestImage] = []
+    for token_id in ids:
+        if token_id != placeholder:
+            long.append(token_id)
+            continue
+        pixels = read[len(images)]
+        item, count = vllm_item(pixels), settings.images.tokens_of(pixels.grid)
+        span = ImageSpan(hashlib.sha256(item).hexdigest(), len(long), count, pixels.grid)
+        images.append(RequestImage(span=span, item=item))
+        long += [placeholder] * count
+    return long, tuple(images)
+
+
+def _pixels(text: str, settings: ImageSettings) -> Pixels:
+    """Return the patches of an image in base64 or of a data URL. The real server also reads files and addresses. Raises
+    EngineRejected."""
+    try:
+        data = base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
+        return pixels_of(data, settings)
+    except (ValueError, UnreadableImage) as error:
+        raise EngineRejected(f"Could not decode image: {error}") from error
 
 
 def _finish(chunk: Chunk, length: int) -> dict[str, Any] | None:

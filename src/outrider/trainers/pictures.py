@@ -1,0 +1,67 @@
+"""Makes a trainer's pixel values of the images of a row, and says which part of a row a model with images can read.
+
+This module imports Pillow and torch only when it makes pixel values. Invariant: the pixel values of an image have the
+grid that the sample has, so they fit the image's placeholders in the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.errors import InvalidField, ServiceError
+from outrider.tokens.rendering.image_grids import Grid
+from outrider.trainers.trajectories import TrainingRow
+
+
+@dataclass(frozen=True)
+class TrainerImage:
+    """An image as a trainer's model reads it: the scaled `picture` of Pillow, and the result of the trainer's image
+    processor, `inputs`, with the tensors `pixel_values` and `image_grid_thw`."""
+
+    picture: Any
+    inputs: Mapping[str, Any]
+
+
+def image_in_grid(data: bytes, grid: Grid | None, image_processor: Any, *, trainer: str, field: str) -> TrainerImage:
+    """Decode an image, scale it to its grid, and make the trainer's inputs of it. Raises InvalidField for `field` if
+    the trainer's image processor divides the image in another way, and ServiceError for broken data."""
+    from PIL.Image import Resampling
+
+    from outrider.vision.pixels import UnreadableImage, decoded
+
+    assert grid is not None  # `readable_end` has refused other images
+    patch = int(image_processor.patch_size)
+    try:
+        picture = decoded(data)
+    except UnreadableImage as error:
+        raise ServiceError(f"an image of a row cannot be decoded: {error}") from error
+    size = (grid[2] * patch, grid[1] * patch)
+    if picture.size != size:
+        picture = picture.resize(size, Resampling.BICUBIC)
+    inputs = image_processor(images=[picture], return_tensors="pt")
+    made = inputs["image_grid_thw"].tolist()
+    if made != [list(grid)]:
+        raise InvalidField(
+            f"the engine has read an image as the grid {list(grid)}, and {trainer}'s processor makes {made[0]} of it",
+            field=field,
+            hint=f"use the same preprocessor_config.json in the service's and {trainer}'s folder of the model",
+        )
+    return TrainerImage(picture, inputs)
+
+
+def readable_end(row: TrainingRow, end: int, media_ids: frozenset[int]) -> int:
+    """Return the largest end of the row, `end` at most, before which each placeholder belongs to a whole image. Models
+    raise an error for other placeholders: a model may sample one, and a trainer's lengths may cut an image. Raises
+    InvalidField for an image without a span and a grid."""
+    images = row.sample.images
+    if any(image.span is None or image.grid is None for image in images):
+        raise InvalidField(
+            f"session {row.sample.session_id} has an image whose place and grid the engine did not report",
+            field="task",
+            hint="use an engine of kind vllm or sglang, or tasks without images",
+        )
+    whole = {at for image in images if image.span and image.span[1] <= end for at in range(*image.span)}
+    strays = (at for at, token in enumerate(row.ids[:end]) if token in media_ids and at not in whole)
+    return next(strays, end)
