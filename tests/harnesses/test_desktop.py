@@ -70,7 +70,7 @@ def test_the_tools_as_the_model_sees_them() -> None:
 )
 async def test_mouse_and_keyboard(name: str, arguments: dict[str, Any], ran: str) -> None:
     screen = Screen()
-    assert await desktop(screen).call(name, json.dumps(arguments)) == Text("done")
+    assert await desktop(screen).call(name, json.dumps(arguments)) == (Text("done"),)
     assert screen.commands == [["xdotool", *ran.split(" ")]]
 
 
@@ -94,7 +94,7 @@ async def test_mouse_and_keyboard(name: str, arguments: dict[str, Any], ran: str
 )
 async def test_what_the_model_got_wrong_is_said_and_not_run(name: str, arguments: str, says: str) -> None:
     screen = Screen()
-    answer = await desktop(screen).call(name, arguments)
+    [answer] = await desktop(screen).call(name, arguments)
     assert isinstance(answer, Text)
     assert answer.text.startswith(says)
     assert screen.commands == []
@@ -125,7 +125,7 @@ async def test_a_screenshot_is_an_image_of_a_tools_message() -> None:
     ],
 )
 async def test_a_screen_that_cannot_be_read(answer: ExecResult, says: str) -> None:
-    assert await desktop(Screen(answer)).call("screenshot", "{}") == Text(says)
+    assert await desktop(Screen(answer)).call("screenshot", "{}") == (Text(says),)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ async def test_a_screen_that_cannot_be_read(answer: ExecResult, says: str) -> No
     ],
 )
 async def test_what_a_program_could_not_do_is_said(answer: ExecResult, says: str) -> None:
-    assert await desktop(Screen(answer)).call("key", '{"keys": "x"}') == Text(says)
+    assert await desktop(Screen(answer)).call("key", '{"keys": "x"}') == (Text(says),)
 
 
 async def test_a_desktop_that_does_not_open_is_an_error_with_what_was_printed() -> None:
