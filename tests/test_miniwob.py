@@ -84,6 +84,14 @@ def test_the_browser_may_show_the_page_and_nothing_else(html: Path) -> None:
     assert example.task["harness"]["options"]["tools"] == ["desktop"]
 
 
+def test_a_page_may_be_shown_as_an_accessibility_tree(html: Path) -> None:
+    [seen], [read] = (miniwob_examples("other", html=html, observation=each) for each in ("screenshot", "tree"))
+    options = [example.task["harness"]["options"]["desktop"] for example in (seen, read)]
+    assert [each.pop("observation") for each in options] == ["screenshot", "tree"]
+    assert seen.task == read.task
+    assert validate_group({"task": read.task}).task.harness.agent == "tools"
+
+
 def test_only_the_known_solution_has_its_script(html: Path) -> None:
     solved, unsolved = miniwob_examples(html=html)
     assert (solved.id, unsolved.id, unsolved.gold) == ("click-test-0", "other-0", None)

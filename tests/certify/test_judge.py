@@ -84,7 +84,9 @@ DONE = SessionResult(
         ),
     ],
 )
-def test_the_sub_agents_row(tools: Any, subagent: bool, kind: BranchKind, expected: tuple[str, str, str | None]) -> None:
+def test_the_sub_agents_row(
+    tools: Any, subagent: bool, kind: BranchKind, expected: tuple[str, str, str | None]
+) -> None:
     row = row_named("sub-agent")
     assert row is not None
     evidence = RowEvidence(

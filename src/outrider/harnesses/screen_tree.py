@@ -26,7 +26,7 @@ MAX_DEPTH = 50
 """Maximum levels below a window."""
 MAX_TEXT = 200
 """Maximum characters of a name or a value."""
-CALL_MILLISECONDS = 1_000
+CALL_SECONDS = 1.0
 """Time limit of one question to a program."""
 
 EMBEDDED = "\ufffc"
@@ -291,11 +291,13 @@ class Accessible:
         return list(self._ask(self._accessible.get_interfaces))
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
+        start = time.monotonic()
         try:
             answer = question(*arguments)
         except Exception as error:  # GLib.Error, whose module is as optional as AT-SPI
             raise Gone from error
-        if answer is None:
+        # After the time limit the library gives 0 or "" for some questions, and no error.
+        if answer is None or time.monotonic() - start >= CALL_SECONDS:
             raise Gone
         return answer
 
@@ -305,7 +307,7 @@ def main(width: int, height: int, seconds: float) -> None:
     warnings.simplefilter("ignore")  # the bindings call much of themselves deprecated
     importlib.import_module("gi").require_version("Atspi", "2.0")
     atspi = importlib.import_module("gi.repository.Atspi")
-    atspi.set_timeout(CALL_MILLISECONDS, CALL_MILLISECONDS)
+    atspi.set_timeout(int(CALL_SECONDS * 1000), int(CALL_SECONDS * 1000))
     text = Tree(width, height, until).read(Accessible(atspi, atspi.get_desktop(0)))
     sys.stdout.buffer.write(text.encode("utf-8", "replace"))
 
