@@ -106,8 +106,28 @@ def test_pages_that_are_not_there(html: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidField, match="no page 'elsewhere'") as refused:
         miniwob_examples("elsewhere", html=html)
     assert refused.value.hint == "it has: click-test, other"
+    with pytest.raises(InvalidField, match="'html' is no way to show a page") as refused:
+        miniwob_examples("other", html=html, observation="html")
+    assert refused.value.hint == "one of: screenshot, tree, both"
     with pytest.raises(InvalidField, match="has no pages"):
         miniwob_examples(html=tmp_path / "core")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("miniwob") is None, reason="the package miniwob is not installed")
+@pytest.mark.parametrize(
+    ("source", "limit", "ids", "observation"),
+    [
+        ("miniwob:click-test", 1, ["click-test-0"], "screenshot"),
+        ("miniwob:click-test:tree", None, [f"click-test-{seed}" for seed in range(4)], "tree"),
+        ("miniwob::both", 2, ["ascending-numbers-0", "bisect-angle-0"], "both"),
+    ],
+)
+def test_the_source_on_the_command_line_may_name_the_observation(
+    source: str, limit: int | None, ids: list[str], observation: str
+) -> None:
+    examples = examples_in(source, limit=limit, image=None)
+    assert [example.id for example in examples] == ids
+    assert {example.task["harness"]["options"]["desktop"]["observation"] for example in examples} == {observation}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("miniwob") is not None, reason="miniwob is installed")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from pydantic import Field
@@ -108,6 +108,7 @@ exit 1
 BUS_CONFIGURATION = "/usr/share/defaults/at-spi2/accessibility.conf"
 
 Observation = Literal["screenshot", "tree", "both"]
+OBSERVATIONS: tuple[Observation, ...] = get_args(Observation)
 
 
 class DesktopOptions(Spec):

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import InvalidField
-from outrider.harnesses.desktop import DISPLAY, Observation
+from outrider.harnesses.desktop import DISPLAY, OBSERVATIONS
 from outrider.tasks.examples import Example, Gold
 
 INSTALL = "pip install --no-deps 'miniwob>=1.1,<1.2'"
+SCREENSHOT = "screenshot"
 FOLDER = "/miniwob"
 """Folder of the pages in the sandbox."""
 BROWSER = "/usr/lib/chromium/chromium"
@@ -137,12 +138,16 @@ def miniwob_examples(
     *,
     size: int | None = None,
     seed: int = 0,
-    observation: Observation = "screenshot",
+    observation: str = SCREENSHOT,
     html: Path | None = None,
 ) -> list[Example]:
     """Return `size` tasks of one `page`, with the seeds `seed`, `seed` + 1, and so on. If `page` is None, return a task
     of each page, or of the first `size` pages, with the seed `seed`. Tasks of pages that `gold.js` can solve have a
     solution. `observation` is the desktop's option. For `html` see `miniwob_pages`. Raises InvalidField."""
+    if observation not in OBSERVATIONS:
+        raise InvalidField(
+            f"{observation!r} is no way to show a page", field="source", hint=f"one of: {', '.join(OBSERVATIONS)}"
+        )
     pages = miniwob_pages(html)
     if page is None:
         return [_example(pages[name], seed, observation) for name in list(pages)[:size]]
@@ -151,7 +156,7 @@ def miniwob_examples(
     return [_example(pages[page], seed + number, observation) for number in range(1 if size is None else size)]
 
 
-def _example(page: Path, seed: int, observation: Observation) -> Example:
+def _example(page: Path, seed: int, observation: str) -> Example:
     name = page.stem
     html = page.read_text("utf-8")
     place = f"{FOLDER}/{PAGE_FOLDER}/{name}.html"
