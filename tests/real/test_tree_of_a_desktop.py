@@ -239,7 +239,7 @@ async def test_a_page_of_100000_elements_is_cut(tmp_path: Path) -> None:
     model = TreeModel(tmp_path, reply)
     await run(tmp_path, model, task)
     print(f"{len(took)} trees in {[round(each, 1) for each in took]} s")
-    assert re.search(r"^\[cut (after 5000 elements|because )", model.results[-1], re.MULTILINE)
+    assert re.search(r"^\[cut (at|after|because) ", model.results[-1], re.MULTILINE)
     assert sum(each.name == "many" for each in elements(model.results[-1])) > 10
     assert max(took) < 40
     assert max(map(len, model.results)) < MAX_CHARACTERS + 500
