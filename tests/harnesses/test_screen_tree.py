@@ -15,7 +15,7 @@ from outrider.harnesses.screen_tree import (
     Box,
     Element,
     Gone,
-    Tree,
+    ScreenTree,
 )
 
 ON = frozenset({"showing", "enabled"})
@@ -78,7 +78,7 @@ def window(*elements: Fake, name: str = "W", states: str = "") -> Fake:
 
 def text(*programs: Fake, seconds: float = 100.0) -> str:
     ticks = count()
-    return Tree(800, 600, seconds, clock=lambda: next(ticks) / 1000).read(Fake("desktop", of=programs))
+    return ScreenTree(800, 600, seconds, clock=lambda: next(ticks) / 1000).read(Fake("desktop", of=programs))
 
 
 def lines(*elements: Fake) -> list[str]:

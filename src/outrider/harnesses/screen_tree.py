@@ -101,7 +101,7 @@ class Full(Exception):
     """A limit is reached. The message is the note."""
 
 
-class Tree:
+class ScreenTree:
     """The text of a tree. `until` is the time on `clock` at which reading ends."""
 
     def __init__(self, width: int, height: int, until: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -308,7 +308,7 @@ def main(width: int, height: int, seconds: float) -> None:
     importlib.import_module("gi").require_version("Atspi", "2.0")
     atspi = importlib.import_module("gi.repository.Atspi")
     atspi.set_timeout(int(CALL_SECONDS * 1000), int(CALL_SECONDS * 1000))
-    text = Tree(width, height, until).read(Accessible(atspi, atspi.get_desktop(0)))
+    text = ScreenTree(width, height, until).read(Accessible(atspi, atspi.get_desktop(0)))
     sys.stdout.buffer.write(text.encode("utf-8", "replace"))
 
 
