@@ -16,17 +16,21 @@ from typing import Any
 
 import pytest
 
+from engines.upstream import upstream
 from outrider.client.client import AsyncClient
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest
 from outrider.harnesses.desktop import BUS_CONFIGURATION, PROGRAMS, PYTHON
 from outrider.harnesses.screen_tree import MAX_CHARACTERS
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.plugins import resolve
+from outrider.spec import EngineSpec
 from outrider.tasks.miniwob.tasks import BROWSER, HEIGHT, WIDTH, miniwob_examples
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import SessionResult, TokenMode
 from support.service import END, running_service, say
 from support.tokenizer import write_tokenizer
+
+from .test_desktop import MODELS, VENDORS_CALLS, calls, says
 
 pytestmark = pytest.mark.real
 
@@ -178,6 +182,33 @@ async def test_a_page_is_solved_by_its_tree_alone(
     assert (result.verdict.reward, result.verdict.reason) == (1.0, "the page gives 1")
     assert '"This task has ended."' in model.results[-1]
     assert "Click Me!" not in model.results[-1]
+
+
+async def test_a_vendors_tool_shows_both(tmp_path: Path) -> None:
+    """The tree comes after the image in the result of each call."""
+    if importlib.util.find_spec("miniwob") is None:
+        pytest.skip("the package miniwob is not installed")
+    [example] = miniwob_examples("click-test", observation="both")
+    task = {**example.task, "max_attempts": 1}
+    task["harness"]["options"]["desktop"]["actions"] = "anthropic"
+    (look, nothing), (click, arguments) = VENDORS_CALLS["anthropic"]
+    answers = (
+        calls([1, 2], [3], look, nothing),
+        calls([1, 2, 3, 4], [5], click, arguments),
+        says([1, 2, 3, 4, 5, 6], [7], content="Done."),
+    )
+    async with upstream(*answers, pages=MODELS) as (server_url, server):
+        engine = EngineSpec(kind="openai", name="sees", url=server_url, options={"ids": True})
+        async with running_service(tmp_path=tmp_path, engines=(engine,)) as (_, url), AsyncClient(url) as client:
+            [done] = await client.wait([(await client.submit({"task": task})).id])
+    result = done.sessions[0].result
+    assert result is not None
+    assert (result.error, result.verdict.reward) == (None, 1.0)
+    contents = [message["content"] for message in server.posts[-1][1]["messages"] if message["role"] == "tool"]
+    assert [[part["type"] for part in content] for content in contents] == [["image_url", "text"]] * 2
+    first, second = (content[1]["text"] for content in contents)
+    assert shown(elements(first), "push button", "Click Me!").middle == {"x": 61, "y": 283}
+    assert '"This task has ended."' in second
 
 
 def desktop_task(program: str, evaluator: dict[str, Any], *prepare: dict[str, Any], **options: Any) -> dict[str, Any]:
