@@ -38,13 +38,14 @@ def with_section(text: str, preset: Preset) -> str:
 
 def options_table() -> str:
     """Return the table of programs, with what each takes, as in docs/harnesses.md."""
-    columns = ("Program", "Version", "MCP servers", "Skills", *map(_code, COMMON))
+    columns = ("Program", "Version", "MCP servers", "Skills", "Images", "Sub-agents", *map(_code, COMMON))
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for preset in map(load_preset, preset_names()):
         if preset.install is None:
             continue
         servers = ", ".join(preset.mcp.entries) if preset.mcp else "no"
-        takes = (preset.name, preset.install.version, servers, "yes" if preset.skills else "no")
+        found = (preset.certified.image, preset.certified.subagent)
+        takes = (preset.name, preset.install.version, servers, "yes" if preset.skills else "no", *found)
         lines.append(f"| {' | '.join((*takes, *(_has(preset, name) for name in COMMON)))} |")
     return "\n".join(lines) + "\n"
 

@@ -84,6 +84,14 @@ def test_the_browser_may_show_the_page_and_nothing_else(html: Path) -> None:
     assert example.task["harness"]["options"]["tools"] == ["desktop"]
 
 
+def test_a_page_may_be_shown_as_an_accessibility_tree(html: Path) -> None:
+    [seen], [read] = (miniwob_examples("other", html=html, observation=each) for each in ("screenshot", "tree"))
+    options = [example.task["harness"]["options"]["desktop"] for example in (seen, read)]
+    assert [each.pop("observation") for each in options] == ["screenshot", "tree"]
+    assert seen.task == read.task
+    assert validate_group({"task": read.task}).task.harness.agent == "tools"
+
+
 def test_only_the_known_solution_has_its_script(html: Path) -> None:
     solved, unsolved = miniwob_examples(html=html)
     assert (solved.id, unsolved.id, unsolved.gold) == ("click-test-0", "other-0", None)
@@ -98,8 +106,28 @@ def test_pages_that_are_not_there(html: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidField, match="no page 'elsewhere'") as refused:
         miniwob_examples("elsewhere", html=html)
     assert refused.value.hint == "it has: click-test, other"
+    with pytest.raises(InvalidField, match="'html' is no way to show a page") as refused:
+        miniwob_examples("other", html=html, observation="html")
+    assert refused.value.hint == "one of: screenshot, tree, both"
     with pytest.raises(InvalidField, match="has no pages"):
         miniwob_examples(html=tmp_path / "core")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("miniwob") is None, reason="the package miniwob is not installed")
+@pytest.mark.parametrize(
+    ("source", "limit", "ids", "observation"),
+    [
+        ("miniwob:click-test", 1, ["click-test-0"], "screenshot"),
+        ("miniwob:click-test:tree", None, [f"click-test-{seed}" for seed in range(4)], "tree"),
+        ("miniwob::both", 2, ["ascending-numbers-0", "bisect-angle-0"], "both"),
+    ],
+)
+def test_the_source_on_the_command_line_may_name_the_observation(
+    source: str, limit: int | None, ids: list[str], observation: str
+) -> None:
+    examples = examples_in(source, limit=limit, image=None)
+    assert [example.id for example in examples] == ids
+    assert {example.task["harness"]["options"]["desktop"]["observation"] for example in examples} == {observation}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("miniwob") is not None, reason="miniwob is installed")

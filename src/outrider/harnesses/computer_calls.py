@@ -110,11 +110,12 @@ _KEYS = {
 """X names of keys, by the vendors' names in lower case. Has only the keys whose vendor's name is not the X name."""
 
 
-def tools(vendor: Vendor, width: int, height: int) -> list[ToolSpec]:
-    """Return the vendor's computer tools for a screen of this size in pixels."""
+def tools(vendor: Vendor, width: int, height: int, *, zoom: bool) -> list[ToolSpec]:
+    """Return the vendor's computer tools for a screen of this size in pixels. `zoom` is true if images of a part of the
+    screen are of use to the model."""
     match vendor:
         case "anthropic":
-            return [anthropic_tool(ANTHROPIC_NAME, width, height, zoom=True)]
+            return [anthropic_tool(ANTHROPIC_NAME, width, height, zoom=zoom)]
         case "openai":
             return [openai_tool(width, height)]
         case "google":

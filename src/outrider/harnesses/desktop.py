@@ -1,5 +1,5 @@
-"""The tool set `desktop`: a screen in the sandbox, which the model sees in screenshots and controls by mouse and
-keyboard.
+"""The tool set `desktop`: a screen in the sandbox, which the model sees in screenshots or as an accessibility tree, and
+controls by mouse and keyboard.
 
 The option `run` opens the programs to be used. Invariants: a call acts on the screen of its own sandbox or not at all;
 a mistake of the model gives an explanation as the result; an exception is raised only for a broken sandbox.
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from pydantic import Field
@@ -22,6 +23,7 @@ from outrider.harnesses.desktop_actions import (
     Action,
     Position,
     Screenshot,
+    Tree,
     Type,
     Wait,
     Zoom,
@@ -40,6 +42,15 @@ PROGRAMS = ("Xvfb", "openbox", "xdotool", "scrot")
 OPEN_SECONDS = 120.0
 SETTLE_SECONDS = 0.5
 """The pause between a vendor's action and the screenshot that is its result."""
+TREE_SECONDS = 10.0
+"""Time limit for reading the accessibility tree. What has been read by then is the result."""
+TREE_BYTES = 64_000
+"""Maximum bytes of an accessibility tree: what `screen_tree.py` prints at most, in UTF-8."""
+BUS = "a11y-bus"
+"""Name of the socket of the accessibility bus in the desktop's folder."""
+PYTHON = "/usr/bin/python3"
+"""The Python that has Debian's bindings of AT-SPI. Another one may be the first on PATH."""
+SCRIPT = Path(__file__).with_name("screen_tree.py")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 # The configuration has no keys, mouse bindings or menus that would let an agent close or move the windows that the
@@ -80,13 +91,35 @@ ready xdotool get_num_desktops
 """
 
 
+# The bus is AT-SPI's own, without a session bus: programs find the bus by AT_SPI_BUS_ADDRESS. The daemon starts the
+# registry, which needs the same variable.
+OPEN_BUS = """\
+for program in dbus-daemon {python}; do
+    command -v "$program" >/dev/null || {{ echo "$program is not installed"; exit 127; }}
+done
+{python} -c 'import gi; gi.require_version("Atspi", "2.0")' || exit 127
+[ -e {configuration} ] || {{ echo "at-spi2-core is not installed"; exit 127; }}
+setsid dbus-daemon --config-file={configuration} --address="$AT_SPI_BUS_ADDRESS" --nofork --nopidfile \\
+    </dev/null >{folder}/bus.log 2>&1 &
+for try in $(seq 200); do [ -S {folder}/{bus} ] && exit; sleep 0.05; done
+cat {folder}/bus.log
+exit 1
+"""
+BUS_CONFIGURATION = "/usr/share/defaults/at-spi2/accessibility.conf"
+
+Observation = Literal["screenshot", "tree", "both"]
+OBSERVATIONS: tuple[Observation, ...] = get_args(Observation)
+
+
 class DesktopOptions(Spec):
-    """The size of the screen in pixels, and a shell command that opens the programs and ends when they are visible. If
-    `actions` names a vendor, the model has the vendor's computer tool instead of the tools in ACTIONS."""
+    """The size of the screen in pixels, and a shell command that opens the programs and ends when they are visible.
+    `observation` is what the model can look at: screenshots, the accessibility tree, or both. If `actions` names a
+    vendor, the model has the vendor's computer tool instead of the tools in ACTIONS."""
 
     width: Annotated[int, Field(ge=64, le=4096)] = 1024
     height: Annotated[int, Field(ge=64, le=4096)] = 768
     run: LongText | None = None
+    observation: Observation = "screenshot"
     actions: Vendor | None = None
 
 
@@ -109,8 +142,9 @@ class Desktop:
         """Return the descriptions of the tools for a model."""
         options = self._options
         if options.actions is not None:
-            return computer_calls.tools(options.actions, options.width, options.height)
-        specs = [action_tool(name) for name in ACTIONS]
+            zoom = options.observation != "tree"
+            return computer_calls.tools(options.actions, options.width, options.height, zoom=zoom)
+        specs = [action_tool(name) for name in _actions(options)]
         # Models and their servers scale images, so the description states the size to which pixels refer.
         specs[0]["function"]["description"] += f" It has {options.width}x{options.height} pixels."
         return specs
@@ -131,18 +165,23 @@ class Desktop:
             width=options.width,
             height=options.height,
         )
-        for what, command in (("the desktop", script), ("its program", options.run)):
-            if command is None:
-                continue
+        steps = [("the desktop", script, "xvfb, openbox, xdotool and scrot, and a display of its own")]
+        if options.observation != "screenshot":
+            await self._runtime.write(f"{self._folder}/{SCRIPT.name}", SCRIPT.read_bytes())
+            bus = OPEN_BUS.format(python=PYTHON, configuration=BUS_CONFIGURATION, folder=self._folder, bus=BUS)
+            steps.append(("the accessibility bus", bus, "at-spi2-core, dbus-daemon, gir1.2-atspi-2.0 and python3-gi"))
+        if options.run is not None:
+            steps.append(("its program", options.run, "the programs that `desktop.run` opens"))
+        for what, command, needs in steps:
             done = await self._execute(command, OPEN_SECONDS)
             if done.exit_code != 0:
                 raise HarnessError(
                     f"{what} does not start in the sandbox",
-                    hint="the sandbox needs xvfb, openbox, xdotool and scrot, and a display of its own",
+                    hint=f"the sandbox needs {needs}",
                     log_tail=done.log_tail(),
                 )
 
-    async def call(self, name: str, arguments: str) -> Part:
+    async def call(self, name: str, arguments: str) -> tuple[Part, ...]:
         """Run a call of one of the tools and return the result. Raises RuntimeFailure if the sandbox is broken."""
         options = self._options
         try:
@@ -153,25 +192,32 @@ class Desktop:
                     options.actions, name, arguments or "{}", options.width, options.height
                 )
         except (ValueError, RecursionError) as error:
-            return Text(f"{'malformed arguments' if options.actions is None else 'nothing was done'}: {error}")
+            return (Text(f"{'malformed arguments' if options.actions is None else 'nothing was done'}: {error}"),)
         for x, y in [pixel for action in actions for pixel in pixels(action)]:
             if not (x < options.width and y < options.height):
-                return Text(f"({x}, {y}) is not on the screen, which has {options.width}x{options.height}")
-        result: Part = Text(DONE)
+                return (Text(f"({x}, {y}) is not on the screen, which has {options.width}x{options.height}"),)
+        if options.observation == "tree" and any(isinstance(action, Zoom) for action in actions):
+            return (Text("nothing was done: the screen is given as text, which has no zoom"),)
         for action in actions:
+            if options.actions is not None and isinstance(action, Screenshot):
+                break  # the last action, whose result is what the model sees after each call
             result = await self._act(action)
             if result != Text(DONE):
-                return result
+                return (result,)
         if options.actions is None:
-            return result
+            return (Text(DONE),)
         # The vendors' models are trained to see the screen after each call. Programs need a moment to show the effect.
-        await asyncio.sleep(self._settle_seconds)
-        return await self._screenshot()
+        if not any(isinstance(action, Screenshot) for action in actions):
+            await asyncio.sleep(self._settle_seconds)
+        shown = [await self._screenshot()] if options.observation != "tree" else []
+        return (*shown, await self._tree()) if options.observation != "screenshot" else tuple(shown)
 
     async def _act(self, action: Action) -> Part:
         match action:
             case Screenshot():
                 return await self._screenshot()
+            case Tree():
+                return await self._tree()
             case Zoom():
                 return await self._screenshot(action)
             case Position():
@@ -204,10 +250,37 @@ class Desktop:
             return Text(f"[the screen cannot be read: {done.stderr.decode(errors='replace').strip()[-200:]}]")
         return image_from_bytes("image/png", done.stdout)
 
+    async def _tree(self) -> Text:
+        """Return the accessibility tree of the screen."""
+        options, script = self._options, f"{self._folder}/{SCRIPT.name}"
+        # Half of the time is for the start of the script, and for the program that is asked last.
+        words = [PYTHON, script, str(options.width), str(options.height), f"{min(TREE_SECONDS, self._seconds / 2):g}"]
+        done = await self._execute(words, self._seconds)
+        if done.timed_out:
+            return Text(f"[timed out after {self._seconds:g} s]")
+        if done.exit_code != 0:
+            why = done.stderr.decode(errors="replace").strip()[-200:]
+            return Text(f"[the accessibility tree cannot be read: {why}]")
+        return Text(done.stdout[:TREE_BYTES].decode(errors="replace"))
+
     async def _execute(self, command: str | Sequence[str], seconds: float) -> ExecResult:
-        return await self._runtime.exec(command, env={"DISPLAY": DISPLAY}, seconds=seconds)
+        env = {"DISPLAY": DISPLAY}
+        if self._options.observation != "screenshot":
+            # The last two turn the accessibility of Chromium and of Qt on. GTK's is always on.
+            env |= {
+                "AT_SPI_BUS_ADDRESS": f"unix:path={self._folder}/{BUS}",
+                "GNOME_ACCESSIBILITY": "1",
+                "QT_LINUX_ACCESSIBILITY_ALWAYS_ON": "1",
+            }
+        return await self._runtime.exec(command, env=env, seconds=seconds)
 
 
 def tool_names(options: DesktopOptions) -> frozenset[str]:
     """Return the names of the tools that a desktop with these options has."""
-    return frozenset(ACTIONS) if options.actions is None else computer_calls.names(options.actions)
+    return frozenset(_actions(options)) if options.actions is None else computer_calls.names(options.actions)
+
+
+def _actions(options: DesktopOptions) -> list[str]:
+    """Return the names in ACTIONS that the model has."""
+    without = {"screenshot": "tree", "tree": "screenshot"}.get(options.observation)
+    return [name for name in ACTIONS if name != without]

@@ -25,6 +25,11 @@ class Screenshot(msgspec.Struct, forbid_unknown_fields=True):
     """Look at the screen."""
 
 
+class Tree(msgspec.Struct, forbid_unknown_fields=True):
+    """Read the accessibility tree of the screen: a line for each element, with its role, name, value, states and box
+    (x,y WIDTHxHEIGHT), whose x,y is its top left pixel."""
+
+
 class Click(msgspec.Struct, forbid_unknown_fields=True):
     """Move the mouse to a pixel, counted from the top left corner of the screen, and click there."""
 
@@ -100,9 +105,9 @@ class Zoom(msgspec.Struct):
     end: Point
 
 
-Action = Screenshot | Click | Move | Drag | Type | Key | Scroll | Wait | Press | Hold | Position | Zoom
+Action = Screenshot | Tree | Click | Move | Drag | Type | Key | Scroll | Wait | Press | Hold | Position | Zoom
 ACTIONS: dict[str, type[Action]] = {
-    kind.__name__.lower(): kind for kind in (Screenshot, Click, Move, Drag, Type, Key, Scroll, Wait)
+    kind.__name__.lower(): kind for kind in (Screenshot, Tree, Click, Move, Drag, Type, Key, Scroll, Wait)
 }
 """The actions that a model can call by name."""
 
@@ -150,7 +155,7 @@ def xdotool_arguments(action: Action) -> list[str]:
             return ["keydown", action.keys, *meanwhile, *inner, "keyup", action.keys]
         case Position():
             return ["getmouselocation"]
-        case Screenshot() | Wait() | Zoom():
+        case Screenshot() | Tree() | Wait() | Zoom():
             raise ValueError(f"{type(action).__name__} needs neither mouse nor keyboard")
 
 
@@ -164,4 +169,5 @@ def action_tool(name: str) -> ToolSpec:
     (_,), schemas = msgspec.json.schema_components([kind])
     schema: dict[str, Any] = schemas[kind.__name__]
     parameters = {"type": "object", "properties": schema["properties"], "required": schema["required"]}
-    return {"type": "function", "function": {"name": name, "description": kind.__doc__, "parameters": parameters}}
+    description = " ".join((kind.__doc__ or "").split())
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}

@@ -150,6 +150,18 @@ class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     wait: str | None = None
 
 
+Finding = Literal["yes", "no", "not tried"]
+"""What a certificate establishes about a feature of a program. "not tried": no tool for the feature was found."""
+
+
+class Certified(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What certificates established about a preset in its default dialect, as the real tests check. `image`: the model
+    is sent an image file that it looks at with a tool. `subagent`: a tool starts a sub-agent of the program's own."""
+
+    image: Finding = "not tried"
+    subagent: Finding = "not tried"
+
+
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An agent program. Its texts may use the endpoint's placeholders, {option.x}, and {prefix} and {node} for the
     paths of the program and its Node.js, and {home} for the sandbox's HOME. `answer` names the output that is the final
@@ -160,7 +172,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     `logs` are the program's log files, as shell patterns below HOME: the end of the newest file is added to the
     program's output. `nonzero_exit` is the meaning of a non-zero exit code after the model has replied: see
     NonzeroExit. `mcp` and `skills` are the ways in which the program gets MCP servers and skills; None if the program
-    does not support them.
+    does not support them. `certified` is for the table of programs in the docs.
     """
 
     name: str
@@ -180,6 +192,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     mcp: McpSettings | None = None
     skills: SkillSettings | None = None
     certify: Certify = Certify()
+    certified: Certified = Certified()
 
     def __post_init__(self) -> None:
         used = names_in(self.texts(), "dialect")

@@ -1,7 +1,7 @@
 """The tools of the built-in agent, which turn each tool call into a result for the model.
 
-Invariant: every call that a model generates, valid or not, has a result for the model: a text, or a screenshot. An
-exception is raised only for a broken sandbox, a sandbox without the interpreter of a tool, and an exception of an
+Invariant: every call that a model generates, valid or not, has a result for the model: a text, a screenshot, or both.
+An exception is raised only for a broken sandbox, a sandbox without the interpreter of a tool, and an exception of an
 agent's own tool.
 """
 
@@ -18,7 +18,7 @@ import msgspec
 from outrider.errors import RuntimeFailure
 from outrider.harnesses.base import HarnessContext
 from outrider.harnesses.desktop import Desktop
-from outrider.messages import Image, Message, Role, ToolCall, ToolSpec
+from outrider.messages import Message, Role, ToolCall, ToolSpec, message_of_parts
 from outrider.sandbox.runtimes.base import Runtime, Shell, ShellKind
 
 PlainTool = Literal["bash", "python", "ipython", "edit", "think"]
@@ -107,10 +107,8 @@ class Toolbox:
         """Return the result of a call as a message for the model. Raises RuntimeFailure if the sandbox is broken or
         lacks the tool's interpreter."""
         if self._desktop is not None and call.name in self._desktop.names():
-            part = await self._desktop.call(call.name, call.arguments)
-            if isinstance(part, Image):
-                return Message(role=Role.TOOL, parts=(part,), tool_call_id=call.id)
-            return Message(role=Role.TOOL, content=part.text, tool_call_id=call.id)
+            parts = await self._desktop.call(call.name, call.arguments)
+            return message_of_parts(Role.TOOL, parts, tool_call_id=call.id)
         return Message(role=Role.TOOL, content=await self.call(call), tool_call_id=call.id)
 
     async def call(self, call: ToolCall) -> str:

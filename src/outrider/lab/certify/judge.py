@@ -15,7 +15,7 @@ import numpy as np
 
 from outrider.dialects.reading import RESULT
 from outrider.harnesses.mcp_servers import FIELD as MCP_SERVERS
-from outrider.harnesses.presets import Certify
+from outrider.harnesses.presets import Certify, Finding
 from outrider.lab.certify.rows import OFFERED, READ, CertificationRow
 from outrider.lab.certify.scripted_model import ScriptedCall, choose_call
 from outrider.lab.certify.subagent_trial import STARTS, told
@@ -48,8 +48,9 @@ class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
     tried, or a remark. `turns` is the number of model calls. `forks` counts, by cause, how often the harness sent a
     changed history. `branches` counts the branches of each kind; `labels` are the labels of the branches. `streamed` is
     true if the program requests streamed replies. `ignored` counts the turns with each part of a request that had no
-    effect. `tools` has the outcome of each tool of the trial that looks for a tool that starts a sub-agent. `log_tail`
-    is the end of the program's output, if the row does not hold.
+    effect. `tools` has the outcome of each tool of the trial that looks for a tool that starts a sub-agent. `found` is
+    what the rows `image` and `sub-agent` establish about the program; None if the row does not hold, and for other
+    rows. `log_tail` is the end of the program's output, if the row does not hold.
     """
 
     row: str
@@ -67,6 +68,7 @@ class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
     streamed: bool = False
     ignored: dict[str, int] = {}
     tools: dict[str, str] = {}
+    found: Finding | None = None
     seconds: float = 0.0
     log_tail: str | None = None
 
@@ -141,6 +143,10 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
             f"not read by the model (turns): {unread}" if unread else "",
         )
         word, reason = "holds", "; ".join(filter(None, remarks))
+    found: Finding | None = None
+    if row.needs in ("image", "subagent") and word != "does not hold":
+        sent = row.needs == "subagent" or any(name.startswith(RESULT) for name in result.ignored)
+        found = "not tried" if word == "not tried" else "yes" if sent else "no"
     parents = {turn.parent for turn in evidence.turns}
     leaves = [turn for turn in evidence.turns if turn.index not in parents]
     return RowVerdict(
@@ -159,6 +165,7 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
         streamed=evidence.streams,
         ignored=result.ignored,
         tools=evidence.tried,
+        found=found,
         seconds=round(result.seconds.run, 2),
         log_tail=result.error.log_tail if result.error and word == "does not hold" else None,
     )

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import InvalidField
-from outrider.harnesses.desktop import DISPLAY
+from outrider.harnesses.desktop import DISPLAY, OBSERVATIONS
 from outrider.tasks.examples import Example, Gold
 
 INSTALL = "pip install --no-deps 'miniwob>=1.1,<1.2'"
+SCREENSHOT = "screenshot"
 FOLDER = "/miniwob"
 """Folder of the pages in the sandbox."""
 BROWSER = "/usr/lib/chromium/chromium"
@@ -71,11 +72,12 @@ titled() {
 The function searches for the window at most TIMES times."""
 
 # --no-sandbox: the browser's own sandbox needs namespaces, which programs in a sandbox may not create. --test-type
-# hides a warning about the missing sandbox.
+# hides a warning about the missing sandbox. The page is in the accessibility tree only if the browser is told so.
 OPEN = f"""\
 {TITLE}
 FONTCONFIG_FILE={FONTS} setsid {BROWSER} --no-sandbox --test-type --no-first-run --disable-gpu \\
     --disable-background-networking --force-device-scale-factor={SCALE} --kiosk \\
+    ${{AT_SPI_BUS_ADDRESS:+--force-renderer-accessibility}} \\
     --user-data-dir=/tmp/chromium --app=URL </dev/null >/tmp/chromium.log 2>&1 &
 titled "" 500 && exit
 tail -n 5 /tmp/chromium.log
@@ -132,20 +134,29 @@ def miniwob_pages(html: Path | None = None) -> dict[str, Path]:
 
 
 def miniwob_examples(
-    page: str | None = None, *, size: int | None = None, seed: int = 0, html: Path | None = None
+    page: str | None = None,
+    *,
+    size: int | None = None,
+    seed: int = 0,
+    observation: str = SCREENSHOT,
+    html: Path | None = None,
 ) -> list[Example]:
     """Return `size` tasks of one `page`, with the seeds `seed`, `seed` + 1, and so on. If `page` is None, return a task
     of each page, or of the first `size` pages, with the seed `seed`. Tasks of pages that `gold.js` can solve have a
-    solution. For `html` see `miniwob_pages`. Raises InvalidField."""
+    solution. `observation` is the desktop's option. For `html` see `miniwob_pages`. Raises InvalidField."""
+    if observation not in OBSERVATIONS:
+        raise InvalidField(
+            f"{observation!r} is no way to show a page", field="source", hint=f"one of: {', '.join(OBSERVATIONS)}"
+        )
     pages = miniwob_pages(html)
     if page is None:
-        return [_example(pages[name], seed) for name in list(pages)[:size]]
+        return [_example(pages[name], seed, observation) for name in list(pages)[:size]]
     if page not in pages:
         raise InvalidField(f"MiniWoB has no page {page!r}", field="source", hint=f"it has: {', '.join(pages)}")
-    return [_example(pages[page], seed + number) for number in range(1 if size is None else size)]
+    return [_example(pages[page], seed + number, observation) for number in range(1 if size is None else size)]
 
 
-def _example(page: Path, seed: int) -> Example:
+def _example(page: Path, seed: int, observation: str) -> Example:
     name = page.stem
     html = page.read_text("utf-8")
     place = f"{FOLDER}/{PAGE_FOLDER}/{name}.html"
@@ -166,7 +177,7 @@ def _example(page: Path, seed: int) -> Example:
         {"write": FONT_SETTINGS, "to": FONTS},
         {"write": shown, "to": place},
     ]
-    desktop = {"width": WIDTH, "height": HEIGHT, "run": OPEN.replace("URL", url)}
+    desktop = {"width": WIDTH, "height": HEIGHT, "run": OPEN.replace("URL", url), "observation": observation}
     task = {
         "instruction": INSTRUCTION,
         "harness": {"agent": "tools", "options": {"tools": ["desktop"], "max_turns": 30, "desktop": desktop}},
