@@ -252,6 +252,12 @@ class NetworkSpec(Spec):
     def _one_source(self) -> Self:
         if self.record and self.replay is not None:
             raise ValueError("give record or replay, not both: a replay is recorded already")
+        https = [text for _, given in self.lists() for text in given if Destination.read(text).ports == {443}]
+        if self.replay is not None and https:
+            raise ValueError(
+                f"a replay cannot answer {https[0]!r}: HTTPS is not recorded, because the proxy cannot read it; give a"
+                " port of plain HTTP, or a mirror such as mirror:pip"
+            )
         return self
 
     def of(self, phase: Phase) -> list[str]:

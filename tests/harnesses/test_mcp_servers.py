@@ -152,6 +152,33 @@ def test_a_server_elsewhere_is_refused(host: str) -> None:
     assert caught.value.field == "task.harness.mcp_servers.1.url"
 
 
+@pytest.mark.parametrize(
+    ("url", "destination", "reachable"),
+    [
+        ("http://mcp.test:3000/mcp", "mcp.test:3000", True),
+        ("http://MCP.test/mcp", "*.test", True),
+        ("https://mcp.test/mcp", "mcp.test:443", True),
+        ("https://mcp.test/mcp", "mcp.test:80", False),
+        ("http://mcp.test:3000/mcp", "mcp.test", False),
+        ("http://mcp.test:3000/mcp", "mirror:pip", False),
+        ("http://0x7f000001:3000/mcp", "*:*", True),  # pydantic writes the address as 127.0.0.1
+        ("http://[::1]:3000/mcp", "mcp.test", True),
+    ],
+)
+def test_a_server_elsewhere_must_be_a_destination_of_the_agents_network(
+    url: str, destination: str, reachable: bool
+) -> None:
+    """Otherwise the program would run without the server, and its bad grade would be no fault of its own."""
+    server = McpServer.model_validate({"name": "a", "transport": "sse", "url": url})
+    if reachable:
+        check_reachable([server], [destination])
+        return
+    with pytest.raises(InvalidField, match="does not include that place") as caught:
+        check_reachable([server], [destination])
+    assert caught.value.field == "task.harness.mcp_servers.0.url"
+    assert str(server.url.port if server.url else 0) in (caught.value.hint or "")
+
+
 def a_task(harness: HarnessSpec, to: str, **env: str) -> TaskSpec:
     runtime = RuntimeSpec(prepare=[Write(write="", to=to)], env=env)
     return TaskSpec(instruction="x", harness=harness, runtime=runtime, evaluator=EvaluatorSpec(run="true"))

@@ -12,6 +12,7 @@ from network.world import HELLO, a_door, a_server, connect, get, said
 from outrider.destinations import Phase
 from outrider.sandbox.network import door as door_module
 from outrider.sandbox.network import proxy
+from outrider.sandbox.network.proxy import LEAST_CONNECTIONS, ConnectionPool
 
 METADATA = [
     *("169.254.169.254", "2852039166", "0xa9fea9fe", "0251.0376.0251.0376", "169.16689662", "0xa9.254.0251.254"),
@@ -337,6 +338,7 @@ async def test_a_slow_drip_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 async def test_a_silent_server_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(proxy, "ANSWER_PATIENCE", 0.1)
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
         await reader.read()
@@ -344,10 +346,11 @@ async def test_a_silent_server_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     async with a_server(answer=silent) as server:
         place = f"files.test:{server.port}"
         async with a_door(tmp_path, place, names={"files.test": [["127.0.0.1"]]}, internal=[place]) as (door, _):
-            await said(tmp_path, get(f"http://{place}/"), seconds=3)
-            await said(
-                tmp_path, f"POST http://{place}/ HTTP/1.1\r\nHost: {place}\r\nContent-Length: 9\r\n\r\nx", seconds=3
-            )
+            post = f"POST http://{place}/ HTTP/1.1\r\nHost: {place}\r\nContent-Length: 9\r\n\r\nx"
+            for request in (get(f"http://{place}/"), post):
+                got = await said(tmp_path, request, seconds=3)
+                assert got.startswith("HTTP/1.1 504 Gateway Timeout"), got
+                assert f"{place} did not answer" in got
             [use] = door.uses.values()
             assert (use.failed, use.failure) == (2, f"{place} did not answer")
             assert door.broken(Phase.AGENT) is None, "a program could make a server silent, to avoid its grade"
@@ -373,6 +376,44 @@ async def test_connections_at_once_are_bounded(tmp_path: Path, monkeypatch: pyte
                 go.set()
             assert third.startswith("HTTP/1.1 429")
             assert all(task.result().endswith("hi") for task in first)
+
+
+async def test_connections_of_all_sandboxes_are_bounded(tmp_path: Path) -> None:
+    """Silent connections: a sandbox that takes all it can leaves LEAST_CONNECTIONS to each of the others."""
+    pool = ConnectionPool(5)
+    one, two = (a_door(tmp_path, "files.test", name=name, connections=pool) for name in ("one", "two"))
+    async with one, two, asyncio.timeout(20):
+        held = []
+        for name, most in (("one", LEAST_CONNECTIONS + 5), ("two", LEAST_CONNECTIONS)):
+            for _ in range(most):
+                reader, writer = await asyncio.open_unix_connection(tmp_path / name)
+                writer.write(b"CONNECT ")
+                held.append((reader, writer))
+            assert await said(tmp_path, connect("files.test:22"), name=name) in ("", "[reset]")
+        for _, writer in held[:6]:
+            writer.close()
+        got = ""
+        while not got.startswith("HTTP/1.1 403"):
+            got = await said(tmp_path, connect("files.test:22"), name="two")
+        for _, writer in held:
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (f"GET http://files.test/ HTTP/1.1\r\nA: {'x' * 70_000}\r\n\r\n", "431 Request Header Fields Too Large"),
+        ("POST http://evil.test/ HTTP/1.1\r\nContent-Length: 999999\r\n\r\n" + "x" * 300_000, "403 Forbidden"),
+    ],
+)
+async def test_a_refusal_is_read_although_the_request_is_not(tmp_path: Path, request_: str, status: str) -> None:
+    """A connection that is closed with unread bytes is reset, and the client would not see the reason."""
+    async with a_door(tmp_path, "files.test"), asyncio.timeout(20):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "door")
+        writer.write(request_.encode())
+        await writer.drain()  # an error, if the other side no longer reads
+        assert (await reader.read()).startswith(f"HTTP/1.1 {status}".encode())
+        writer.close()
 
 
 async def test_invented_names_are_counted_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

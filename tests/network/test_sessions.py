@@ -115,10 +115,10 @@ async def an_index() -> AsyncIterator[Index]:
 
 
 @asynccontextmanager
-async def a_service(tmp_path: Path, **network: Any) -> AsyncIterator[tuple[Opened, str]]:
+async def a_service(tmp_path: Path, *, port: int = 0, **network: Any) -> AsyncIterator[tuple[Opened, str]]:
     if not (can := NamespaceRuntime.available()).ok:
         pytest.skip(f"namespace: {can.detail}")
-    async with running_node(tmp_path=tmp_path, network=network) as (opened, url):
+    async with running_node(tmp_path=tmp_path, port=port, network=network) as (opened, url):
         yield opened, url
 
 

@@ -14,6 +14,7 @@ from outrider.destinations import Phase
 from outrider.sandbox.network.addresses import Address
 from outrider.sandbox.network.dialer import Dialer
 from outrider.sandbox.network.door import Door, limits_of
+from outrider.sandbox.network.proxy import ConnectionPool
 from outrider.sandbox.network.rules import NetworkRules
 from outrider.spec import NetworkSpec
 
@@ -61,7 +62,7 @@ class FakeNames:
         self._table = {name: list(answers) for name, answers in table.items()}
         self.asked: list[str] = []
 
-    async def resolve(self, host: str, port: int) -> Sequence[Address]:
+    async def resolve(self, host: str, port: int, named: bool) -> Sequence[Address]:
         self.asked.append(host)
         answers = self._table.get(host)
         if not answers:
@@ -79,6 +80,7 @@ async def a_door(
     name: str = "door",
     environ: Mapping[str, str] = {},
     port: int = 8700,
+    connections: ConnectionPool | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[Door, FakeNames]]:
     """An open door at `folder / name`. The operator allows what the task asks for. `settings` are those of the section
@@ -94,6 +96,7 @@ async def a_door(
         gateway=folder / "gateway",
         endpoint=ENDPOINT,
         limits=limits_of(rules),
+        connections=connections,
         record=network.record,
         replay=None if network.replay is None else folder / network.replay,
     )
@@ -130,3 +133,11 @@ def get(url: str, *fields: str) -> str:
 
 def connect(place: str) -> str:
     return f"CONNECT {place} HTTP/1.1\r\nHost: {place}\r\n\r\n"
+
+
+def chunks(text: str) -> str:
+    """The text of a chunked body."""
+    found, rest = "", text
+    while size := int((line := rest.partition("\r\n"))[0], 16):
+        found, rest = found + line[2][:size], line[2][size + 2 :]
+    return found

@@ -18,7 +18,7 @@ import msgspec
 
 from outrider.api.server import serving
 from outrider.client.client import AsyncClient
-from outrider.config import Config, ModelConfig, SandboxesConfig
+from outrider.config import Config, ModelConfig, NetworkConfig, SandboxesConfig
 from outrider.engines.base import EngineOptions
 from outrider.lifecycle import StopReason
 from outrider.sandbox.runtimes.tool_server.launch import BRIDGE_URL
@@ -154,8 +154,10 @@ async def a_world(
     *,
     allow: Sequence[Path] = (),
     traces_to: str | None = None,
+    network: NetworkConfig | None = None,
 ) -> AsyncIterator[World]:
-    """A service whose model says `replies`; `policy` is a folder with a tokenizer, `allow` what tasks may mount."""
+    """A service whose model says `replies`; `policy` is a folder with a tokenizer, `allow` what tasks may mount, and
+    `network` what they may reach."""
     engine = RecordingEngine(
         EngineOptions(
             name="scripted",
@@ -170,6 +172,7 @@ async def a_world(
         engines=(),
         sandboxes=SandboxesConfig(allow=tuple(allow)),
         traces_to=traces_to,
+        network=network or NetworkConfig(),
     )
     async with (
         open_service(config) as (service, node),

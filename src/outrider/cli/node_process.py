@@ -20,6 +20,8 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import outrider.tokens.rendering  # noqa: F401 - before `main` starts a thread: a process with threads imports more
 from outrider.cli.event_loop import run_service, short_pauses
 from outrider.cli.long_running import start_log
@@ -151,7 +153,7 @@ async def _work_elsewhere(join: Join, starter: Starter) -> None:
             told = TO_NODE.decode(await dialled.socket.receive())
             assert isinstance(told, NodeSetup)
             setup = await stack.enter_async_context(merged_settings(told, join.own))
-            await _work(setup, dialled.socket, starter)
+            await _work(msgspec.structs.replace(setup, service_url=join.url), dialled.socket, starter)
     except OutriderError as error:
         await starter.note_failure(error)
     except Disconnected as end:
@@ -205,6 +207,7 @@ async def _run(setup: NodeSetup, service: ServiceProxy, hung_up: asyncio.Task[An
                 resources=service.resources,
                 paths=paths,
                 service_silence=service.silence,
+                service_url=setup.service_url,
                 failures=failures,
             )
         )

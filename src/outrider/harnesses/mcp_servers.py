@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from outrider.destinations import Destination, host_name
 from outrider.errors import InvalidField
 from outrider.spec import McpServer, McpTransport
 
@@ -56,17 +57,31 @@ def check_mcp_servers(name: str, settings: McpSettings | None, servers: Sequence
             )
 
 
-def check_reachable(servers: Sequence[McpServer]) -> None:
-    """Raise InvalidField for a server outside of the sandbox's loopback, if the sandbox has no network."""
+def check_reachable(servers: Sequence[McpServer], destinations: Sequence[str] = ()) -> None:
+    """Raise InvalidField for a server that a sandbox cannot reach: one that is neither on its own loopback nor among
+    the destinations of its network while the agent runs."""
     for number, server in enumerate(servers):
-        host = server.url.host if server.url is not None else "localhost"
-        if not _is_loopback((host or "").strip("[]")):
+        if server.url is None:
+            continue
+        host, port = host_name((server.url.host or "").strip("[]")), server.url.port or 0
+        if host is None or not (_is_loopback(host) or _matches(destinations, host, port)):
+            where = f"{server.url.host}:{port}"
+            if not destinations:
+                why = "it has no network but its own loopback"
+                hint = (
+                    "run the server inside the sandbox: give its command with transport 'stdio', or start it in a "
+                    "prepare step and give a URL of 127.0.0.1; or give the task a network, task.runtime.network"
+                )
+            else:
+                why = "its network while the agent runs does not include that place"
+                hint = f"add {where!r} to task.runtime.network"
             raise InvalidField(
-                f"the sandbox cannot reach the MCP server at {host}: it has no network but its own loopback",
-                field=f"{FIELD}.{number}.url",
-                hint="run the server inside the sandbox: give its command with transport 'stdio', or start it in a "
-                "prepare step and give a URL of 127.0.0.1; or give the task a network, task.runtime.network",
+                f"the sandbox cannot reach the MCP server at {where}: {why}", field=f"{FIELD}.{number}.url", hint=hint
             )
+
+
+def _matches(destinations: Sequence[str], host: str, port: int) -> bool:
+    return any(Destination.read(one).matches(host, port) for one in destinations)
 
 
 def _is_loopback(host: str) -> bool:

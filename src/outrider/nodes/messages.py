@@ -52,8 +52,9 @@ class NodeSetup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     """The service's first message: the node's settings. `config` is the JSON of the settings, without secrets; `path`
     is Python's module search path; `capacity` is the machine's capacity for all its nodes; `level` is the log level;
     `json_log` is True if the log's lines are JSON. `file` is the path of the settings file on the node's machine, ""
-    for none. `folders` is for a node on another machine: the contents of the service's folders that the settings name,
-    as bytes by folder and file name."""
+    for none. `service_url` is the URL at which a node on another machine has reached the service. `folders` is for a
+    node on another machine: the contents of the service's folders that the settings name, as bytes by folder and file
+    name."""
 
     name: str
     config: bytes
@@ -62,6 +63,7 @@ class NodeSetup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     level: int
     json_log: bool = False
     file: str = ""
+    service_url: str | None = None
     folders: dict[str, dict[str, bytes]] = {}
 
 

@@ -88,7 +88,7 @@ class BuildProxy:
     @asynccontextmanager
     async def serving(self, path: Path) -> AsyncIterator[None]:
         """Serve at a Unix socket. All connections are closed when the block ends."""
-        async with ProxyServer(self._proxy.serve, most=MAX_CONNECTIONS).at(path):
+        async with ProxyServer(self._proxy.serve, most=MAX_CONNECTIONS, name="outrider image build").at(path):
             yield
 
     def admit(self, request: RequestHead) -> BuildPassage:
@@ -116,9 +116,11 @@ class BuildPassage:
     async def pause(self, number: int) -> None: ...
     def failed(self, reason: str, *, blameless: bool) -> None: ...
     def reached(self) -> None: ...
+    def waits(self, reason: str | None, *, blameless: bool = False, patience: float = 0.0) -> None: ...
+    def judge(self) -> None: ...
     def close(self) -> None: ...
 
 
-async def resolve(host: str, port: int) -> Sequence[Address]:
+async def resolve(host: str, port: int, named: bool) -> Sequence[Address]:
     infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [ip_address(address) for address in dict.fromkeys(str(info[4][0]).partition("%")[0] for info in infos)]

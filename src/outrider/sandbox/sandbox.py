@@ -23,6 +23,7 @@ from outrider.sandbox.gpu_locks import lock_gpus
 from outrider.sandbox.host_paths import HostPaths, names_paths
 from outrider.sandbox.network.dialer import Dialer
 from outrider.sandbox.network.door import Door, limits_of
+from outrider.sandbox.network.proxy import ConnectionPool
 from outrider.sandbox.network.record import NetworkRecord
 from outrider.sandbox.network.rules import NetworkRules
 from outrider.sandbox.network.shared import SharedNetwork
@@ -149,7 +150,8 @@ class Sandboxes:
     """Makes the sandboxes of a node. `paths` are the files of this machine that tasks may name. `background` runs the
     tasks that start sandboxes for grading and that pull images, and records the failures of the warm pool. `pull` are
     the prefixes of the image references that may be pulled when a session needs the image. `network` are the operator's
-    rules, by default without any network. The model gateway listens on `gateway_socket`, and at the URL set by
+    rules, by default without any network. `connections` counts the connections of the networks of all sandboxes; by
+    default each sandbox is counted alone. The model gateway listens on `gateway_socket`, and at the URL set by
     `gateway_at`."""
 
     def __init__(
@@ -161,6 +163,7 @@ class Sandboxes:
         gateway_socket: Path,
         pull: Sequence[str] = (),
         network: NetworkRules | None = None,
+        connections: ConnectionPool | None = None,
     ) -> None:
         self.host = host
         self.starts = SandboxStarts(BUILTINS["runtime"])
@@ -169,6 +172,7 @@ class Sandboxes:
         self.paths = paths
         self.gateway_socket = gateway_socket
         self._network = network or NetworkRules()
+        self._connections = connections
         self._gateway_url = ""
 
     @contextmanager
@@ -232,17 +236,21 @@ class Sandboxes:
         check_network(spec, kind)
         allowed = self._network.allowed(network)
         shared = await self.host.part(SharedNetwork.open)
-        replay = network.replay and self.paths.upload(network.replay, field=f"{RUNTIME}.network.replay")
+        replay = None
+        if network.replay is not None:
+            find = partial(self.paths.upload_now, network.replay, field=f"{RUNTIME}.network.replay")
+            replay = await asyncio.to_thread(find)
         make = partial(
             Door,
             allowed,
-            Dialer(shared.resolve, own=self._network.own),
+            Dialer(shared.lookups().resolve, own=self._network.own),
             gateway=self.gateway_socket,
             endpoint=BRIDGE_URL,
             limits=limits_of(self._network),
             pace=shared.pace,
+            connections=self._connections,
             record=network.record,
-            replay=replay or None,
+            replay=replay,
         )
         door = await asyncio.to_thread(make) if replay else make()
         env = {**proxy_variables(BRIDGE_URL), **self._network.variables(network), **spec.env}

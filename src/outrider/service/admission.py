@@ -262,8 +262,8 @@ def check_group(
                 hint="use runtime kind 'docker', 'podman', 'gvisor', 'apptainer' or 'namespace'",
             )
     harness = make_harness(task.harness)
-    if task.runtime.network is None or not task.runtime.network.of(Phase.AGENT):
-        check_reachable(task.harness.mcp_servers)
+    network = task.runtime.network
+    check_reachable(task.harness.mcp_servers, [] if network is None else network.of(Phase.AGENT))
     check_written(task)
     steps = steps_of(task)
     evaluators = []

@@ -29,6 +29,7 @@ from outrider.logs import logged_for
 from outrider.plugins import resolve
 from outrider.redaction import KEY_PREFIX
 from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.network.proxy import ConnectionPool
 from outrider.sandbox.network.rules import NetworkRules
 from outrider.sandbox.node_folder import SWEEP_EVERY_SECONDS, NodeFolder, sweep
 from outrider.sandbox.rootfs.pull import pull
@@ -49,6 +50,7 @@ from outrider.sessions.timelines import PROCESSES_EVERY_SECONDS, STORE_EVERY_SEC
 from outrider.spec import RuntimeSpec, with_default_runtime
 from outrider.store.artifacts import KeepsArtifacts
 from outrider.trajectory import SessionResult
+from outrider.wire.file_descriptors import available, shares
 
 log = logging.getLogger("outrider.session")
 
@@ -73,9 +75,12 @@ class LocalNode:
         resources: NodeResources,
         paths: HostPaths,
         service_silence: Callable[[], float] = lambda: 0.0,
+        service_url: str | None = None,
         failures: Failures | None = None,
     ) -> None:
-        """Failures of background work are recorded in `failures`. For `service_silence`, see `NodeServices`."""
+        """Failures of background work are recorded in `failures`. For `service_silence`, see `NodeServices`.
+        `service_url` is the URL of a service on another machine, which sandboxes must not reach through their
+        network."""
         self.name = self.machine = name
         self._config = config
         self.backend = backend
@@ -86,6 +91,7 @@ class LocalNode:
         self._resources = resources
         self._paths = paths
         self._service_silence = service_silence
+        self._service_url = service_url
         self._held = AsyncExitStack()
         self.failures = failures or Failures()
         """Failures of the background work."""
@@ -115,7 +121,8 @@ class LocalNode:
                 paths=self._paths,
                 gateway_socket=self.gateway_socket,
                 pull=(settings := self._config.sandboxes).pull,
-                network=NetworkRules(self._config),
+                network=NetworkRules(self._config, service_url=self._service_url),
+                connections=ConnectionPool(shares(available()).doors),
             )
             held.callback(sandboxes.pulls.cancel)
             warm = WarmLimits(each=settings.warm, memory_mb=settings.warm_memory_mb)

@@ -31,11 +31,13 @@ token."""
 
 class ConnectionQuotas(msgspec.Struct, frozen=True):
     """Maximum numbers of connections. `sandboxes`: connections of all sandboxes together, on the node's Unix socket.
-    `control`: connections of all other clients together. `session`: concurrent model calls of one session. `token`:
-    concurrent calls of the control API with one token."""
+    `control`: connections of all other clients together. `doors`: connections of all sandboxes with a network, on the
+    sockets of their networks; each may lead to another connection. `session`: concurrent model calls of one session.
+    `token`: concurrent calls of the control API with one token."""
 
     sandboxes: int
     control: int
+    doors: int
     session: int
     token: int
 
@@ -57,11 +59,12 @@ def check_enough() -> None:
 
 
 def shares(descriptors: int) -> ConnectionQuotas:
-    """Divide descriptors: a quarter for sandboxes, an eighth for other clients, the rest for the service itself."""
+    """Divide descriptors: a quarter for sandboxes, an eighth each for other clients and for the networks of sandboxes,
+    the rest for the service itself."""
     sandboxes, control = descriptors // 4, descriptors // 8
     session = min(EACH_MOST, max(EACH_LEAST, sandboxes // SESSIONS))
     token = max(EACH_LEAST, control // SESSIONS)
-    return ConnectionQuotas(sandboxes=sandboxes, control=control, session=session, token=token)
+    return ConnectionQuotas(sandboxes=sandboxes, control=control, doors=descriptors // 16, session=session, token=token)
 
 
 def available() -> int:

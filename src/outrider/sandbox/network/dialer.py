@@ -22,23 +22,22 @@ from outrider.sandbox.network.addresses import Address, is_own, is_public, is_se
 from outrider.sandbox.network.requests import MAX_HEAD, NotAllowed, Unreachable, place_of
 
 CONNECT_SECONDS = 30.0
-LOOKUPS = 2
-"""Maximum number of names that one sandbox resolves at once. A hostile name server may answer slowly, and each look-up
-occupies a thread of the node until the answer."""
 
-Resolve = Callable[[str, int], Awaitable[Sequence[Address]]]
-"""Returns the addresses of a name. Raises OSError."""
+Resolve = Callable[[str, int, bool], Awaitable[Sequence[Address]]]
+"""Returns the addresses of a name, for a port. The last argument is `ProxiedServer.named`. Raises OSError."""
 
 
 class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
     """A server to connect to. `internal` is True if the operator has named exactly this host and port; the server may
-    then have a private address. `proxy` is the URL of the HTTP proxy that leads to the server; None means the proxy in
+    then have a private address. `named` is True if the task or the operator names exactly this host; no program can
+    then have invented the host. `proxy` is the URL of the HTTP proxy that leads to the server; None means the proxy in
     this process's variables, and "" means no proxy."""
 
     host: str
     port: int
     tls: bool = False
     internal: bool = False
+    named: bool = False
     proxy: str | None = None
 
     @property
@@ -58,8 +57,9 @@ class ServerConnection(msgspec.Struct, frozen=True):
 
 class Dialer:
     """Opens the connections of one proxy. `environ`, by default this process's variables, may name the operator's own
-    proxy (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts that do not need it (NO_PROXY). `own` are addresses of the
-    service, as `host:port`, to which no connection is made."""
+    proxy (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts that do not need it (NO_PROXY). `own` are the places of the
+    service, as `host:port`, to which no connection is made: addresses, names, and `*` for every address of this
+    machine."""
 
     def __init__(
         self, resolve: Resolve, *, environ: Mapping[str, str] | None = None, own: Collection[str] = frozenset()
@@ -67,7 +67,6 @@ class Dialer:
         self._resolve = resolve
         self._environ = variables() if environ is None else environ
         self._own = frozenset(own)
-        self._lookups = asyncio.Semaphore(LOOKUPS)
         self._tls: ssl.SSLContext | None = None
 
     async def connect(self, server: ProxiedServer, *, tunnel: bool) -> ServerConnection:
@@ -94,15 +93,27 @@ class Dialer:
 
     async def _checked(self, server: ProxiedServer) -> Sequence[Address]:
         """Return the addresses of a server. Raises NotAllowed if one of them is not allowed, and OSError."""
+        if server.place in self._own:
+            raise NotAllowed(f"{server.place} is the service's own")
         if is_address(server.host):
             found: Sequence[Address] = [ip_address(server.host)]
         else:
-            async with self._lookups:
-                found = await self._resolve(server.host, server.port)
+            found = await self._resolve(server.host, server.port, server.named)
+        services = await self._services(server.port)
         for address in found:
-            if not self._may_reach(address, server):
+            if plain(address) in services or not self._may_reach(address, server):
                 raise NotAllowed(f"{server.host} has an address that is private or this machine's own")
         return found
+
+    async def _services(self, port: int) -> frozenset[Address]:
+        """Return the addresses of the service's own names with this port. A name that this machine cannot resolve has
+        none."""
+        found: set[Address] = set()
+        for host, _, own in (place.rpartition(":") for place in self._own):
+            if own == str(port) and host != "*" and not host.startswith("[") and not is_address(host):
+                with suppress(OSError):
+                    found |= set(map(plain, await self._resolve(host, port, True)))
+        return frozenset(found)
 
     def _may_reach(self, address: Address, server: ProxiedServer) -> bool:
         """Return whether a connection to an address of the server is allowed. Names may lead anywhere, so a name never

@@ -22,6 +22,7 @@ from outrider.destinations import Phase
 from outrider.sandbox.network.dialer import Dialer
 from outrider.sandbox.network.proxy import (
     CHUNK,
+    ConnectionPool,
     LimitExceeded,
     Proxy,
     ProxyRoute,
@@ -47,8 +48,10 @@ NOTE_SECONDS = 5.0
 
 class ServerUse(msgspec.Struct, kw_only=True):
     """The use of one server in one phase. `server` is `host:port`. Times are seconds since the epoch. `sent` and
-    `received` are bytes. `refusal` and `failure` are the reasons of the last refusal and the last failure. `broken` is
-    True if the last request failed although the task names the server."""
+    `received` are bytes. `refusal` and `failure` are the reasons of the last refusal and the last failure.
+    `last_failed` is the number of the last request that failed although the task names the server, and `last_reached`
+    the number of the last request that the server answered. `broken` is True if no request after `last_failed` was
+    answered."""
 
     phase: Phase
     server: str
@@ -61,7 +64,12 @@ class ServerUse(msgspec.Struct, kw_only=True):
     failed: int = 0
     refusal: str = ""
     failure: str = ""
-    broken: bool = False
+    last_failed: int = 0
+    last_reached: int = 0
+
+    @property
+    def broken(self) -> bool:
+        return 0 < self.last_failed >= self.last_reached
 
 
 class NetworkLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,13 +92,14 @@ class Door:
         endpoint: str,
         limits: NetworkLimits,
         pace: BytePace | None = None,
+        connections: ConnectionPool | None = None,
         record: bool = False,
         replay: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`gateway` is the model gateway's socket. `endpoint` is its URL in the sandbox. `pace` is that of the
-        node. With `record`, the door
-        keeps replies; with `replay`, it answers from this file. Raises RuntimeUnavailable. Blocks to read the file."""
+        """`gateway` is the model gateway's socket. `endpoint` is its URL in the sandbox. `pace` and `connections` are
+        those of the node. With `record`, the door keeps replies; with `replay`, it answers from this file. Raises
+        RuntimeUnavailable. Blocks to read the file."""
         self._allowed = allowed
         self._gateway = gateway
         self._endpoint = endpoint
@@ -99,12 +108,13 @@ class Door:
         self.record = NetworkRecord(lambda: self._phase) if record else None
         archive = self.record if replay is None else NetworkReplay.read(replay, lambda: self._phase)
         self._proxy = Proxy(self, dialer, archive=archive)
-        self._server = ProxyServer(self._serve, most=MAX_CLIENTS)
+        self._server = ProxyServer(self._serve, most=MAX_CLIENTS, pool=connections)
         self._path: Path | None = None
         self._held = AsyncExitStack()
         self._phase: Phase | None = None
         self._open: set[asyncio.Task[None]] = set()
         """The tasks of connections to other machines."""
+        self._passages: set[DoorPassage] = set()
         self._paces = [BytePace(SANDBOX_RATE), *([pace] if pace is not None else [])]
         self._totals = {"received": 0, "sent": 0, "requests": 0}
         self.uses: dict[tuple[Phase, str], ServerUse] = {}
@@ -157,14 +167,18 @@ class Door:
 
     def broken(self, *phases: Phase) -> str | None:
         """Return why the last request to a server failed in one of the phases, or None if the last request to each
-        server succeeded. Only servers that the task names exactly count, because a program can invent a server that
-        matches a pattern and does not exist."""
+        server succeeded. A request that has waited for its server for too long has failed. Only servers that the task
+        names exactly count, because a program can invent a server that matches a pattern and does not exist."""
+        for passage in self._passages:
+            passage.judge()
         return next((use.failure for use in self.uses.values() if use.broken and use.phase in phases), None)
 
     def forget_failures(self) -> None:
-        """Forget which servers failed during the grading, because the grading starts again."""
+        """Forget which servers failed during the grading, because the grading starts again. Requests that are under way
+        do not count any more."""
         for use in self.uses.values():
-            use.broken = use.broken and use.phase is not Phase.VERIFIER
+            if use.phase is Phase.VERIFIER:
+                use.last_failed, use.last_reached = 0, use.requests + 1
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
         if (own := self._gateways_head(head)) is not None:
@@ -217,7 +231,7 @@ class Door:
         try:
             if len(self._open) > CONNECTIONS:
                 raise NotPassedOn("429 Too Many Requests", f"a sandbox has at most {CONNECTIONS} connections at once")
-            route, exact = self._allowed[phase].route(request)
+            route = self._allowed[phase].route(request)
             for name, total in self._totals.items():
                 if total >= getattr(self._limits, name):
                     raise NotPassedOn("429 Too Many Requests", self._exceeded(name))
@@ -226,7 +240,8 @@ class Door:
             raise
         self._totals["requests"] += 1
         use.requests += 1
-        passage = DoorPassage(self, use, route, exact)
+        passage = DoorPassage(self, use, route)
+        self._passages.add(passage)
         self._changed(use)
         return passage
 
@@ -251,9 +266,10 @@ class Door:
         if seconds > LEAST_PAUSE:
             await asyncio.sleep(seconds)
 
-    def ended(self, use: ServerUse) -> None:
-        use.end = self._clock()
-        self._changed(use, soon=False)
+    def ended(self, passage: DoorPassage) -> None:
+        self._passages.discard(passage)
+        passage.use.end = self._clock()
+        self._changed(passage.use, soon=False)
 
     def _exceeded(self, name: str) -> str:
         most = getattr(self._limits, name)
@@ -289,32 +305,50 @@ class Door:
 class DoorPassage:
     """See `Passage`."""
 
-    def __init__(self, door: Door, use: ServerUse, route: ProxyRoute, exact: bool) -> None:
+    def __init__(self, door: Door, use: ServerUse, route: ProxyRoute) -> None:
         self.route = route
+        self.use = use
         self._door = door
-        self._use = use
-        self._exact = exact
+        self._number = use.requests
+        self._waits: ServerWait | None = None
 
     def sent(self, number: int) -> None:
-        self._door.count(self._use, "sent", number)
+        self._door.count(self.use, "sent", number)
 
     def received(self, number: int) -> None:
-        self._door.count(self._use, "received", number)
+        self._door.count(self.use, "received", number)
 
     async def pause(self, number: int) -> None:
         await self._door.pause(number)
 
     def failed(self, reason: str, *, blameless: bool) -> None:
-        self._use.failed += 1
-        self._use.failure = reason[:300]
-        if blameless:
-            self._use.broken = self._exact
+        self.use.failed += 1
+        self.use.failure = reason[:300]
+        if blameless and self.route.server.named:
+            self.use.last_failed = max(self.use.last_failed, self._number)
 
     def reached(self) -> None:
-        self._use.broken = False
+        self.use.last_reached = max(self.use.last_reached, self._number)
+
+    def waits(self, reason: str | None, *, blameless: bool = False, patience: float = 0.0) -> None:
+        self._waits = None if reason is None else ServerWait(reason, blameless, time.monotonic() + patience)
+
+    def judge(self) -> None:
+        if (wait := self._waits) is not None and time.monotonic() >= wait.until:
+            self._waits = None
+            self.failed(wait.reason, blameless=wait.blameless)
 
     def close(self) -> None:
-        self._door.ended(self._use)
+        self.judge()
+        self._door.ended(self)
+
+
+class ServerWait(msgspec.Struct, frozen=True):
+    """A request's wait for its server, which is a failure from the time `until` on. The clock is the monotonic one."""
+
+    reason: str
+    blameless: bool
+    until: float
 
 
 async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

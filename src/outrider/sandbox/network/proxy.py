@@ -1,16 +1,19 @@
 """The forward proxy: carries one request of each connection to a server, if the gate allows the request.
 
-The gate has the rules, and the dialer checks the addresses. The proxy follows no redirect. Invariant: each connection
-carries one request, whose head has one meaning, so every request is checked.
+The gate has the rules, and the dialer checks the addresses. The proxy follows no redirect. Invariants: each
+connection carries one request, whose head has one meaning, so every request is checked; a request needs little memory,
+however large its reply is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import msgspec
 
@@ -33,9 +36,20 @@ CONNECTION_SECONDS = 3600.0
 """Maximum duration of one connection, even while bytes arrive."""
 LATE_BODY_SECONDS = 5.0
 """Seconds for the rest of a request's body, once the server has answered."""
+LINGER_SECONDS = 2.0
+"""Seconds for a refused client to read the reason, while the rest of its request is discarded. A connection that is
+closed with unread bytes would be reset, and the reason would be lost."""
+CONNECT_PATIENCE = 5.0
+"""A server has failed if the phase ends while a connection to the server takes longer than these seconds. A shorter
+wait is not a failure, because any program can ask for a connection just before the program ends."""
+ANSWER_PATIENCE = 30.0
+"""The same limit for a server that does not answer, or that stops in the middle of its reply."""
+CLIENT_SECONDS = 5.0
+"""A reply that ends early is not a failure of the server if the client has not read for longer than these seconds."""
+LEAST_CONNECTIONS = 8
+"""Number of connections that each sandbox may have, however many connections the other sandboxes have."""
 CHUNK = 64 << 10
-MAX_REWRITTEN = 32 << 20
-"""Maximum bytes of a page of a package index, whose addresses are replaced."""
+CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[\t ]*(?:;[^\r\n]*)?\r\n")
 INDEX_FIELDS = frozenset(
     {"accept", "cache-control", "content-length", "if-modified-since", "if-none-match", "range", "user-agent"}
 )
@@ -76,6 +90,15 @@ class Passage(Protocol):
         ...
 
     def reached(self) -> None: ...
+    def waits(self, reason: str | None, *, blameless: bool = False, patience: float = 0.0) -> None:
+        """Note that the request now waits for its server, or, with None, that it does not. If the connection ends
+        during a wait of more than `patience` seconds, the server has failed by `reason`."""
+        ...
+
+    def judge(self) -> None:
+        """Note a failure if the current wait has lasted too long."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -98,13 +121,17 @@ class Archive(Protocol):
         """Return the whole recorded reply, or None if requests are carried to servers. Raises NotPassedOn."""
         ...
 
-    def keep(self, request: RequestHead, reply: bytes) -> None: ...
-    def room(self) -> int:
-        """Return the maximum number of bytes of a reply to keep; 0 if nothing is kept."""
+    def keeps(self, request: RequestHead) -> bool:
+        """Return whether the reply to a request is to be kept."""
         ...
 
-    def skip(self) -> None:
-        """Note that a reply is too large to be kept."""
+    def reserve(self, size: int) -> bool:
+        """Take room for bytes of a reply. Returns False, and notes that a reply is missing, if the room is not there.
+        A negative `size` gives room back."""
+        ...
+
+    def keep(self, request: RequestHead, reply: bytes) -> None:
+        """Keep a whole reply, for which room is reserved."""
         ...
 
 
@@ -125,7 +152,7 @@ class Proxy:
             request = read_request(head)
             passage = self._gate.admit(request)
         except NotPassedOn as error:
-            await self._say(writer, error)
+            await say(reader, writer, error, name=self._name)
             return
         try:
             await self._carry(request, passage, reader, writer)
@@ -143,19 +170,24 @@ class Proxy:
                 passage.received(len(recorded))
                 await put(writer, recorded)
                 return
+            late = f"{request.place} was not reached before the network of the phase ended"
+            passage.waits(late, blameless=True, patience=CONNECT_PATIENCE)
             connection = await self._dialer.connect(route.server, tunnel=request.tunnel)
+            passage.waits(None)
         except NotAllowed as error:
+            passage.waits(None)
             self._gate.refuse(request, str(error))
-            await self._say(writer, error)
+            await say(reader, writer, error, name=self._name)
             return
         except LimitExceeded:
             writer.transport.abort()
             return
         except NotPassedOn as error:
+            passage.waits(None)
             passage.failed(str(error), blameless=True)
-            await self._say(writer, error)
+            await say(reader, writer, error, name=self._name)
             return
-        flow = Flow(passage)
+        flow = Flow(passage, None if request.tunnel else Awaited(request.place, is_plain_read(request, route)))
         try:
             async with flow.watched():
                 if request.tunnel:
@@ -169,12 +201,18 @@ class Proxy:
         except NotPassedOn as error:
             # A program chooses the page, so a page that is refused is not a failure of the index.
             blameless = is_plain_read(request, route) and not isinstance(error, NotAllowed)
+            flow.end_wait()
             passage.failed(str(error), blameless=blameless)
-            await self._say(writer, error)
+            await say(reader, writer, error, name=self._name)
         except (TimeoutError, LimitExceeded, OSError) as error:
-            silent = isinstance(error, TimeoutError) and not flow.exceeded
-            if silent and not request.tunnel and not flow.answered:
-                passage.failed(f"{request.place} did not answer", blameless=is_plain_read(request, route))
+            if flow.exceeded:
+                flow.end_wait()
+            if isinstance(error, CutShort):
+                passage.failed(str(error), blameless=is_plain_read(request, route) and error.by_server)
+            passage.judge()  # before the client is told
+            if isinstance(error, TimeoutError) and not (request.tunnel or flow.answered or flow.exceeded):
+                text = f"{request.place} did not answer"
+                await say(reader, writer, NotPassedOn("504 Gateway Timeout", text), name=self._name)
             writer.transport.abort()  # a reply that ends with a normal close would look complete
         finally:
             connection.writer.close()
@@ -202,7 +240,8 @@ class Proxy:
         async with asyncio.TaskGroup() as both:
             sending = both.create_task(flow.relay(reader, connection.writer, flow.passage.sent, request.length))
             try:
-                await self._answer(request, route, connection.reader, flow, writer)
+                with KeptReply(request, self._archive) as kept:
+                    await self._answer(request, route, connection.reader, flow, writer, kept)
             except (NotPassedOn, LimitExceeded, OSError) as error:
                 failure = error
             else:
@@ -218,7 +257,9 @@ class Proxy:
         server: asyncio.StreamReader,
         flow: Flow,
         writer: asyncio.StreamWriter,
+        kept: KeptReply,
     ) -> None:
+        flow.begin_wait()
         while True:
             try:
                 head = await server.readuntil(b"\r\n\r\n")
@@ -232,6 +273,7 @@ class Proxy:
                 raise Unreachable("the server changes the protocol")
             if reply.status >= 200:
                 break
+        flow.end_wait()
         flow.answered = True
         # Any program can make a server fail by an odd request, except a package index, whose requests are restricted.
         if route.methods and reply.status in OVERLOADED:
@@ -241,24 +283,37 @@ class Proxy:
             flow.passage.reached()
         length = 0 if request.method == "HEAD" or reply.status in BODILESS else reply.length
         if route.replaced:
-            await _write_replaced(reply, length, route.replaced, server, flow, writer, self._kept(request))
-            return
-        kept = self._kept(request)
-        kept.add(first := reply.head())
-        await put(writer, first)
-        taken = await flow.relay(server, writer, flow.passage.received, length, kept.add)
-        if length is not None and taken < length:
-            raise OSError("the reply ended early")
-        kept.store(reply, length)
+            reply = msgspec.structs.replace(reply, fields=_with_redirect(reply.fields, route.replaced))
+            if length != 0 and is_page(reply):
+                await _write_page(request, reply, length, route.replaced, server, flow, writer, kept)
+                return
+        kept.add(reply.head(recorded=True))
+        await put(writer, reply.head())
+        taken, end = 0, b""
+        while length is None or taken < length:
+            data = await flow.read(server, CHUNK if length is None else min(CHUNK, length - taken))
+            if not data:
+                break
+            taken += len(data)
+            end = (end + data[-len(CHUNKS_END) :])[-len(CHUNKS_END) :]
+            kept.add(data)
+            await flow.write(writer, data)
+        if taken < length if length is not None else reply.chunked and end != CHUNKS_END:
+            raise flow.cut_short()
+        kept.store()
 
-    def _kept(self, request: RequestHead) -> KeptReply:
-        return KeptReply(request, self._archive)
 
-    async def _say(self, writer: asyncio.StreamWriter, error: NotPassedOn) -> None:
-        body = f"{self._name}: {error}\n".encode()
-        lines = [f"HTTP/1.1 {error.status}", "Content-Type: text/plain; charset=utf-8", f"Content-Length: {len(body)}"]
-        with suppress(OSError):
+async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: NotPassedOn, *, name: str) -> None:
+    """Answer a request that is not passed on, and throw away the rest of the request for a moment."""
+    body = f"{name}: {error}\n".encode()
+    lines = [f"HTTP/1.1 {error.status}", "Content-Type: text/plain; charset=utf-8", f"Content-Length: {len(body)}"]
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
             await put(writer, ("\r\n".join([*lines, "Connection: close"]) + "\r\n\r\n").encode() + body)
+            if writer.can_write_eof():
+                writer.write_eof()
+            while await reader.read(CHUNK):
+                pass
 
 
 def is_plain_read(request: RequestHead, route: ProxyRoute) -> bool:
@@ -276,40 +331,102 @@ async def put(writer: asyncio.StreamWriter, data: bytes) -> None:
     await writer.drain()
 
 
+class AddressReplacer:
+    """Replaces addresses in a text that arrives in pieces."""
+
+    def __init__(self, pairs: Sequence[tuple[str, str]]) -> None:
+        self._new = {old.encode(): new.encode() for old, new in pairs}
+        longest_first = sorted(self._new, key=len, reverse=True)
+        self._old = re.compile(b"|".join(map(re.escape, longest_first)))
+        self._held = len(longest_first[0]) - 1
+        """The number of last bytes that may be the beginning of an address."""
+        self._text = b""
+
+    def replaced(self, data: bytes, *, last: bool = False) -> bytes:
+        """Return what of the text so far can be passed on, with other addresses."""
+        text, found, at = self._text + data, [], 0
+        for match in self._old.finditer(text):
+            found += [text[at : match.start()], self._new[match[0]]]
+            at = match.end()
+        end = len(text) if last else max(at, len(text) - self._held)
+        self._text = text[end:]
+        return b"".join([*found, text[at:end]])
+
+
+CHUNKS_END = b"\r\n\r\n"
+"""The last bytes of a chunked body, after its last chunk or its trailer."""
+
+
+class CutShort(OSError):
+    """A reply that ended too early. `by_server`: neither the client nor its slowness was the cause."""
+
+    def __init__(self, text: str, *, by_server: bool) -> None:
+        super().__init__(text)
+        self.by_server = by_server
+
+
 class KeptReply:
-    """Collects a reply for the archive, as far as there is room."""
+    """Collects a reply for the archive, as far as there is room. Without `store`, the end of the block gives the room
+    back."""
 
     def __init__(self, request: RequestHead, archive: Archive | None) -> None:
         self._request = request
-        self._archive = archive
-        self._room = 0 if archive is None else archive.room()
+        self._archive = archive if archive is not None and archive.keeps(request) else None
         self._data = bytearray()
+        self._reserved = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._drop()
 
     def add(self, data: bytes) -> None:
-        if self._room and len(self._data) + len(data) > self._room:
-            self._room = 0
-            self._data.clear()
-            if self._archive is not None:
-                self._archive.skip()
-        elif self._room:
+        if self._archive is None:
+            return
+        if self._archive.reserve(len(data)):
+            self._reserved += len(data)
             self._data += data
+        else:
+            self._drop()
+            self._archive = None
 
-    def store(self, reply: ReplyHead, length: int | None) -> None:
-        """Keep a reply that is complete. A chunked reply is complete only with its last chunk."""
-        whole = length is not None or not reply.chunked or self._data.endswith(b"0\r\n\r\n")
-        if self._archive is not None and self._room and self._data and whole:
+    def store(self) -> None:
+        """Keep the reply, which is complete."""
+        if self._archive is not None and self._data:
             self._archive.keep(self._request, bytes(self._data))
+            self._reserved = 0
+
+    def _drop(self) -> None:
+        if self._archive is not None and self._reserved:
+            self._archive.reserve(-self._reserved)
+        self._reserved = 0
+        self._data.clear()
+
+
+class Awaited(msgspec.Struct, frozen=True):
+    """The server whose reply a request awaits. `blameless`: no program can make the server slow to answer."""
+
+    place: str
+    blameless: bool
 
 
 class Flow:
     """The bytes of one connection, in both directions. `answered` is True once the server's reply has begun, and
-    `exceeded` once a limit of the sandbox has ended the connection."""
+    `exceeded` once a limit of the sandbox has ended the connection. Without `awaited` no reply is awaited: the
+    connection is a tunnel."""
 
-    def __init__(self, passage: Passage) -> None:
+    def __init__(self, passage: Passage, awaited: Awaited | None) -> None:
         self.passage = passage
         self.answered = False
         self.exceeded = False
+        self._awaited = awaited
         self._quiet: asyncio.Timeout | None = None
+        self._server_ended = False
+        self._left_in_chunk = 0
+        """Bytes until the end of the current chunk, with its line end."""
+        self._client_seconds = 0.0
+        """The seconds in which the client did not take the reply."""
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
@@ -327,16 +444,78 @@ class Flow:
         if self._quiet is not None and not self._quiet.expired():
             self._quiet.reschedule(asyncio.get_running_loop().time())
 
+    def begin_wait(self) -> None:
+        """Note that the reply's next bytes are awaited."""
+        if self._awaited is not None:
+            what = "stopped in the middle of its reply" if self.answered else "did not answer"
+            text = f"{self._awaited.place} {what}"
+            self.passage.waits(text, blameless=self._awaited.blameless, patience=ANSWER_PATIENCE)
+
+    def end_wait(self) -> None:
+        self.passage.waits(None)
+
+    def cut_short(self) -> CutShort:
+        """Return the error of a reply that ended too early."""
+        place = "the server" if self._awaited is None else self._awaited.place
+        by_server = self._server_ended and self._client_seconds < CLIENT_SECONDS
+        return CutShort(f"{place} ended its reply early", by_server=by_server)
+
+    async def read(self, server: asyncio.StreamReader, number: int = CHUNK) -> bytes:
+        """Return the next bytes of the server's reply, b"" at its end. Raises LimitExceeded."""
+        self.begin_wait()
+        try:
+            data = await server.read(number)
+        except OSError:
+            data = b""
+        self.end_wait()
+        self._server_ended = not data
+        self.stir()
+        if data:
+            self.passage.received(len(data))
+        return data
+
+    async def read_chunked(self, server: asyncio.StreamReader) -> bytes:
+        """Return the next bytes of a chunked reply without the marks of its chunks, b"" at its end. Raises
+        LimitExceeded, and CutShort for a reply that ends too early or is not HTTP."""
+        if not self._left_in_chunk:
+            self.begin_wait()
+            try:
+                line = await server.readuntil(b"\r\n")
+            except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+                self.end_wait()
+                self._server_ended = True
+                raise self.cut_short() from error
+            self.end_wait()
+            size = CHUNK_SIZE.fullmatch(line)
+            if size is None:
+                raise CutShort("the chunks of the server's reply are not HTTP", by_server=True)
+            if not (left := int(size[1], 16)):
+                return b""
+            self._left_in_chunk = left + len(b"\r\n")
+        data = await self.read(server, min(CHUNK, self._left_in_chunk))
+        if not data:
+            raise self.cut_short()
+        self._left_in_chunk -= len(data)
+        after = max(0, len(b"\r\n") - self._left_in_chunk)  # of the data, what belongs to the chunk's end
+        return data[: max(0, len(data) - after)] or await self.read_chunked(server)
+
+    async def write(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        """Write bytes of the reply to the client, and wait until more may pass. Raises OSError."""
+        began = time.monotonic()
+        await put(writer, data)
+        self.stir()
+        await self.passage.pause(len(data))
+        self._client_seconds += time.monotonic() - began
+
     async def relay(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         count: Callable[[int], None],
         limit: int | None = None,
-        see: Callable[[bytes], None] | None = None,
-    ) -> int:
-        """Copy the bytes of one direction to its end, or up to `limit` bytes. Returns their number. Without a limit,
-        the other side's input is then ended. A limit of the sandbox ends the block of `watched`."""
+    ) -> None:
+        """Copy the bytes of one direction to its end, or up to `limit` bytes. Without a limit, the other side's input
+        is then ended. A limit of the sandbox ends the block of `watched`."""
         taken = 0
         with suppress(OSError):
             while limit is None or taken < limit:
@@ -349,9 +528,7 @@ class Flow:
                     count(len(data))
                 except LimitExceeded:
                     self.end()
-                    return taken
-                if see is not None:
-                    see(data)
+                    return
                 await put(writer, data)
                 self.stir()
                 await self.passage.pause(len(data))
@@ -359,10 +536,27 @@ class Flow:
             with suppress(OSError, RuntimeError):
                 if writer.can_write_eof():
                     writer.write_eof()
-        return taken
 
 
-async def _write_replaced(
+def _with_redirect(fields: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the header lines of a package index's reply, with another address in a redirect."""
+    replaced = []
+    for field in fields:
+        name, _, value = field.partition(":")
+        if name.lower() == "location":
+            value = AddressReplacer(pairs).replaced(value.encode("latin-1"), last=True).decode("latin-1")
+        replaced.append(f"{name}:{value}")
+    return replaced
+
+
+def is_page(reply: ReplyHead) -> bool:
+    """Return whether a reply of a package index has addresses in its body."""
+    kind = reply.value("content-type").lower()
+    return not reply.value("content-encoding") and ("html" in kind or "json" in kind)
+
+
+async def _write_page(
+    request: RequestHead,
     reply: ReplyHead,
     length: int | None,
     pairs: Sequence[tuple[str, str]],
@@ -371,86 +565,81 @@ async def _write_replaced(
     writer: asyncio.StreamWriter,
     kept: KeptReply,
 ) -> None:
-    """Write a reply of a package index, with replaced addresses in its redirect and, if the body is a page, in its
-    body."""
-    kind = reply.value("content-type").lower()
-    page = length != 0 and not reply.value("content-encoding") and ("html" in kind or "json" in kind)
-    fields = []
-    for field in reply.fields:
-        name, _, value = field.partition(":")
-        if page and name.lower() in ("content-length", "transfer-encoding"):
-            continue
-        fields.append(f"{name}:{_replaced(value, pairs)}" if name.lower() == "location" else field)
-    if not page:
-        kept.add(first := msgspec.structs.replace(reply, fields=fields).head())
-        await put(writer, first)
-        taken = await flow.relay(server, writer, flow.passage.received, length, kept.add)
-        if length is not None and taken < length:
-            raise OSError("the reply ended early")
-        kept.store(reply, length)
-        return
-    body = await _whole_body(reply, length, server, flow)
-    body = _replaced(body.decode("utf-8", "surrogateescape"), pairs).encode("utf-8", "surrogateescape")
-    fields.append(f"Content-Length: {len(body)}")
-    kept.add(data := msgspec.structs.replace(reply, fields=fields).head() + body)
-    await put(writer, data)
-    kept.store(reply, len(body))
+    """Write a page of a package index, with replaced addresses in its body. The new length of the body is not known
+    before the body's end."""
+    chunks = request.version == "HTTP/1.1"
+    fields = [
+        field
+        for field in reply.fields
+        if field.partition(":")[0].lower() not in ("content-length", "transfer-encoding")
+    ]
+    reply_head = msgspec.structs.replace(reply, fields=[*fields, *(["Transfer-Encoding: chunked"] if chunks else [])])
+    kept.add(reply_head.head(recorded=True))
+    await put(writer, reply_head.head())
+    replacer = AddressReplacer(pairs)
+
+    async def write(data: bytes, *, last: bool = False) -> None:
+        out = replacer.replaced(data, last=last)
+        if chunks:
+            out = (b"%x\r\n" % len(out) + out + b"\r\n" if out else b"") + (b"0\r\n\r\n" if last else b"")
+        if out:
+            kept.add(out)
+            await flow.write(writer, out)
+
+    left = length
+    while left is None or left:
+        if reply.chunked:
+            data = await flow.read_chunked(server)
+        else:
+            data = await flow.read(server, CHUNK if left is None else min(CHUNK, left))
+        if not data:
+            break
+        left = None if left is None else left - len(data)
+        await write(data)
+    if left:
+        raise flow.cut_short()
+    await write(b"", last=True)
+    kept.store()
 
 
-async def _whole_body(reply: ReplyHead, length: int | None, server: asyncio.StreamReader, flow: Flow) -> bytes:
-    """Return a body, without the marks of chunks. Raises Unreachable for a body that is cut off, and NotAllowed for a
-    body that is too large."""
-    body = bytearray()
+class ConnectionPool:
+    """Counts the connections of several servers, at most `most`, but for the LEAST_CONNECTIONS of each server."""
 
-    async def take(number: int | None) -> None:
-        if number is not None and len(body) + number > MAX_REWRITTEN:
-            raise NotAllowed("a page of the package index is too large")
-        left = number
-        while left is None or left:
-            data = await server.read(CHUNK if left is None else min(CHUNK, left))
-            if not data:
-                if left is None:
-                    return
-                raise Unreachable("the package index ended its reply early")
-            flow.stir()
-            flow.passage.received(len(data))
-            body.extend(data)
-            if len(body) > MAX_REWRITTEN:
-                raise NotAllowed("a page of the package index is too large")
-            left = None if left is None else left - len(data)
+    def __init__(self, most: int) -> None:
+        self._left = most
 
-    if not reply.chunked:
-        await take(length)
-        return bytes(body)
-    try:
-        while size := int((await server.readuntil(b"\r\n")).split(b";")[0], 16):
-            if size < 0:
-                raise ValueError("a negative size")
-            await take(size)
-            await server.readexactly(2)
-    except (ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-        raise Unreachable("the package index's reply is not HTTP") from error
-    return bytes(body)
+    def take(self, others: int) -> bool:
+        """Count one more connection of a server that has `others`. Returns False if there are too many."""
+        if others < LEAST_CONNECTIONS:
+            return True
+        if self._left <= 0:
+            return False
+        self._left -= 1
+        return True
 
-
-def _replaced(text: str, pairs: Sequence[tuple[str, str]]) -> str:
-    for old, new in pairs:
-        text = text.replace(old, new)
-    return text
+    def give_back(self, others: int) -> None:
+        """Count one connection less of a server that still has `others`."""
+        if others >= LEAST_CONNECTIONS:
+            self._left += 1
 
 
 class ProxyServer:
     """Serves connections at a Unix socket: calls `serve` with each connection and the head of its first request. At
-    most `most` connections are open at once."""
+    most `most` connections are open at once, and `pool` counts the connections together with those of other servers.
+    `name` begins the server's own error texts."""
 
     def __init__(
         self,
         serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[None]],
         *,
         most: int,
+        pool: ConnectionPool | None = None,
+        name: str = "outrider",
     ) -> None:
         self._serve = serve
         self._most = most
+        self._pool = pool or ConnectionPool(most)
+        self._name = name
         self._tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
@@ -473,19 +662,28 @@ class ProxyServer:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if len(self._tasks) >= self._most:
+        if len(self._tasks) >= self._most or not self._pool.take(len(self._tasks)):
             writer.transport.abort()
             return
         self._tasks.add(task)
         try:
-            try:
-                async with asyncio.timeout(HEAD_SECONDS):
-                    head = await reader.readuntil(b"\r\n\r\n")
-            except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-                return
-            await self._serve(reader, writer, head)
+            if (head := await self._head(reader, writer)) is not None:
+                await self._serve(reader, writer, head)
         except asyncio.CancelledError:
             pass  # asyncio logs an error for a cancelled handler of a connection
         finally:
             self._tasks.discard(task)
+            self._pool.give_back(len(self._tasks))
             writer.close()
+
+    async def _head(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes | None:
+        """Return the head of the first request, None if there is none."""
+        try:
+            async with asyncio.timeout(HEAD_SECONDS):
+                return await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            error = NotPassedOn("431 Request Header Fields Too Large", f"the head has more than {MAX_HEAD >> 10} KiB")
+            await say(reader, writer, error, name=self._name)
+        except (TimeoutError, OSError, asyncio.IncompleteReadError):
+            pass
+        return None

@@ -1,7 +1,8 @@
 """The record of a sandbox's plain HTTP requests, and its replay.
 
-A record is a file of JSON lines. Only requests without a body are recorded and replayed. Tunnels (HTTPS) are not
-recorded, because the proxy cannot read them. Invariant: a replay reaches no server.
+A record is a file of JSON lines. Only requests without a body and without credentials are recorded. Tunnels (HTTPS) are
+not recorded, because the proxy cannot read them. Invariants: a replay reaches no server; a record, with the replies
+that are not complete yet, has a bounded size.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from outrider.errors import RuntimeUnavailable
 from outrider.sandbox.network.requests import NotAllowed, RequestHead
 
 MAX_BYTES = 20 << 20
-"""Maximum bytes of the replies of one record. Encoded, they fit into one artifact."""
+"""Maximum bytes of the URLs and the replies of one record. Encoded, they fit into one artifact."""
+LINE_BYTES = 256
+"""Bytes counted for a line of a record, in addition to its URL and its reply."""
 MAX_FILE = 64 << 20
 
 
@@ -29,6 +32,11 @@ class RecordedReply(msgspec.Struct, frozen=True, omit_defaults=True):
     method: str = ""
     url: str = ""
     reply: bytes | None = None
+
+    @property
+    def size(self) -> int:
+        """The bytes that are counted for the line."""
+        return LINE_BYTES + len(self.url) + len(self.reply or b"")
 
 
 class NetworkRecord:
@@ -43,19 +51,22 @@ class NetworkRecord:
     def replay(self, request: RequestHead) -> bytes | None:
         return None
 
-    def room(self) -> int:
-        return self._left
+    def keeps(self, request: RequestHead) -> bool:
+        return not request.length and not request.personal
+
+    def reserve(self, size: int) -> bool:
+        if size > self._left:
+            self._skip()
+            return False
+        self._left -= size
+        return True
 
     def keep(self, request: RequestHead, reply: bytes) -> None:
-        if request.length or (phase := self._phase()) is None:
-            return
-        if len(reply) > self._left:
-            self.skip()
-            return
-        self._left -= len(reply)
-        self.replies.append(RecordedReply(phase, request.method, _url(request), reply))
+        phase, line = self._phase(), RecordedReply(Phase.AGENT, request.method, _url(request), reply)
+        if phase is not None and self.reserve(line.size - len(reply)):
+            self.replies.append(msgspec.structs.replace(line, phase=phase))
 
-    def skip(self) -> None:
+    def _skip(self) -> None:
         """Note that a reply is missing."""
         if not self._full and (phase := self._phase()) is not None:
             self._full = True
@@ -84,8 +95,9 @@ class NetworkReplay:
                 raise RuntimeUnavailable(f"{file.name} is larger than any record of a network")
             return cls([msgspec.json.decode(line, type=RecordedReply) for line in data.splitlines()], phase)
         except (OSError, msgspec.MsgspecError) as error:
+            why = error.strerror if isinstance(error, OSError) else error  # without the path of the folder
             raise RuntimeUnavailable(
-                f"{file.name} is no record of a network: {error}",
+                f"{file.name} is no record of a network: {why}",
                 hint="a session with task.runtime.network.record keeps one as its artifact outrider:network.jsonl",
             ) from error
 
@@ -96,17 +108,19 @@ class NetworkReplay:
         found = None if phase is None else self._replies.get((phase, request.method, _url(request)))
         if request.length or not found:
             full = "; the record was full" if self._full else ""
-            raise NotRecorded(f"the record has no reply to {request.method} {_url(request)[:300]}{full}")
+            # The timeline shows this text, and a query may hold a secret.
+            shown = _url(request).partition("?")[0][:300]
+            raise NotRecorded(f"the record has no reply to {request.method} {shown} with this query{full}")
         return found.pop(0) if len(found) > 1 else found[0]
 
-    def room(self) -> int:
-        return 0
+    def keeps(self, request: RequestHead) -> bool:
+        return False
+
+    def reserve(self, size: int) -> bool:
+        return False
 
     def keep(self, request: RequestHead, reply: bytes) -> None:
         """Keep nothing."""
-
-    def skip(self) -> None:
-        """Note nothing."""
 
 
 class NotRecorded(NotAllowed):
@@ -118,10 +132,10 @@ class NotRecorded(NotAllowed):
 
 
 def record_file(records: Iterable[NetworkRecord]) -> bytes:
-    """Return the file of the records of a session's sandboxes, within MAX_BYTES of replies."""
+    """Return the file of the records of a session's sandboxes, within MAX_BYTES."""
     lines, left = [], MAX_BYTES
     for one in (reply for record in records for reply in record.replies):
-        left -= len(one.reply or b"")
+        left -= one.size
         if left < 0:
             lines.append(msgspec.json.encode(RecordedReply(one.phase)))
             break

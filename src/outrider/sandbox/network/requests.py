@@ -26,6 +26,10 @@ NOT_PASSED = frozenset(
 )
 """Headers of one connection, which the proxy removes or replaces."""
 
+COOKIES = frozenset({"set-cookie", "set-cookie2"})
+PERSONAL = frozenset({"authorization", "cookie", "cookie2"})
+"""Headers of a request whose reply may be for its sender only."""
+
 
 class NotPassedOn(Exception):
     """A request that the proxy does not pass on. `status` is the reply's status code with its reason phrase."""
@@ -70,6 +74,11 @@ class RequestHead(msgspec.Struct, frozen=True):
         return place_of(self.host, self.port)
 
     @property
+    def personal(self) -> bool:
+        """True if the reply may be for the sender only."""
+        return any(name in PERSONAL for name, _ in _named(self.fields))
+
+    @property
     def origin(self) -> str:
         """The value of the Host header."""
         return place_of(self.host, self.port, hidden=80)
@@ -111,8 +120,10 @@ class ReplyHead(msgspec.Struct, frozen=True):
         """Return the value of a header, "" without one."""
         return next((value for each, value in _named(self.fields) if each == name), "")
 
-    def head(self) -> bytes:
-        return ("\r\n".join([self.line, *self.fields, "Connection: close"]) + "\r\n\r\n").encode("latin-1")
+    def head(self, *, recorded: bool = False) -> bytes:
+        """Return the head for the client, or the head for a record, which has no cookies."""
+        kept = [field for field in self.fields if not (recorded and field.partition(":")[0].lower() in COOKIES)]
+        return ("\r\n".join([self.line, *kept, "Connection: close"]) + "\r\n\r\n").encode("latin-1")
 
 
 def place_of(host: str, port: int, *, hidden: int = 0) -> str:

@@ -57,29 +57,30 @@ class Allowed(msgspec.Struct, frozen=True):
     apt: bool
     settings: NetworkConfig
 
-    def route(self, request: RequestHead) -> tuple[ProxyRoute, bool]:
-        """Return the route of a request, and whether a destination names its server exactly. Raises NotAllowed."""
+    def route(self, request: RequestHead) -> ProxyRoute:
+        """Return the route of a request. Raises NotAllowed."""
         host, port = request.host, request.port
         if not request.tunnel and port == 80:
             for _, mirror in self.mirrors:
                 if host in mirror.servers:
-                    return mirror.route(host), True
+                    return mirror.route(host)
             if self.apt and host in APT_HOSTS:
                 server = server_of(f"http://{host}", self.settings, proxy=self.settings.apt_cache)
-                return ProxyRoute(server=server, methods=READS), True
+                return ProxyRoute(server=server, methods=READS)
         matching = [one for one in self.destinations if one.matches(host, port)]
         if not matching:
             raise NotAllowed(f"task.runtime.network does not allow {request.place} in this phase")
-        server = ProxiedServer(host=host, port=port, internal=is_internal(host, port, self.settings))
-        return ProxyRoute(server=server), any(one.exact for one in matching)
+        internal, named = is_internal(host, port, self.settings), any(one.exact for one in matching)
+        return ProxyRoute(server=ProxiedServer(host=host, port=port, internal=internal, named=named))
 
 
 class NetworkRules:
-    """The operator's rules for the sandboxes of a node."""
+    """The operator's rules for the sandboxes of a node. `service_url` is the URL at which the node's machine reaches
+    the service, None on the service's machine."""
 
-    def __init__(self, config: Config | None = None) -> None:
+    def __init__(self, config: Config | None = None, *, service_url: str | None = None) -> None:
         self.settings = NetworkConfig() if config is None else config.network
-        self.own = frozenset() if config is None else own_places(config)
+        self.own = frozenset() if config is None else own_places(config, service_url)
 
     def may_ask(self, tenant: str | None) -> list[str]:
         """Return the destinations that the tasks of a tenant may have; for None, the destinations of all tenants
@@ -170,11 +171,11 @@ def server_of(url: str, settings: NetworkConfig, *, internal: bool = False, prox
     tls = parts.scheme == "https"
     host, port = parts.hostname or "", parts.port or (443 if tls else 80)
     internal = internal or is_internal(host, port, settings)
-    return ProxiedServer(host=host, port=port, tls=tls, internal=internal, proxy=proxy)
+    return ProxiedServer(host=host, port=port, tls=tls, internal=internal, named=True, proxy=proxy)
 
 
-def own_places(config: Config) -> frozenset[str]:
-    """Return the addresses of the service, as `host:port`. `*` stands for every address of this machine."""
-    urls = [urlsplit(url) for url in config.advertised_urls.values()]
+def own_places(config: Config, service_url: str | None = None) -> frozenset[str]:
+    """Return the addresses and names of the service, as `host:port`. `*` stands for every address of this machine."""
+    urls = [urlsplit(url) for url in (*config.advertised_urls.values(), *([service_url] if service_url else []))]
     places = {place_of(url.hostname or "", url.port or (443 if url.scheme == "https" else 80)) for url in urls}
     return frozenset({f"*:{config.port}", *places})

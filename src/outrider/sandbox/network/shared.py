@@ -1,22 +1,26 @@
 """Resources for the networks of all sandboxes of a node: the threads that resolve names, and the pace of bytes.
 
-Invariants: a slow look-up delays nothing else on the node; the proxies take a bounded share of the event loop's time,
-however much the sandboxes download.
+Invariants: a slow look-up delays nothing else on the node, and a name that a program invented delays no name of a task;
+the proxies take a bounded share of the event loop's time, however much the sandboxes download.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from ipaddress import ip_address
 
 from outrider.sandbox.network.addresses import Address
 from outrider.sandbox.runtimes.node_host import Host
 
-LOOKUP_THREADS = 16
+LOOKUP_THREADS = 64
+"""Maximum number of threads that resolve the names of tasks, and of threads that resolve other names."""
+LOOKUPS = 2
+"""Maximum number of names of either kind that one sandbox resolves at once. A hostile name server may answer slowly,
+and each look-up occupies a thread of the node until the answer."""
 NODE_RATE = 192 << 20
 """Maximum bytes per second of all sandboxes of a node. A chunk of 64 KiB takes about 0.1 ms of the event loop's
 time."""
@@ -40,27 +44,75 @@ class BytePace:
         return self._free - now
 
 
+class Lookups:
+    """The look-ups of one sandbox. `look_up` runs in threads of `named` or of `others`. A look-up counts until its
+    thread ends, even if nobody waits for its answer any more."""
+
+    def __init__(
+        self,
+        named: ThreadPoolExecutor,
+        others: ThreadPoolExecutor,
+        look_up: Callable[[str, int], Sequence[str]],
+    ) -> None:
+        self._kinds = {kind: (pool, asyncio.Semaphore(LOOKUPS)) for kind, pool in ((True, named), (False, others))}
+        self._look_up = look_up
+        self._running: dict[tuple[str, int], asyncio.Future[Sequence[str]]] = {}
+
+    async def resolve(self, host: str, port: int, named: bool) -> Sequence[Address]:
+        """Return the addresses of a name. Requests for the same name at once share a look-up, so that many of them do
+        not wait for each other. Raises OSError."""
+        key = host, port
+        if key not in self._running:
+            pool, slots = self._kinds[named]
+            await slots.acquire()
+            if key in self._running:  # begun by another request meanwhile
+                slots.release()
+            else:
+                self._begin(key, pool, slots)
+        return [ip_address(address) for address in await asyncio.shield(self._running[key])]
+
+    def _begin(self, key: tuple[str, int], pool: ThreadPoolExecutor, slots: asyncio.Semaphore) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            thread = pool.submit(self._look_up, *key)
+        except RuntimeError as error:
+            slots.release()
+            raise OSError("the node stops") from error
+
+        def ended() -> None:
+            slots.release()
+            del self._running[key]
+
+        def end(_: object) -> None:
+            with suppress(RuntimeError):  # the event loop has ended before the thread
+                loop.call_soon_threadsafe(ended)
+
+        self._running[key] = asyncio.wrap_future(thread)
+        thread.add_done_callback(end)
+
+
 class SharedNetwork:
     """The part of the network that all sandboxes of a node share. It is a part of the node's `Host`; `open` creates
     it."""
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
+    def __init__(self, named: ThreadPoolExecutor, others: ThreadPoolExecutor) -> None:
+        self._named = named
+        self._others = others
         self.pace = BytePace(NODE_RATE)
 
     @classmethod
     @asynccontextmanager
     async def open(cls, host: Host) -> AsyncIterator[SharedNetwork]:
-        pool = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="outrider-names")
+        named, others = (ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="outrider-names") for _ in range(2))
         try:
-            yield cls(pool)
+            yield cls(named, others)
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for pool in (named, others):
+                pool.shutdown(wait=False, cancel_futures=True)
 
-    async def resolve(self, host: str, port: int) -> Sequence[Address]:
-        """Return the addresses of a name. Raises OSError."""
-        found = await asyncio.get_running_loop().run_in_executor(self._pool, _addresses, host, port)
-        return [ip_address(address) for address in found]
+    def lookups(self) -> Lookups:
+        """Return the look-ups of a new sandbox."""
+        return Lookups(self._named, self._others, _addresses)
 
 
 def _addresses(host: str, port: int) -> list[str]:
