@@ -113,7 +113,9 @@ async def test_what_a_sandbox_printed_does_not_steer_the_terminal(tmp_path: Path
     hostile = msgspec.structs.replace(second, context="a\x1b]0;owned\x07\n[bold]b[/bold]\r", cause="history_rewritten")
     [session] = done.sessions
     assert session.result is not None
-    named = msgspec.structs.replace(session.result, ignored={"tools.web\x1b_search": 2}, failed_calls={"bad_request: n": 3})
+    named = msgspec.structs.replace(
+        session.result, ignored={"tools.web\x1b_search": 2}, failed_calls={"bad_request: n": 3}
+    )
     file = io.StringIO()
     print_session(Console(file=file, width=200), msgspec.structs.replace(session, result=named), [first, hostile])
     text = file.getvalue()

@@ -138,4 +138,3 @@ def test_the_example_without_tools_solves_its_task(tmp_path: Path, policy_folder
     replies = json.loads(AIDER_SCRIPT)["replies"]
     group = group_of(task, replies, tmp_path / "data", policy_folder, made.parent)
     assert_solved(group, 3)
-    print([(row.kind.value, row.turns, sum(row.loss_mask)) for row in group.samples or ()])

@@ -129,7 +129,7 @@ def record_and_draft(terminal: Terminal, answers: Answers) -> int:
     if not done.dialects and not done.calls:
         terminal.note(
             "the program called no model: does it read its base URL from a variable, flag or file? "
-            f"write {{base_url}} into its arguments, or into a settings file, and name the file's folder with --home"
+            "write {base_url} into its arguments, or into a settings file, and name the file's folder with --home"
         )
     elif not done.dialects:
         terminal.note(f"no model call succeeded; {transcript} has the replies")

@@ -36,7 +36,7 @@ MOST_FAILURES = 64
 MAX_NAME = 100
 
 
-class FailedCalls:
+class FailureCounts:
     """The number of an attempt's model calls that were answered with an error, by kind: the error's code with the field
     of the request, or with the method and path if nothing is served there."""
 
@@ -78,7 +78,7 @@ class SessionModels:
         self.bodies = Bodies(policy.backend.intake)
         self.under_way = 0
         self.timeline = timeline
-        self.failed_calls = FailedCalls()
+        self.failed_calls = FailureCounts()
         self.frozen = frozen
         self._all = (policy, *frozen.values())
 
