@@ -578,6 +578,8 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     harness_exit: set if the agent program failed and its work went to grading all the same.
     forks: the number of forks by cause.
     ignored: for each request field or tool that had no effect, by name, the number of turns with it.
+    failed_calls: for each kind of model call that was answered with an error (`code: field`, or `code: METHOD path` if
+        nothing is served there), the number of calls. Calls before a restart of the service are not counted.
     frozen: by name, the use of each frozen model; `turns`, `tokens`, `forks` and `ignored` are the policy's.
     model_seconds: the time during which at least one model call of the session was under way, in seconds.
     artifact_bytes: the size of the artifacts that were kept.
@@ -604,6 +606,7 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     frozen: dict[str, FrozenUse] = {}
     policy: dict[BranchKind, BranchPolicy] = {}
     ignored: dict[str, int] = {}
+    failed_calls: dict[str, int] = {}
     labels: dict[str, str] = {}
     artifact_bytes: int = 0
     answer: str | None = None

@@ -16,7 +16,7 @@ import pytest
 from outrider.api.gateway import Gateway, _ClientReply, _with_pings
 from outrider.errors import Unauthorized
 from outrider.lab.fakes.engine_servers.app import serving
-from outrider.sessions.models import SessionModels
+from outrider.sessions.models import MOST_FAILURES, SessionModels
 from outrider.spec import Limits
 from outrider.trajectory import FinishReason
 from sessions.world import BASH, World, a_world, call_markup
@@ -138,6 +138,28 @@ async def test_what_is_not_served_is_refused_in_the_dialects_shape(
         if code is not None:
             assert error["code"] == code
         assert world.turns == []
+
+
+async def test_calls_that_were_answered_with_an_error_are_counted_by_kind(tmp_path: Path) -> None:
+    """Names of clients are short and printable, and their number is limited."""
+    async with a_gateway(tmp_path, "hi<|im_end|>") as (world, http):
+        for _ in range(2):
+            await http.post(f"/s/{KEY}/v1/embeddings", json=HELLO)
+        await http.post("/v1/rerank", json=HELLO, headers={"Authorization": f"Bearer {KEY}"})
+        await http.post("/s/another-key/v1/embeddings", json=HELLO)
+        await http.post(CHAT, json={**HELLO, "n": 2})
+        await http.post(CHAT, json=HELLO)
+        counted = world.models.failed_calls.counted
+        assert counted == {"not_found: POST /v1/embeddings": 2, "not_found: POST /v1/rerank": 1, "bad_request: n": 1}
+        assert world.models.failed_calls.told() == (
+            "; calls answered with an error: not_found: POST /v1/embeddings (2), not_found: POST /v1/rerank (1), "
+            "bad_request: n (1)"
+        )
+        for number in range(MOST_FAILURES):
+            await http.post(f"/s/{KEY}/x{number}%1b{'y' * 200}")
+    assert len(counted) == MOST_FAILURES + 1
+    assert counted["other"] == 3
+    assert all(name.isprintable() and len(name) <= 100 for name in counted)
 
 
 @pytest.mark.parametrize(

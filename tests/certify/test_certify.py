@@ -199,6 +199,7 @@ async def test_what_cannot_be_tried_does_not_hold() -> None:
     assert [(row.verdict, row.required) for row in certificate.rows] == [("not tried", True), ("not tried", False)]
     assert "Needed: one that runs a shell command" in certificate.rows[0].reason
     assert "Offered: none" in certificate.rows[0].reason
+    assert certificate.rows[0].reason.endswith("is tried by its own task on a scripted engine instead")
 
 
 async def test_another_dialect_than_the_one_named_fails() -> None:

@@ -137,10 +137,21 @@ def test_a_real_engine_is_recorded(cli: Cli, tmp_path: Path, leaks: Path) -> Non
 def test_a_program_that_calls_no_model_gets_a_draft_that_says_so(cli: Cli, tmp_path: Path) -> None:
     ran = cli.run("harness", "record", "--name", "mine", "--output", tmp_path, "--", "sh", "-c", "kill -9 $$")
     assert ran.code == 1
-    assert "no model call succeeded" in ran.err
+    assert "the program ended with exit code -9" in ran.err
+    assert "the program called no model" in ran.err
     assert "the place of the instruction was not found" in ran.err
     assert "write {instruction} into the command" in (tmp_path / "mine.toml").read_text()
     assert lines_of(tmp_path) == []
+
+
+@pytest.mark.deep
+def test_refused_calls_are_listed_with_their_reasons(cli: Cli, tmp_path: Path) -> None:
+    ask = "curl -s -o /dev/null -d {} $OPENAI_BASE_URL"
+    words = ("--", "sh", "-c", f"{ask}/embeddings; {ask}/embeddings; {ask}/chat/completions")
+    ran = cli.run("harness", "record", "--name", "mine", "--output", tmp_path, *words)
+    assert "refused 2 times: POST /v1/embeddings: 404 POST /v1/embeddings is not served here" in ran.err
+    assert "refused: POST /v1/chat/completions: 4" in ran.err
+    assert f"no model call succeeded; {tmp_path}/mine.wire.jsonl has the replies" in ran.err
 
 
 @pytest.mark.deep
@@ -223,6 +234,48 @@ def test_the_place_of_a_program(tmp_path: Path) -> None:
     assert place_of([str(script)], None) == Place(words=(str(script),), mounts=(script.parent,))
     assert place_of(["sh", "-c", "true"], "/usr/bin:/bin").mounts == ()
     assert place_of(["no-such-program"], "/usr/bin").missing
+
+
+def test_the_place_of_a_program_behind_links(tmp_path: Path) -> None:
+    """As npm, and pipx and uv, link programs to what they installed."""
+    package = tmp_path / "project" / "node_modules" / "agent" / "dist" / "agent.js"
+    linked = tmp_path / "project" / "node_modules" / ".bin" / "agent"
+    tool = tmp_path / "tools" / "agent" / "bin" / "tool"
+    for file in (package, linked, tool):
+        file.parent.mkdir(parents=True)
+    for file in (package, tool):
+        file.write_text("#!/usr/bin/env my-node\n")
+        file.chmod(0o755)
+    linked.symlink_to("../agent/dist/agent.js")
+    (tool.parents[1] / "pyvenv.cfg").write_text("")
+    user = tmp_path / "user" / "bin"
+    user.mkdir(parents=True)
+    (user / "tool").symlink_to(tool)
+    node = user / "my-node"
+    node.write_text("#!/bin/sh\n")
+    node.chmod(0o755)
+    modules = package.parents[2]
+    assert place_of(["sh", str(linked)], "/usr/bin:/bin") == Place(words=("sh", str(linked)), mounts=(modules,))
+    assert place_of([str(linked)], None).mounts == (modules,)
+    started = place_of([str(linked), "x"], str(user))
+    assert started == Place(words=(str(node), str(linked), "x"), mounts=(modules, user.parent))
+    assert place_of(["tool"], str(user)) == Place(words=("tool",), venv=tool.parents[1])
+
+
+def test_a_file_that_the_program_works_on_becomes_a_prepare_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("calc.py", "a = 'x'\n"), ("agent.py", ""), ("big.txt", "x" * 100_000)):
+        (tmp_path / name).write_text(text)
+    edited = place_of(["true", "--fast", "calc.py", "big.txt"], "/usr/bin:/bin")
+    assert edited.words == ("true", "--fast", "calc.py", str(tmp_path / "big.txt"))
+    assert (edited.written, edited.mounts) == ({"calc.py": "a = 'x'\n"}, (tmp_path,))
+    script = place_of(["sh", "agent.py", "--file=calc.py"], "/usr/bin:/bin")
+    assert script.words == ("sh", str(tmp_path / "agent.py"), "--file=calc.py")
+    task = TaskSpec.model_validate(tomllib.loads(task_toml(TaskDraft(place=script, instruction="Fix it."))))
+    [step] = task.runtime.prepare
+    assert step.model_dump(include={"write", "to"}) == {"write": "a = 'x'\n", "to": "calc.py"}
 
 
 def test_secrets_are_found_by_name_place_and_value() -> None:

@@ -113,13 +113,33 @@ async def test_what_a_sandbox_printed_does_not_steer_the_terminal(tmp_path: Path
     hostile = msgspec.structs.replace(second, context="a\x1b]0;owned\x07\n[bold]b[/bold]\r", cause="history_rewritten")
     [session] = done.sessions
     assert session.result is not None
-    named = msgspec.structs.replace(session.result, ignored={"tools.web\x1b_search": 2})
+    named = msgspec.structs.replace(
+        session.result, ignored={"tools.web\x1b_search": 2}, failed_calls={"bad_request: n": 3}
+    )
     file = io.StringIO()
     print_session(Console(file=file, width=200), msgspec.structs.replace(session, result=named), [first, hostile])
     text = file.getvalue()
     assert "  a\\x1b]0;owned\\x07\n  [bold]b[/bold]\\x0d\n" in text
     assert "fork: history_rewritten" in text
     assert "asked for without effect (turns): tools.web\\x1b_search (2)" in text
+    assert "model calls answered with an error: bad_request: n (3)" in text
+
+
+async def test_a_program_whose_calls_are_not_served_is_told_apart(cli: Cli, tmp_path: Path) -> None:
+    """The error and the result name the calls."""
+    task = tmp_path / "task.toml"
+    task.write_text(
+        'instruction = "Say hi."\nmax_attempts = 1\nevaluator = { run = "true" }\nruntime = { kind = "process" }\n'
+        '[harness]\ncommand = ["sh", "-c", "curl -s -d {} $OPENAI_BASE_URL/completions"]\n'
+    )
+    async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url):
+        ran = await cli("run", task, "--url", url, "--json")
+        [session] = ran.document["sessions"]
+        seen = await cli("show", session["id"], "--url", url)
+    result = session["result"]
+    assert result["failed_calls"] == {"not_found: POST /v1/completions": 1}
+    assert result["error"]["message"].endswith("; calls answered with an error: not_found: POST /v1/completions (1)")
+    assert "model calls answered with an error: not_found: POST /v1/completions (1)" in seen.out
 
 
 async def test_a_crash_and_an_excess_are_told_apart_from_a_plain_zero(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from .pages import page
 
 PAGE = page("docs/bring-your-own-agent.md")
 SHOWN_AT = "/srv/agents"
-IN_ENVIRONMENT, WITH_NODE, IN_IMAGE, _ = [block.text for block in PAGE.blocks if block.info == "toml task"]
+IN_ENVIRONMENT, WITH_NODE, IN_IMAGE, *_ = [block.text for block in PAGE.blocks if block.info == "toml task"]
 [PYTHON] = [block.text for block in PAGE.blocks if block.info == "python"]
 [NODE] = [block.text for block in PAGE.blocks if block.info == "js"]
 

@@ -91,6 +91,7 @@ class Gateway:
         models, began = None, time.time()
         try:
             if routed is None or routed.action is None:
+                models = self._sessions.models(_api_key(call) if key is None else key)
                 raise NotFound(f"{call.method} {call.path} is not served here{routed.hint if routed else ''}")
             key = _api_key(call) if key is None else key
             models = self._sessions.models(key)
@@ -109,18 +110,27 @@ class Gateway:
             finally:
                 models.under_way -= 1
             if reply.failure is not None:
-                self._note(reply.failure, routed, models, began, status=200)
+                self._note(reply.failure, call, routed, models, began, status=200)
         except OutriderError as error:
             dialect = routed.dialect if routed else UNKNOWN_ROUTES
-            self._note(error, routed, models, began, status=error.http_status)
+            self._note(error, call, routed, models, began, status=error.http_status)
             await reply.whole(error.http_status, msgspec.json.encode(dialect.error(error)))
 
     def _note(
-        self, error: OutriderError, routed: Routed | None, models: SessionModels | None, began: float, *, status: int
+        self,
+        error: OutriderError,
+        call: WireCall,
+        routed: Routed | None,
+        models: SessionModels | None,
+        began: float,
+        *,
+        status: int,
     ) -> None:
-        """Count a failed call, and note it in the timeline of its session."""
+        """Count a failed call, and note it in the result and the timeline of its session."""
         dialect = routed.dialect if routed else UNKNOWN_ROUTES
         self._failures.note(dialect.name, error.code)
+        if models is not None:
+            models.failed_calls.note(error, None if routed and routed.action else f"{call.method} {call.path}")
         if models is not None and models.timeline is not None and routed is not None and routed.action is not None:
             action = routed.action.name.lower()
             models.timeline.note_failed_call(error, began, action=action, dialect=dialect.name, status=status)

@@ -52,12 +52,14 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of `outrider harness record --json`. `has_instruction` is false if the draft lacks {instruction}."""
+    """The output of `outrider harness record --json`. `has_instruction` is false if the draft lacks {instruction}.
+    `refused` are the calls that were not answered with success, with their number: method, path, status, reason."""
 
     task: str
     transcript: str
     exit_code: int
     calls: int
+    refused: dict[str, int]
     dialects: tuple[str, ...]
     streamed: bool
     has_instruction: bool
@@ -83,15 +85,17 @@ def record_and_draft(terminal: Terminal, answers: Answers) -> int:
         files=files,
         stdin=answers.stdin,
     )
+    place = place_of(answers.words, environment("PATH"))  # before the program changes the files that it works on
     answers.output.mkdir(parents=True, exist_ok=True)
     terminal.note(f"running {answers.words[0]}")
     with _created(transcript) as file, _removed_after_failure(transcript):
         done = run_service(record(program, file, settings=settings, stdout=sys.__stderr__ if terminal.json else None))
-    words, found = answers.words, None
-    if not answers.stdin and not any(INSTRUCTION in text for text in (*words, *env.values(), *files.values())):
-        words, found = with_instruction(words, done.user_texts)
+    found = None
+    if not answers.stdin and not any(INSTRUCTION in text for text in (*place.words, *env.values(), *files.values())):
+        words, found = with_instruction(place.words, done.user_texts)
+        place = msgspec.structs.replace(place, words=words)
     draft = TaskDraft(
-        place=place_of(words, environment("PATH")),
+        place=place,
         instruction=found or program.instruction,
         env=env,
         files=files,
@@ -107,6 +111,7 @@ def record_and_draft(terminal: Terminal, answers: Answers) -> int:
         transcript=str(transcript),
         exit_code=done.exit_code,
         calls=done.calls,
+        refused=dict(done.refused),
         dialects=done.dialects,
         streamed=done.streamed,
         has_instruction=draft.has_instruction,
@@ -117,8 +122,17 @@ def record_and_draft(terminal: Terminal, answers: Answers) -> int:
         f"{done.calls} model calls ({spoken}), in {transcript}; the task is drafted in {task}\n"
         f"try it in a sandbox: outrider harness check --task {task}",
     )
-    if not done.dialects:
-        terminal.note("no model call succeeded: does the program read its base URL from a variable, flag or file?")
+    for call, times in done.refused.items():
+        terminal.note(f"refused{f' {times} times' if times > 1 else ''}: {call}")
+    if done.exit_code:
+        terminal.note(f"the program ended with exit code {done.exit_code}; its own output says why")
+    if not done.dialects and not done.calls:
+        terminal.note(
+            "the program called no model: does it read its base URL from a variable, flag or file? "
+            "write {base_url} into its arguments, or into a settings file, and name the file's folder with --home"
+        )
+    elif not done.dialects:
+        terminal.note(f"no model call succeeded; {transcript} has the replies")
     if not draft.has_instruction:
         terminal.note(f"the place of the instruction was not found: write {INSTRUCTION} into the command of {task}")
     code = done.exit_code

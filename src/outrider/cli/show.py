@@ -189,6 +189,9 @@ def _ending(result: SessionResult) -> Iterator[Text]:
     if result.ignored:
         counted = ", ".join(f"{name} ({count})" for name, count in sorted(result.ignored.items()))
         yield Text(printable(f"asked for without effect (turns): {counted}"), style="yellow")
+    if result.failed_calls:
+        counted = ", ".join(f"{name} ({count})" for name, count in sorted(result.failed_calls.items()))
+        yield Text(printable(f"model calls answered with an error: {counted}"), style="yellow")
     if (verdict := result.verdict) is not None:
         metrics = "".join(f" · {name} {number(value)}" for name, value in sorted(verdict.metrics.items()))
         reason = f" · {verdict.reason}" if verdict.reason else ""

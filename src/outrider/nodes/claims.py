@@ -182,7 +182,7 @@ def _uses_no_more(result: SessionResult, given: Given) -> bool:
 
 def _is_short(result: SessionResult, given: Given) -> bool:
     reason = result.verdict.reason if result.verdict is not None else None
-    tables: tuple[Mapping[Any, Any], ...] = (result.forks, result.ignored, result.frozen)
+    tables: tuple[Mapping[Any, Any], ...] = (result.forks, result.ignored, result.failed_calls, result.frozen)
     return (
         len(reason or "") <= MAX_REASON
         and len(result.answer or "") <= MAX_ANSWER

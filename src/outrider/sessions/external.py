@@ -480,7 +480,7 @@ class _LiveSession:
             Cause.OVERDUE: overdue_error(self._overdue.in_run(), self._overdue.what),
             Cause.IN_VAIN: in_vain,
             Cause.NO_CALL: AgentFailed(
-                "the session was completed without a single model call",
+                "the session was completed without a single model call" + models.failed_calls.told(),
                 hint="check the base URL and key that the agent uses",
             ),
         }
@@ -516,6 +516,7 @@ class _LiveSession:
             at_most=at_most,
             error=error,
             forks=forks,
+            failed_calls=self._all.failed_calls.counted,
             frozen=await self._store.frozen_turns(session.id, session.attempt) if self._frozen else {},
             seconds=StageSeconds(**self._stopwatch.seconds),
             answer=answer,

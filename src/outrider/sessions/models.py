@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from outrider.counts import OTHER
 from outrider.dialects.base import Completion, ModelRequest, RequestedSampling
 from outrider.errors import ContextOverflow, EngineUnavailable, NotFound, OutriderError
 from outrider.harnesses.base import ModelRefused
@@ -30,10 +31,38 @@ INPROCESS = "inprocess"
 """The dialect of an agent in this process, which sends messages without HTTP."""
 
 
+MOST_FAILURES = 64
+"""Maximum number of kinds of failed calls. Clients choose paths, so further kinds are counted as `other`."""
+MAX_NAME = 100
+
+
+class FailureCounts:
+    """The number of an attempt's model calls that were answered with an error, by kind: the error's code with the field
+    of the request, or with the method and path if nothing is served there."""
+
+    def __init__(self) -> None:
+        self.counted: dict[str, int] = {}
+
+    def note(self, error: OutriderError, unserved: str | None = None) -> None:
+        """Count a call. `unserved` is its method and path if nothing is served there."""
+        about = unserved or error.field
+        name = f"{error.code}: {about}" if about else error.code
+        name = "".join(char if char.isprintable() else "?" for char in name[:MAX_NAME])
+        if name not in self.counted and len(self.counted) >= MOST_FAILURES:
+            name = OTHER
+        self.counted[name] = self.counted.get(name, 0) + 1
+
+    def told(self) -> str:
+        """Return the end of a message about the calls: empty without failed calls."""
+        if not self.counted:
+            return ""
+        return f"; calls answered with an error: {', '.join(f'{name} ({n})' for name, n in self.counted.items())}"
+
+
 class SessionModels:
     """The conversations of an attempt: one with the policy, and one with each frozen model, by name. `bodies` counts
     the bytes of the request bodies of all unfinished calls. `under_way` is the number of unfinished calls, counted by
-    the gateway."""
+    the gateway, and `failed_calls` those that were answered with an error."""
 
     def __init__(
         self,
@@ -49,6 +78,7 @@ class SessionModels:
         self.bodies = Bodies(policy.backend.intake)
         self.under_way = 0
         self.timeline = timeline
+        self.failed_calls = FailureCounts()
         self.frozen = frozen
         self._all = (policy, *frozen.values())
 
@@ -127,6 +157,7 @@ class InProcessClient:
         try:
             completion = await completed(conversation, messages, tools=tools, max_tokens=max_tokens, stop=stop)
         except OutriderError as error:
+            self._models.failed_calls.note(error)
             if self._models.timeline is not None:
                 self._models.timeline.note_failed_call(
                     error, began, action=GENERATE, dialect=INPROCESS, status=error.http_status

@@ -241,6 +241,7 @@ class Rollout:
             error=ending.error,
             harness_exit=ending.harness_exit,
             forks=forks if stored is None else stored.forks,
+            failed_calls=self.models.failed_calls.counted if stored is None else stored.failed_calls,
             frozen=await store.frozen_turns(session.id, session.attempt) if self._node.frozen else {},
             seconds=StageSeconds(**self._stopwatch.seconds),
             artifact_bytes=sum(artifact.size for artifact in self._artifacts.artifacts),
@@ -497,7 +498,7 @@ class Rollout:
                 hint="see whether an engine was available, and whether the harness made a model call",
             ),
             Cause.NO_CALL: HarnessError(
-                "the harness ended without a single model call",
+                "the harness ended without a single model call" + models.failed_calls.told(),
                 hint="check its base URL, key and model settings in the log",
             ),
         }

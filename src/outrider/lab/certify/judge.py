@@ -126,6 +126,7 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
         reason = (
             f"none of its tools could do what the row asks for. Needed: {COMMAND.what}; or {WRITE.what}, and "
             f"{READER.what}. Offered: {describe(declared)}"
+            + ("" if declared else "; a program without tools is tried by its own task on a scripted engine instead")
         )
     elif evidence.calls and row.needs == "subagent" and STARTS not in evidence.tried.values():
         reason = f"no tool started a sub-agent; {told(evidence.tried) or 'none is offered'}"

@@ -7,8 +7,10 @@ evaluator ends every session as an error until somebody writes a check, so that 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,17 +21,28 @@ INSTRUCTION = "{instruction}"
 FED = ("sh", "-c", 'printf %s "$OUTRIDER_INSTRUCTION" | "$0" "$@"')
 """Beginning of a command that gives the instruction to the rest of the command as standard input."""
 LONGEST_PATH = 4096
+MAX_LINKS = 40
+"""Maximum length of a chain of symbolic links. Linux has the same limit."""
+WRITTEN_BYTES = 1 << 16
+"""Maximum size of a file that a prepare step of the draft writes."""
+MODULES = "node_modules"
 UNCHECKED = "echo 'the task has no check yet' >&2; exit 2"
+
+
+_INTERPRETER = re.compile(r"(?:python|pypy|node|bun|deno|ruby|perl|bash|dash|sh|zsh)[\d.]*")
+"""Programs whose first argument that names a file is the program that they run."""
+_ENV_SHEBANG = re.compile(rb"#! ?/usr/bin/env (?:-S +)?([\w.-]+)")
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """The place of a command's files on the host: the command with `words` that are valid in a sandbox, the virtual
-    environment of the program, and the folders and files to mount. `missing` is true for a program that is not
-    found."""
+    environment of the program, the folders and files to mount, and the texts of the files that a prepare step writes,
+    by their paths relative to the working directory. `missing` is true for a program that is not found."""
 
     words: tuple[str, ...]
     venv: Path | None = None
     mounts: tuple[Path, ...] = ()
+    written: Mapping[str, str] = {}
     missing: bool = False
 
 
@@ -54,38 +67,99 @@ class TaskDraft(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place_of(words: Sequence[str], search: str | None) -> Place:
-    """Return the place of a command's files. `search` is the PATH. Arguments that name a file, also as `--name=FILE`,
-    become absolute paths. Reads links and files."""
+    """Return the place of a command's files. `search` is the PATH. Reads links and files.
+
+    An argument that names a file, also as `--name=FILE`, becomes an absolute path. A small text file that the argument
+    names relative to the working directory is the work of the program, and is written by a prepare step instead. The
+    script of an interpreter is the program itself, so it is mounted.
+    """
     found = shutil.which(words[0], path=search)
     if found is None:
         return Place(words=tuple(words), missing=True)
-    program = Path(found).absolute()
-    venv = next((above for above in program.parents if (above / "pyvenv.cfg").is_file()), None)
-    inside = _of_system(program) or (venv is not None and program.parent == venv / "bin")
-    mounts = [] if _of_system(program) or venv is not None else [_shown(program)]
+    program = Path(os.path.abspath(found))
+    venv, program = _environment_of(program)
+    inside = _of_system(program) or venv is not None
+    mounts = [] if inside else [*_shown(program)]
     placed = [program.name if inside else str(program)]
+    interpreter = None if inside else _named_by_env(program, search)
+    if interpreter is not None:
+        placed.insert(0, str(interpreter))
+        mounts += _shown(interpreter)
+    written: dict[str, str] = {}
+    script_follows = _INTERPRETER.fullmatch(program.name) is not None
     for word in words[1:]:
         named, equals, value = word.partition("=")
         option = f"{named}=" if equals and named.startswith("-") else ""
         text = value if option else word
-        file = Path(text).absolute()
+        file = Path(os.path.abspath(text))
         if not text or len(text) > LONGEST_PATH or "\0" in text or not file.is_file():
+            placed.append(word)
+            continue
+        is_script, script_follows = script_follows, False
+        content = None if is_script else _work(text)
+        if content is not None:
+            written[text] = content
             placed.append(word)
             continue
         placed.append(f"{option}{file}")
         if not _of_system(file) and not (venv is not None and file.is_relative_to(venv)):
-            mounts.append(_shown(file))
+            mounts += _shown(file)
     outermost = [
         path for path in dict.fromkeys(mounts) if not any(path != each and path.is_relative_to(each) for each in mounts)
     ]
-    return Place(words=tuple(placed), venv=venv, mounts=tuple(outermost))
+    return Place(words=tuple(placed), venv=venv, mounts=tuple(outermost), written=written)
 
 
-def _shown(file: Path) -> Path:
-    """Return the path to mount for a program or script: its folder, or only the file if the folder contains many other
-    files."""
-    folder = file.parent.parent if file.parent.name == "bin" else file.parent
-    return file if folder in (Path("/"), Path.home(), Path.home() / ".local", Path("/tmp")) else folder
+def _environment_of(program: Path) -> tuple[Path | None, Path]:
+    """Return the virtual environment in whose `bin` the program is, and the program there. pipx and uv put links to
+    such programs into ~/.local/bin. Without an environment, return None and the program as given."""
+    for place in _links(program):
+        above = place.parent.parent
+        if place.parent.name == "bin" and (above / "pyvenv.cfg").is_file():
+            return above, place
+    return None, program
+
+
+def _links(file: Path) -> Iterator[Path]:
+    """Yield the file, and the target of each link on the way to the file itself."""
+    for _ in range(MAX_LINKS):
+        yield file
+        if not file.is_symlink():
+            return
+        file = Path(os.path.normpath(file.parent / file.readlink()))
+
+
+def _named_by_env(script: Path, search: str | None) -> Path | None:
+    """Return the interpreter that the first line of a script names through `env`, if a sandbox does not have it."""
+    with script.open("rb") as file:
+        named = _ENV_SHEBANG.match(file.read(LONGEST_PATH))
+    found = shutil.which(named[1].decode(), path=search) if named else None
+    return None if found is None or _of_system(Path(found)) else Path(found).absolute()
+
+
+def _work(text: str) -> str | None:
+    """Return the text of a small file that is named relative to the working directory, and is below it."""
+    path = Path(text)
+    if path.is_absolute() or ".." in path.parts or path.stat().st_size > WRITTEN_BYTES:
+        return None
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _shown(file: Path) -> Iterator[Path]:
+    """Yield what to mount for a program or script: the place of each link on the way to the file, with the files beside
+    it. A package of npm needs the packages beside it; a folder that contains many other things is not shown, but the
+    file alone."""
+    for place in _links(file):
+        if _of_system(place):
+            return
+        if MODULES in place.parts:
+            yield Path(*place.parts[: place.parts.index(MODULES) + 1])
+            continue
+        folder = place.parent.parent if place.parent.name == "bin" else place.parent
+        yield place if folder in (Path("/"), Path.home(), Path.home() / ".local", Path("/tmp")) else folder
 
 
 def _of_system(path: Path) -> bool:
@@ -131,9 +205,12 @@ def task_toml(draft: TaskDraft) -> str:
     for name, table in (("env", draft.env), ("files", draft.files)):
         if table:
             lines += ["", f"[harness.{name}]", *(f"{_text(key)} = {_text(value)}" for key, value in table.items())]
-    if draft.place.mounts:
-        sources = (f"{{ source = {_text(str(path))} }}" for path in draft.place.mounts)
-        lines += ["", "[runtime]", f"mounts = [{', '.join(sources)}]"]
+    steps = [f"{{ write = {_text(text)}, to = {_text(path)} }}" for path, text in draft.place.written.items()]
+    sources = [f"{{ source = {_text(str(path))} }}" for path in draft.place.mounts]
+    if steps or sources:
+        lines += ["", "[runtime]"]
+    lines += [f"prepare = [{', '.join(steps)}]"] if steps else []
+    lines += [f"mounts = [{', '.join(sources)}]"] if sources else []
     lines += ["", "# Write the check of the task here: exit code 0 is the reward 1, exit code 1 the reward 0."]
     lines += ["[evaluator]", f"run = {_text(UNCHECKED)}"]
     return "\n".join(lines) + "\n"

@@ -66,10 +66,12 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a recorded run. `dialects` are the dialects of the successful model calls."""
+    """The outcome of a recorded run. `dialects` are the dialects of the successful model calls, `refused` the other
+    calls with their number."""
 
     exit_code: int
     calls: int
+    refused: Mapping[str, int]
     dialects: tuple[str, ...]
     streamed: bool
     user_texts: tuple[str, ...]
@@ -110,6 +112,7 @@ async def record(
             return RecordedRun(
                 exit_code=code,
                 calls=wire.calls,
+                refused=dict(wire.refused),
                 dialects=tuple(dict.fromkeys(turn.dialect for turn in turns)),
                 streamed=wire.streamed,
                 user_texts=wire.user_texts,

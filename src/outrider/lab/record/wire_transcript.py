@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, Any
 
@@ -23,17 +24,20 @@ KEPT_BYTES = 1 << 24
 
 SECRET_HEADERS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key", "x-goog-api-key", "api-key"})
 _SECRET_NAME = re.compile(r"^(?:[\w-]*[_-])?(?:api[_-]?key|password|passwd|secret|access[_-]?token)$", re.IGNORECASE)
+_ENDPOINT = re.compile(r"^/s/[^/]+")
 EVENT_STREAM = "text/event-stream"
 DATA = "data:"
 
 
 class WireTranscript:
     """Writes to `file`. `secrets` are texts that no line may contain. `user_texts` has the texts of the user's messages
-    in the first request that has any. `streamed` is true once a reply was streamed. `calls` counts the calls."""
+    in the first request that has any. `streamed` is true once a reply was streamed. `calls` counts the calls, and
+    `refused` those without success, by method, path, status and the reason in the reply."""
 
     def __init__(self, gateway: Gateway, file: IO[str], secrets: Iterable[str]) -> None:
         self.streamed = False
         self.calls = 0
+        self.refused = Counter[str]()
         self.user_texts: tuple[str, ...] = ()
         self._gateway = gateway
         self._file = file
@@ -80,6 +84,8 @@ class WireTranscript:
                 "reply_headers": told,
                 "reply": reply.read(events=is_stream),
             }
+            if (start["status"] or 0) >= 400:
+                self.refused[_refusal(line)] += 1
             self._file.write(msgspec.json.encode(without_secrets(line, self._secrets)).decode() + "\n")
             self._file.flush()
 
@@ -121,6 +127,14 @@ def without_secrets(value: Any, secrets: Iterable[str]) -> Any:
             for name, each in value.items()
         }
     return value
+
+
+def _refusal(line: Mapping[str, Any]) -> str:
+    """Return the method, the path below the session's endpoint, the status and the reason of a call in one line."""
+    path = _ENDPOINT.sub("", line["path"])
+    error = line["reply"].get("error") if isinstance(line["reply"], Mapping) else None
+    reason = error.get("message") if isinstance(error, Mapping) else error
+    return f"{line['method']} {path}: {line['status']}" + (f" {reason}" if isinstance(reason, str) else "")
 
 
 def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
