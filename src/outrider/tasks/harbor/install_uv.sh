@@ -1,13 +1,14 @@
 #!/bin/sh
 # Installs uv from the index of Python packages that PIP_INDEX_URL names, at the place where uv's own installer puts it.
-# The argument is the version; without an argument, the newest is installed. Needs no Python in the image.
+# The argument is the version; without an argument, the newest is installed. Needs no Python in the image. An image
+# without Python gets that of its distribution, because uv's own Pythons are on a site that is no package index.
 python=python3
 for loader in /run/outrider-python/lib/ld-*; do
     if [ -x "$loader" ]; then
         python="$loader --library-path /run/outrider-python/lib /run/outrider-python/bin/python3"
     fi
 done
-exec $python -I - "$@" <<'EOF'
+$python -I - "$@" <<'EOF' || exit 1
 import hashlib
 import html
 import io
@@ -48,3 +49,6 @@ with zipfile.ZipFile(io.BytesIO(data)) as wheel:
 (folder / "env").write_text(f'case ":$PATH:" in *":{folder}:"*) ;; *) export PATH="{folder}:$PATH" ;; esac\n')
 print(f"uv {version} is installed in {folder}")
 EOF
+if ! command -v python3 >/dev/null && command -v apt-get >/dev/null; then
+    { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3; } >&2
+fi

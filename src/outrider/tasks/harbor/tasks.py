@@ -65,6 +65,9 @@ OF_AGENTS, OF_VERIFIERS = ("/logs/agent", "/solution"), ("/tests", "/logs/verifi
 """Folders that are emptied before a later step. OF_VERIFIERS are emptied only if the previous step's verifier ran in
 the agent's sandbox."""
 SERVICES = (COMPOSE, "docker-compose.yml", "singularity-compose.yaml")
+SERVICES_TEXT = "services beside the agent's sandbox"
+OTHER_FILES = {PRIOR: "an earlier trajectory for the agent to continue"}
+"""What the files ask for that are not in SERVICES."""
 WORKDIR: str = RuntimeSpec.model_fields["workdir"].default
 AGENT_SECONDS, SESSION_SECONDS = Limits().agent_seconds, Limits().session_seconds
 """Outrider's limits for a task that sets no limits, in seconds."""
@@ -173,7 +176,11 @@ class HarborFolder:
         folders = (folder, *(self._step_folder(step) for step in steps))
         for path in (*(folder / "environment" / name for name in SERVICES), *(one / PRIOR for one in folders)):
             if path.exists():
-                raise InvalidField(f"{path} asks for what Outrider does not do", field="source")
+                raise InvalidField(
+                    f"{path} asks for what Outrider does not do: {OTHER_FILES.get(path.name, SERVICES_TEXT)}",
+                    field="source",
+                    hint=f"remove {path.name}, if the task can be solved and graded without",
+                )
         runtime = self.runtime(first)
         task: dict[str, Any] = {
             "instruction": self._instruction(first),
