@@ -13,6 +13,7 @@ from base64 import b64encode
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
+from typing import cast
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -170,7 +171,7 @@ class Dialer:
         begun = loop.create_future()
         try:
             secure = SSLProtocol(loop, protocol, await self._tls_context(), begun, server_hostname=name)
-            transport = connection.writer.transport
+            transport = cast(asyncio.Transport, connection.writer.transport)
             transport.pause_reading()
             transport.set_protocol(secure)
             secure.connection_made(transport)
