@@ -50,6 +50,8 @@ from outrider.tasks.harbor.verifiers import COMPOSE, SeparateVerifier, mode, sep
 from outrider.text_files import MAX_TOML, read_text_file, read_toml_file, toml_line
 
 TASK_TOML = "task.toml"
+OLDER = "task.yaml"
+"""The settings of a task of Terminal-Bench before Harbor."""
 HINTS = {"task.name": 'Harbor refuses it too: write a name with an organisation, such as "my-org/my-task"'}
 """Advice for invalid fields that occur in public task folders."""
 TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
@@ -97,7 +99,13 @@ def harbor_examples(
     """
     folders = harbor_folders(root)
     if not folders:
-        raise InvalidField(f"no folder below {root} has task.toml and instruction.md", field="source")
+        older = next(root.rglob(OLDER), None)
+        hint = (
+            f"{older} is of Terminal-Bench's older form: have Harbor convert it (harbor task migrate)"
+            if older
+            else None
+        )
+        raise InvalidField(f"no folder below {root} has task.toml and instruction.md", field="source", hint=hint)
     for name in tasks or ():
         if name not in folders:
             raise InvalidField(
