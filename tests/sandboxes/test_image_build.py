@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tarfile
 import tempfile
 import time
@@ -116,13 +117,15 @@ def test_files_of_other_users(
     monkeypatch.setattr(user_ids, "FILES", {"uid": ranges, "gid": ranges})
     if many and os.geteuid() != 0:
         pytest.skip("other users need newuidmap, and ranges of the machine's own")
-    text = "FROM small\nRUN echo x > /opt/theirs && chown 5:43 /opt/theirs && chmod 2755 /opt/theirs\n"
+    shutil.copy(shutil.which("chown") or "", context / "chown")
+    steps = "echo x > /home/theirs && chown 5:43 /home/theirs && chmod 2755 /home/theirs"
+    text = f"FROM small\nCOPY chown /bin/\nRUN {steps}\n"
     if not many:
         with pytest.raises(BadImage, match="exited with 1") as refused:
             build_image(written(context, text), store)
         assert NO_IDS in (refused.value.hint or "")
         return
-    theirs = store.root(build_image(written(context, text), store)) / "opt/theirs"
+    theirs = store.root(build_image(written(context, text), store)) / "home/theirs"
     assert (theirs.stat().st_uid, theirs.stat().st_mode & 0o7777) == (os.getuid(), 0o755)
 
 

@@ -48,7 +48,7 @@ RUN_SECONDS = 600.0
 QUICK_SECONDS = 60.0
 MANY_USERS = 65536
 """Number of user ids in the sandbox of a build, if this machine has them for this user."""
-NO_USER = re.compile(r"setting ownership|chown|chgrp|set(?:e[ug]id|groups|gid|uid)")
+NO_USER = re.compile(r"(?:owner|chown|chgrp|[ug]id|groups)[^\n]*(?:Invalid argument|Operation not permitted)")
 """Words of a program that fails because the sandbox has only one user."""
 LINKS_AT_ONCE = 500
 MAX_LINKS = 255
