@@ -28,7 +28,7 @@ BODY = bytes(range(256)) * 8192
 """Much more than a reader holds before it stops reading."""
 
 
-async def nobody(host: str, port: int) -> Sequence[Address]:
+async def nobody(host: str, port: int, named: bool) -> Sequence[Address]:
     return [ip_address(host)]
 
 
