@@ -122,6 +122,20 @@ async def test_a_harbor_folder(cli: Cli, tmp_path: Path) -> None:
     }
 
 
+@needs_namespaces
+async def test_the_network_is_that_of_the_settings(cli: Cli, tmp_path: Path) -> None:
+    test = '[ -n "$PIP_INDEX_URL" ] && [ -e made ]; echo $((1 - $?)) > /logs/verifier/reward.txt'
+    folder = harbor_task(tmp_path / "tasks" / "a", "[environment]\ncpus = 1\n", test=test)
+    (folder / "solution").mkdir()
+    (folder / "solution" / "solve.sh").write_text("touch made\n")
+    settings = tmp_path / "outrider.toml"
+    settings.write_text('[network]\nallow = ["mirror:pip"]\npip_index = "http://127.0.0.1:9/simple/"\n')
+    command = ("task", "check", tmp_path / "tasks", "--network", "mirror:pip", "--json")
+    refused = (await cli(*command)).document
+    assert "'mirror:pip' is not allowed" in refused["bad"][0]["problems"][0]
+    assert (await cli(*command, "--config", settings)).document == {"tasks": 1, "ok": 1, "bad": []}
+
+
 @pytest.mark.deep
 @needs_namespaces
 async def test_all_examples_are_good(cli: Cli, tmp_path: Path) -> None:

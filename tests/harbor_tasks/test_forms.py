@@ -223,3 +223,20 @@ def test_the_docs_have_the_table() -> None:
     rows = [f"| {form.has} | {form.folders or '-'} | {form.outcome} |" for form in FORMS]
     table = "\n".join(("| The folder has | Of 28 | What becomes of it |", "|---|---|---|", *rows))
     assert table in DOCS.read_text(), table
+
+
+def test_services_beside_the_sandbox_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    folder = harbor_task(tmp_path / "a")
+    (folder / "environment").mkdir()
+    (folder / "environment" / "docker-compose.yaml").write_text("services: {}\n")
+    with pytest.raises(InvalidField, match="does not do: services beside the agent's sandbox") as refused:
+        harbor_examples(tmp_path)
+    assert "remove docker-compose.yaml" in str(refused.value.hint)
+
+
+def test_a_folder_of_the_older_form_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "task.yaml").write_text("instruction: x\n")
+    with pytest.raises(InvalidField, match=r"has task\.toml and instruction\.md") as refused:
+        harbor_examples(tmp_path)
+    assert "task.yaml is of Terminal-Bench's older form" in str(refused.value.hint)

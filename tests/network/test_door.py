@@ -202,3 +202,13 @@ async def test_a_long_folder_has_a_door(tmp_path: Path) -> None:
     async with a_door(folder, "files.test"):
         assert (folder / "door").is_socket()
     assert not (folder / "door").exists()
+
+
+async def test_a_mirror_with_a_private_address_is_a_failure(tmp_path: Path) -> None:
+    """Nothing that a program does leads there, so a grade that follows is no grade of the program."""
+    private = {"deb.debian.org": [["10.1.2.3"]]}
+    async with a_door(tmp_path, "mirror:apt", names=private, phase=Phase.VERIFIER) as (door, _):
+        answer = await said(tmp_path, get("http://deb.debian.org/debian/dists/stable/InRelease"))
+        assert answer.startswith("HTTP/1.1 502")
+        assert "the operator may name deb.debian.org:80 in network.internal" in answer
+        assert door.broken(Phase.VERIFIER) is not None

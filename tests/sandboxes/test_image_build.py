@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import tarfile
 import tempfile
 import time
@@ -20,6 +22,7 @@ from outrider.errors import InvalidField
 from outrider.sandbox.image_build import build_image
 from outrider.sandbox.rootfs.store import ImageStore
 from outrider.sandbox.rootfs.unpack import BadImage
+from outrider.sandbox.runtimes.namespace import user_ids
 from support.small_root import small_root
 
 pytestmark = needs_namespaces
@@ -98,6 +101,32 @@ def test_an_image_is_what_its_steps_left(store: ImageStore, context: Path) -> No
     assert (base / "etc/passwd").read_bytes() == before
     assert (base / "usr/bin/seq").exists()
     assert (root / "usr/bin/cat").stat().st_ino == (base / "usr/bin/cat").stat().st_ino
+
+
+NO_IDS = "as root: usermod --add-subuids 100000-165535"
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("many", [True, False])
+def test_files_of_other_users(
+    store: ImageStore, context: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: bool
+) -> None:
+    """A package may give files to another user, if this machine has ids for a build; the image has one user again."""
+    ranges = tmp_path / "ranges"
+    ranges.write_text(f"{os.getuid()}:700000:65536\n" if many else "")
+    monkeypatch.setattr(user_ids, "FILES", {"uid": ranges, "gid": ranges})
+    if many and os.geteuid() != 0:
+        pytest.skip("other users need newuidmap, and ranges of the machine's own")
+    shutil.copy(shutil.which("chown") or "", context / "chown")
+    steps = "echo x > /home/theirs && chown 5:43 /home/theirs && chmod 2755 /home/theirs"
+    text = f"FROM small\nCOPY chown /bin/\nRUN {steps}\n"
+    if not many:
+        with pytest.raises(BadImage, match="exited with 1") as refused:
+            build_image(written(context, text), store)
+        assert NO_IDS in (refused.value.hint or "")
+        return
+    theirs = store.root(build_image(written(context, text), store)) / "home/theirs"
+    assert (theirs.stat().st_uid, theirs.stat().st_mode & 0o7777) == (os.getuid(), 0o755)
 
 
 STAGES = """FROM small AS first

@@ -20,7 +20,7 @@ from outrider.cli.options import Image, Network, Offline, TestCommand, command
 from outrider.cli.tables import table
 from outrider.cli.task_sources import examples_in, write_tasks
 from outrider.cli.terminal import Terminal, printable
-from outrider.config import load_config
+from outrider.config import Config, load_config
 from outrider.errors import InvalidField
 from outrider.tasks.adapters import ADAPTERS
 from outrider.tasks.examples import Example, Fault
@@ -307,7 +307,8 @@ def check(
     offline: Offline = False,
     network: Network = None,
     config: Annotated[
-        Path | None, CliOption(metavar="FILE", help="Settings of the service, for the graders that tasks name.")
+        Path | None,
+        CliOption(metavar="FILE", help="Settings of the service, for the graders and networks that tasks ask for."),
     ] = None,
     at_once: Annotated[int, CliOption(metavar="N", help="Sandboxes at once.")] = 4,
 ) -> None:
@@ -335,7 +336,7 @@ def check(
             source, limit=limit, image=image, test_command=test_command, offline=offline, network=network
         )
     ]
-    graders = load_config({}, file=config).graders if config is not None else ()
+    settings = Config() if config is None else load_config({}, file=config)
     done = 0
 
     def watch(report: TaskReport) -> None:
@@ -343,7 +344,15 @@ def check(
         done += 1
         terminal.note(f"[{done}/{len(examples)}] {report.id}: {'bad' if report.problems else 'good'}")
 
-    reports = run_service(check_tasks(examples, folder=Path.cwd(), graders=graders, at_once=at_once, watch=watch))
+    checking = check_tasks(
+        examples,
+        folder=Path.cwd(),
+        graders=settings.graders,
+        network=settings.network,
+        at_once=at_once,
+        watch=watch,
+    )
+    reports = run_service(checking)
     bad = tuple(
         Bad(report.id, (*report.problems, *example.notes))
         for report, example in zip(reports, examples, strict=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import posixpath
+import re
 import shlex
 import shutil
 import tarfile
@@ -19,7 +20,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import cast
 
-from outrider.errors import InvalidField, RuntimeFailure
+from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.sandbox.build_proxy import BuildProxy, checked_hosts, index_variables
 from outrider.sandbox.network.variables import APT_CONFIG, APT_SETTINGS, proxy_variables
 from outrider.sandbox.pythons.portable import PORTABLE_AT
@@ -38,12 +39,17 @@ from outrider.sandbox.rootfs.store import ImageStore, RootImage
 from outrider.sandbox.rootfs.unpack import OPAQUE, WHITEOUT, BadImage, Contents, contents_of, unpack
 from outrider.sandbox.runtimes.base import Runtime, SavesLayers
 from outrider.sandbox.runtimes.guest.filesystem.layers import OPAQUE_HEADER
+from outrider.sandbox.runtimes.namespace.user_ids import user_ids
 from outrider.sandbox.standalone import open_sandbox
 from outrider.spec import RuntimeSpec
 
 RUN_SECONDS = 600.0
 """Time limit of one RUN. Harbor has the same limit for a whole build."""
 QUICK_SECONDS = 60.0
+MANY_USERS = 65536
+"""Number of user ids in the sandbox of a build, if this machine has them for this user."""
+NO_USER = re.compile(r"(?:owner|chown|chgrp|[ug]id|groups)[^\n]*(?:Invalid argument|Operation not permitted)")
+"""Words of a program that fails because the sandbox has only one user."""
 LINKS_AT_ONCE = 500
 MAX_LINKS = 255
 ROOT_LAYER = "0"
@@ -110,8 +116,9 @@ class Build:
 
     async def _save(self, plan: BuildPlan, target: Path) -> None:
         """Run the steps in a new sandbox of the base image, and save the written files. Raises BadImage."""
-        proxy = BuildProxy(self._hosts)
-        async with open_sandbox(RuntimeSpec(image=plan.base.name, workdir="/"), gateway=proxy.serving) as runtime:
+        proxy, (users, lacking) = BuildProxy(self._hosts), users_of_build()
+        spec = RuntimeSpec(image=plan.base.name, workdir="/", users=users)
+        async with open_sandbox(spec, gateway=proxy.serving) as runtime:
             await runtime.write(APT_CONFIG, APT_SETTINGS)
             env = {**proxy_variables(runtime.endpoint), **index_variables(self._hosts)}
             for number, step in enumerate(plan.steps, 1):
@@ -127,8 +134,20 @@ class Build:
                     hint = error.hint
                     if isinstance(step, RunInstruction):
                         hint = hint or run_hint(plan.file.parent, proxy.refused, self._hosts)
+                        if lacking is not None and NO_USER.search(error.log_tail or ""):
+                            hint = f"the build has one user, because {lacking.message}; {lacking.hint}"
                     raise BadImage(message, hint=hint, log_tail=error.log_tail) from error
             await cast(SavesLayers, runtime).save_layer(target)
+
+
+def users_of_build() -> tuple[int, RuntimeUnavailable | None]:
+    """Return the number of users in the sandbox of a build, and why there are not MANY_USERS, if so. Packages such as
+    tmux give files to other users; in the image all files belong to one user again."""
+    try:
+        user_ids(MANY_USERS)
+    except RuntimeUnavailable as error:
+        return 1, error
+    return MANY_USERS, None
 
 
 def run_hint(context: Path, refused: frozenset[str], hosts: frozenset[str]) -> str | None:

@@ -17,7 +17,7 @@ import msgspec
 
 from outrider.api.server import serving
 from outrider.client.client import AsyncClient
-from outrider.config import Config, GraderConfig, LanesConfig, ModelConfig, PluginsConfig
+from outrider.config import Config, GraderConfig, LanesConfig, ModelConfig, NetworkConfig, PluginsConfig
 from outrider.errors import OutriderError
 from outrider.lab.certify.users_paths import allowing, uploads
 from outrider.lab.demo.dialogue import POLICY
@@ -51,12 +51,13 @@ async def check_tasks(
     *,
     folder: Path,
     graders: Sequence[GraderConfig] = (),
+    network: NetworkConfig | None = None,
     at_once: int = 4,
     watch: Callable[[TaskReport], None] = lambda _: None,
 ) -> list[TaskReport]:
     """Check the examples in a temporary service. `folder` has the files for `upload` steps. `graders` are the graders
-    that the tasks may name. `at_once` is the maximum number of concurrent sandboxes. `watch` is called with each report
-    as soon as its task is checked."""
+    that the tasks may name. `network` is what the tasks may reach, by default nothing. `at_once` is the maximum number
+    of concurrent sandboxes. `watch` is called with each report as soon as its task is checked."""
     replies: list[Any] = [NOTHING + END]
     replies += [
         {"when": asked(number, step), "reply": (gold.reply or NOTHING) + END}
@@ -78,6 +79,7 @@ async def check_tasks(
             # The user who checks the tasks may run any Python here, and read the files that the tasks name.
             plugins=PluginsConfig(allow=("*",)),
             graders=tuple(graders),
+            network=network or NetworkConfig(),
             engines=(EngineSpec(kind="scripted", options={"replies": replies, "context_tokens": 1 << 20}),),
         )
         config = await asyncio.to_thread(allowing, config, tasks)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from asyncio.sslproto import SSLProtocol
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
+from typing import cast
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -47,12 +49,14 @@ class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServerConnection(msgspec.Struct, frozen=True):
     """An open connection. `absolute` is True for a connection to a proxy, which needs whole URLs in requests. `header`
-    has the header lines that the proxy needs."""
+    has the header lines that the proxy needs. `beneath` is the writer of the connection that carries TLS, which is kept
+    because a writer without references closes its connection."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     absolute: bool = False
     header: tuple[str, ...] = ()
+    beneath: asyncio.StreamWriter | None = None
 
 
 class Dialer:
@@ -86,7 +90,8 @@ class Dialer:
         failure: OSError = OSError("the name has no address")
         for address in await self._checked(server):
             try:
-                return await self._open(str(address), server.port, server.host if server.tls else None)
+                connection = await self._open(str(address), server.port)
+                return await self._secured(connection, server.host) if server.tls else connection
             except OSError as error:
                 failure = error
         raise failure
@@ -136,7 +141,7 @@ class Dialer:
         word = f"{unquote(url.username or '')}:{unquote(url.password or '')}"
         header = (f"Proxy-Authorization: Basic {b64encode(word.encode()).decode()}",) if url.username else ()
         assert url.hostname is not None
-        connection = await self._open(url.hostname, url.port or 80, None)
+        connection = await self._open(url.hostname, url.port or 80)
         if not tunnel and not server.tls:
             return ServerConnection(connection.reader, connection.writer, absolute=True, header=header)
         reader, writer = connection.reader, connection.writer
@@ -147,17 +152,35 @@ class Dialer:
             status = first.partition(" ")[2]
             if not status.startswith("200"):
                 raise Unreachable(f"this machine's proxy does not reach {server.place}: {status[:200]}")
-            if server.tls:
-                await writer.start_tls(await self._tls_context(), server_hostname=server.host)
         except BaseException:
             writer.close()
             raise
+        return await self._secured(connection, server.host) if server.tls else connection
+
+    async def _open(self, host: str, port: int) -> ServerConnection:
+        reader, writer = await asyncio.open_connection(host, port, limit=MAX_HEAD)
         return ServerConnection(reader, writer)
 
-    async def _open(self, host: str, port: int, tls_name: str | None) -> ServerConnection:
-        secure = None if tls_name is None else await self._tls_context()
-        reader, writer = await asyncio.open_connection(host, port, limit=MAX_HEAD, ssl=secure, server_hostname=tls_name)
-        return ServerConnection(reader, writer)
+    async def _secured(self, connection: ServerConnection, name: str) -> ServerConnection:
+        """Return the connection with TLS. asyncio's TLS is used: uvloop's (0.23) drops the end of a reply that is
+        longer than the reader's buffer, if the server closes the connection behind the reply."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(MAX_HEAD)
+        writers: list[asyncio.StreamWriter] = []
+        protocol = asyncio.StreamReaderProtocol(reader, lambda _, writer: writers.append(writer))
+        begun = loop.create_future()
+        try:
+            secure = SSLProtocol(loop, protocol, await self._tls_context(), begun, server_hostname=name)
+            transport = cast(asyncio.Transport, connection.writer.transport)
+            transport.pause_reading()
+            transport.set_protocol(secure)
+            secure.connection_made(transport)
+            transport.resume_reading()
+            await begun
+        except BaseException:
+            connection.writer.close()
+            raise
+        return ServerConnection(reader, writers[0], beneath=connection.writer)
 
     async def _tls_context(self) -> ssl.SSLContext:
         """Return the context that checks servers' certificates. Its creation takes some milliseconds, because the

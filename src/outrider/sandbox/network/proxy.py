@@ -172,7 +172,13 @@ class Proxy:
                 return
             late = f"{request.place} was not reached before the network of the phase ended"
             passage.waits(late, blameless=True, patience=CONNECT_PATIENCE)
-            connection = await self._dialer.connect(route.server, tunnel=request.tunnel)
+            try:
+                connection = await self._dialer.connect(route.server, tunnel=request.tunnel)
+            except NotAllowed as error:
+                if not route.methods:
+                    raise
+                # No program chooses the address of a package index: the operator's settings do not fit.
+                raise Unreachable(f"{error}: the operator may name {route.server.place} in network.internal") from error
             passage.waits(None)
         except NotAllowed as error:
             passage.waits(None)

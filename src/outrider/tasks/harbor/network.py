@@ -1,4 +1,5 @@
-"""Finds the lines of a shell script that need a network: package managers, downloads and clones.
+"""Finds the lines of a shell script that need a network: package managers, downloads and clones; and has uv installed
+from a package mirror.
 
 Pure. The search is a guess for messages: a line may be skipped when the script runs, or fail without harm.
 """
@@ -6,8 +7,11 @@ Pure. The search is a guess for messages: a line may be skipped when the script 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
+
+from outrider.destinations import Destination
 
 BEFORE = r"(?:^|[;&|(`{!]|\b(?:if|then|else|do|sudo|exec|time|env)\s)\s*(?:\w+=\S*\s+)*"
 COMMANDS = (
@@ -25,14 +29,32 @@ COMMANDS = (
 )
 NEEDS = re.compile(rf"{BEFORE}({'|'.join(COMMANDS)})")
 PREFIX = re.compile(r"\S*python\S*\s+-m\s+")
+MIRRORS = (
+    (re.compile(r"apt"), "mirror:apt"),
+    (re.compile(r"\S*pip|uvx?\b"), "mirror:pip"),
+    (re.compile(r"np[mx]\b|pnpm|yarn"), "mirror:npm"),
+)
+"""The mirrors by the first word of a command."""
+URL = re.compile(r"(https?)://([\w.-]+)(?::(\d+))?")
 MAX_LINE = 2000
+PIP = "mirror:pip"
+UV_HOST = "astral.sh"
+UV_AT = "/tests/outrider-install-uv.sh"
+UV_INSTALLER = re.compile(
+    r"(?:curl|wget)\b[^|;&\n]{0,200}https://"
+    r"(?:astral\.sh/uv/(?:([0-9.]+)/)?install\.sh|github\.com/astral-sh/uv/releases/download/([0-9.]+)/uv-installer\.sh)"
+    r"[^|;&\n]{0,100}\|\s*((?:env\s+)?(?:\w+=[^\s|;&]*\s+){0,8})(?:ba)?sh\b"
+)
+"""A download of uv's installer whose output is run: the version in either URL, and variables of the installer."""
 
 
 class NetworkUse(NamedTuple):
-    """A line that needs a network, by its number, and its command: the first two words."""
+    """A line that needs a network, by its number; its command: the first two words; and its destination, or an empty
+    text if none is known."""
 
     line: int
     command: str
+    needs: str
 
 
 def network_uses(script: str) -> Iterator[NetworkUse]:
@@ -42,4 +64,35 @@ def network_uses(script: str) -> Iterator[NetworkUse]:
         if bare.startswith("#") or len(bare) > MAX_LINE:
             continue
         if found := NEEDS.search(bare):
-            yield NetworkUse(number, " ".join(PREFIX.sub("", found[1]).split()[:2]))
+            command = " ".join(PREFIX.sub("", found[1]).split()[:2])
+            yield NetworkUse(number, command, needed(command, bare))
+
+
+def needed(command: str, line: str) -> str:
+    """Return the destination that a line needs, or an empty text if none is known."""
+    for word, mirror in MIRRORS:
+        if word.match(command):
+            return mirror
+    url = URL.search(line)
+    return f"{url[2]}:{url[3] or (443 if url[1] == 'https' else 80)}" if url else ""
+
+
+def covered(needs: str, destinations: Sequence[str]) -> bool:
+    """Return whether a network reaches a needed destination. Of an unknown one, every network is taken to."""
+    if not needs or "*" in destinations:
+        return bool(destinations)
+    try:
+        wanted = Destination.read(needs)
+    except ValueError:  # the host is none, such as a variable
+        return bool(destinations)
+    return any(Destination.read(one).covers(wanted) for one in destinations)
+
+
+def with_uv_of_mirror(script: str) -> str:
+    """Return a shell script in which uv's installers, downloaded from their sites, are replaced by ours, which takes
+    the same version of uv from `mirror:pip`."""
+    return UV_INSTALLER.sub(lambda found: f"{found[3]}sh {UV_AT} {found[1] or found[2] or ''}".rstrip(), script)
+
+
+def uv_installer() -> str:
+    return (Path(__file__).parent / "install_uv.sh").read_text()

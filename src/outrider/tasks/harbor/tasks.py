@@ -34,7 +34,7 @@ from outrider.tasks.harbor.files import (
     shown,
     written,
 )
-from outrider.tasks.harbor.network import network_uses
+from outrider.tasks.harbor.network import PIP, UV_AT, UV_HOST, covered, network_uses, uv_installer, with_uv_of_mirror
 from outrider.tasks.harbor.phases import PUBLIC, NoDestination, check_steps, network_of, of_step
 from outrider.tasks.harbor.schema import TEMPLATE as EMBEDDED
 from outrider.tasks.harbor.schema import (
@@ -50,6 +50,8 @@ from outrider.tasks.harbor.verifiers import COMPOSE, SeparateVerifier, mode, sep
 from outrider.text_files import MAX_TOML, read_text_file, read_toml_file, toml_line
 
 TASK_TOML = "task.toml"
+OLDER = "task.yaml"
+"""The settings of a task of Terminal-Bench before Harbor."""
 HINTS = {"task.name": 'Harbor refuses it too: write a name with an organisation, such as "my-org/my-task"'}
 """Advice for invalid fields that occur in public task folders."""
 TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
@@ -65,6 +67,9 @@ OF_AGENTS, OF_VERIFIERS = ("/logs/agent", "/solution"), ("/tests", "/logs/verifi
 """Folders that are emptied before a later step. OF_VERIFIERS are emptied only if the previous step's verifier ran in
 the agent's sandbox."""
 SERVICES = (COMPOSE, "docker-compose.yml", "singularity-compose.yaml")
+SERVICES_TEXT = "services beside the agent's sandbox"
+OTHER_FILES = {PRIOR: "an earlier trajectory for the agent to continue"}
+"""What the files ask for that are not in SERVICES."""
 WORKDIR: str = RuntimeSpec.model_fields["workdir"].default
 AGENT_SECONDS, SESSION_SECONDS = Limits().agent_seconds, Limits().session_seconds
 """Outrider's limits for a task that sets no limits, in seconds."""
@@ -94,7 +99,13 @@ def harbor_examples(
     """
     folders = harbor_folders(root)
     if not folders:
-        raise InvalidField(f"no folder below {root} has task.toml and instruction.md", field="source")
+        older = next(root.rglob(OLDER), None)
+        hint = (
+            f"{older} is of Terminal-Bench's older form: have Harbor convert it (harbor task migrate)"
+            if older
+            else None
+        )
+        raise InvalidField(f"no folder below {root} has task.toml and instruction.md", field="source", hint=hint)
     for name in tasks or ():
         if name not in folders:
             raise InvalidField(
@@ -173,7 +184,11 @@ class HarborFolder:
         folders = (folder, *(self._step_folder(step) for step in steps))
         for path in (*(folder / "environment" / name for name in SERVICES), *(one / PRIOR for one in folders)):
             if path.exists():
-                raise InvalidField(f"{path} asks for what Outrider does not do", field="source")
+                raise InvalidField(
+                    f"{path} asks for what Outrider does not do: {OTHER_FILES.get(path.name, SERVICES_TEXT)}",
+                    field="source",
+                    hint=f"remove {path.name}, if the task can be solved and graded without",
+                )
         runtime = self.runtime(first)
         task: dict[str, Any] = {
             "instruction": self._instruction(first),
@@ -195,9 +210,7 @@ class HarborFolder:
             task["limits"] = {"agent_seconds": given[0]}
             if sum(given) > AGENT_SECONDS:
                 task["limits"]["session_seconds"] = sum(given) + PREPARING_SECONDS
-        network = runtime.get("network", {"allow": []})
-        notes = () if network.get("verifier", network["allow"]) else tuple(self._network_notes())
-        return Example(id=name, task=task, gold=self.gold(), notes=notes)
+        return Example(id=name, task=task, gold=self.gold(), notes=tuple(self._network_notes(runtime)))
 
     def _harness(self) -> dict[str, Any]:
         """Return the part of the harness that a task has for any agent: MCP servers and skills."""
@@ -215,21 +228,29 @@ class HarborFolder:
         skills = [environment.skills_dir] if environment.skills_dir is not None else []
         return {**({"mcp_servers": servers} if servers else {}), **({"skills": skills} if skills else {})}
 
-    def _network_notes(self) -> list[str]:
-        """Return a note for each script that needs a network: the tests and the solutions, of all steps."""
+    def _network_notes(self, runtime: dict[str, Any]) -> list[str]:
+        """Return a note for each script that needs a network that the task does not have: the tests and the solutions,
+        of all steps."""
         notes = []
+        verifier, agent = reached(runtime, "verifier"), reached(runtime, "agent")
         for folder in (self._folder, *(self._step_folder(step) for step in self._config.steps or ())):
-            for path, what in ((folder / "tests" / TEST, "graded"), (folder / "solution" / SOLVE, "solved as it is")):
+            for path, what, network in (
+                (folder / "tests" / TEST, "graded", verifier),
+                (folder / "solution" / SOLVE, "solved as it is", agent),
+            ):
                 if not path.is_file() or not path.resolve().is_relative_to(self._folder.resolve()):
                     continue
-                text = path.read_bytes()[:MAX_INLINE_FILE].decode(errors="replace")
-                if uses := list(network_uses(text)):
+                text = with_uv(path.read_bytes()[:MAX_INLINE_FILE].decode(errors="replace"), network)
+                if uses := [use for use in network_uses(text) if not covered(use.needs, network)]:
                     lines = ", ".join(f"{use.line} ({use.command})" for use in uses[:3])
                     more = f" and {len(uses) - 3} more" if len(uses) > 3 else ""
+                    lacks = "the task has none"
+                    if network:
+                        wanted = " ".join(f"--network {name}" for name in dict.fromkeys(use.needs for use in uses))
+                        lacks = f"the task's network lacks {wanted}"
                     notes.append(
-                        f"{path}, line {lines}{more}: this needs a network, and the task has none, so the task may"
-                        f" not be {what}: give the task a network, or put what it installs into the image, and remove"
-                        " the line"
+                        f"{path}, line {lines}{more}: this needs a network, and {lacks}, so the task may not be {what}:"
+                        " give the task a network, or put what it installs into the image, and remove the line"
                     )
         return notes
 
@@ -376,7 +397,9 @@ class HarborFolder:
         if separate is not None and separate.context is not None:
             check_links(layers, self._folder)
         else:
-            options["tests"] = self._written_tests(layers)
+            options["tests"] = self._written_tests(
+                layers, runtime if separate is None else self._of_verifier(separate, step)
+            )
         if step is not None:
             verifier = step.verifier
             artifacts = [*artifacts, *step.artifacts]
@@ -397,13 +420,19 @@ class HarborFolder:
         ]
         return evaluator
 
-    def _written_tests(self, layers: Sequence[Path]) -> list[dict[str, Any]]:
+    def _written_tests(self, layers: Sequence[Path], runtime: dict[str, Any]) -> list[dict[str, Any]]:
         """Return prepare steps that write the test files. A step's own files replace the task's files with the same
-        path."""
+        path. With a package mirror in the network of `runtime`, the sandbox of the verifier, uv comes from there."""
         if not any((layer / TEST).exists() for layer in layers):
             raise InvalidField(f"{layers[-1].parent} has no tests/{TEST}", field="evaluator")
         files = (file for layer in layers if layer.exists() for file in written(layer, self._folder, "/tests"))
-        return list({file["to"]: file for file in files}.values())
+        tests = {file["to"]: file for file in files}
+        script = tests.get(f"/tests/{TEST}", {})
+        text = script.get("write", "")
+        if script.get("encoding") is None and (ours := with_uv(text, reached(runtime, "verifier"))) != text:
+            tests[script["to"]] = {**script, "write": ours}
+            tests[UV_AT] = {"write": uv_installer(), "to": UV_AT}
+        return list(tests.values())
 
     def gold(self) -> Gold | None:
         """Return the solutions of all steps, or None if a step has none."""
@@ -498,6 +527,19 @@ def health_step(check: Healthcheck) -> dict[str, Any]:
         "grace_seconds": check.start_period_sec,
         "grace_pause_seconds": check.start_interval_sec,
     }
+
+
+def reached(runtime: Mapping[str, Any], phase: str) -> list[str]:
+    """Return the destinations of a sandbox in a phase."""
+    network = runtime.get("network", {"allow": []})
+    return list(network.get(phase, network["allow"]))
+
+
+def with_uv(script: str, network: Sequence[str]) -> str:
+    """Return a script that takes uv from the mirror of Python packages, if the network has the mirror, but not the
+    site of uv's installer."""
+    from_mirror = covered(PIP, network) and not covered(f"{UV_HOST}:443", network)
+    return with_uv_of_mirror(script) if from_mirror else script
 
 
 def sources(artifacts: Artifacts, workdir: str = "") -> list[str]:
