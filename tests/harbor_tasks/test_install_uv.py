@@ -17,7 +17,7 @@ from threading import Thread
 
 import pytest
 
-from outrider.tasks.harbor.network import uv_installer
+from outrider.tasks.harbor.network_uses import uv_installer
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.errors import InvalidField
 from outrider.tasks.datasets import harbor_examples
-from outrider.tasks.harbor.network import UV_AT, network_uses, with_uv_of_mirror
+from outrider.tasks.harbor.network_uses import UV_AT, network_uses, with_uv_of_mirror
 from test_datasets import harbor_task
 
 NEED = {

@@ -31,7 +31,7 @@ from outrider.tasks.datasets import (
     template_examples,
 )
 from outrider.tasks.examples import Example, Gold
-from outrider.tasks.harbor.phases import PUBLIC
+from outrider.tasks.harbor.task_network import PUBLIC
 from outrider.tasks.harbor.tasks import TASK_TOML
 from outrider.tasks.miniwob.tasks import SCREENSHOT, miniwob_examples
 

@@ -34,8 +34,15 @@ from outrider.tasks.harbor.files import (
     shown,
     written,
 )
-from outrider.tasks.harbor.network import PIP, UV_AT, UV_HOST, covered, network_uses, uv_installer, with_uv_of_mirror
-from outrider.tasks.harbor.phases import PUBLIC, NoDestination, check_steps, network_of, of_step
+from outrider.tasks.harbor.network_uses import (
+    PIP,
+    UV_AT,
+    UV_HOST,
+    covered,
+    network_uses,
+    uv_installer,
+    with_uv_of_mirror,
+)
 from outrider.tasks.harbor.schema import TEMPLATE as EMBEDDED
 from outrider.tasks.harbor.schema import (
     Artifacts,
@@ -46,6 +53,7 @@ from outrider.tasks.harbor.schema import (
     TaskToml,
     unsupported,
 )
+from outrider.tasks.harbor.task_network import PUBLIC, NoDestination, check_steps, network_of, of_step
 from outrider.tasks.harbor.verifiers import COMPOSE, SeparateVerifier, mode, separate_verifier
 from outrider.text_files import MAX_TOML, read_text_file, read_toml_file, toml_line
 
