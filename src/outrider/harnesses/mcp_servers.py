@@ -19,29 +19,40 @@ from outrider.errors import InvalidField
 from outrider.spec import McpServer, McpTransport
 
 FIELD = "task.harness.mcp_servers"
-FORMATS = (".json", ".toml")
-"""Suffixes of the files into which servers can be written."""
+FORMATS = (".json", ".toml", ".yaml")
+"""Suffixes of the files into which servers can be written. A preset writes its .yaml file as JSON, which is YAML."""
 
 
 class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The way in which a program gets MCP servers: as the entries of the table `key` in `file`, by name. `file` is
-    written like a file of the preset, and may be one of these files.
+    """The way in which a program gets MCP servers: as the entries of the table `key` in `file`, by name. A `key` with
+    dots is a path of tables. `file` is written like a file of the preset, and may be one of these files.
 
-    `entries` has the form of an entry for each transport that the program supports. In a form, the values "{command}",
-    "{args}", "{argv}" (the command and its arguments), "{env}", "{url}" and "{headers}" are replaced. `tool` is the
-    name of a server's tool in the program's requests, with {server} and {tool}. The variables `env` are set for a task
-    with servers.
+    `entries` has the form of an entry for each transport that the program supports. In a form, the values "{name}",
+    "{command}", "{args}", "{argv}" (the command and its arguments), "{env}", "{url}" and "{headers}" are replaced. If
+    the forms have "{name}", `key` is a list of entries, and no table. `tool` is the name of a server's tool in the
+    program's requests, with {server} and {tool}. `allowed`, with {server}, is the name of all tools of a server in the
+    program's list of allowed tools, for a program in which the list applies to these tools, too. For a task with
+    servers, the variables `env` are set, and `text` is merged into `file`.
     """
 
     file: str
     key: str
     tool: str
+    allowed: str = ""
     entries: dict[McpTransport, dict[str, Any]]
     env: dict[str, str] = {}
+    text: str = ""
 
     def __post_init__(self) -> None:
         if PurePosixPath(self.file).suffix not in FORMATS:
             raise ValueError(f"mcp.file must end in {' or '.join(FORMATS)}")
+        if len({"{name}" in form.values() for form in self.entries.values()}) != 1:
+            raise ValueError("all forms in mcp.entries must have {name}, or none of them")
+
+    @property
+    def listed(self) -> bool:
+        """Return True if the program's settings have a list of servers, and no table."""
+        return any("{name}" in form.values() for form in self.entries.values())
 
 
 def check_mcp_servers(name: str, settings: McpSettings | None, servers: Sequence[McpServer], *, hint: str) -> None:
@@ -97,17 +108,29 @@ def with_servers(text: str, settings: McpSettings, servers: Sequence[McpServer])
     if PurePosixPath(settings.file).suffix == ".toml":
         # Tables may follow all other tables of a file.
         tables = (
-            "\n".join((f"\n[{settings.key}.{name}]", *(f"{key} = {_in_toml(value)}" for key, value in entry.items())))
+            "\n".join((f"\n{_heading(settings, name)}", *(f"{key} = {_in_toml(value)}" for key, value in entry.items())))
             for name, entry in entries.items()
         )
         return "\n".join((text.rstrip("\n"), *tables)) + "\n"
     data = json.loads(text or "{}")
-    data[settings.key] = data.get(settings.key, {}) | entries
+    *outer, key = settings.key.split(".")
+    table = data
+    for name in outer:
+        table = table.setdefault(name, {})
+    if settings.listed:
+        table[key] = [*table.get(key, []), *entries.values()]
+    else:
+        table[key] = table.get(key, {}) | entries
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+
+def _heading(settings: McpSettings, name: str) -> str:
+    return f"[[{settings.key}]]" if settings.listed else f"[{settings.key}.{name}]"
 
 
 def _entry(form: Mapping[str, Any], server: McpServer) -> dict[str, Any]:
     values: dict[str, Any] = {
+        "{name}": server.name,
         "{command}": server.command,
         "{args}": server.args,
         "{argv}": [server.command, *server.args],
