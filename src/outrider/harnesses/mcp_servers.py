@@ -29,7 +29,8 @@ class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     `entries` has the form of an entry for each transport that the program supports. In a form, the values "{name}",
     "{command}", "{args}", "{argv}" (the command and its arguments), "{env}", "{url}" and "{headers}" are replaced. If
-    the forms have "{name}", `key` is a list of entries, and no table. `tool` is the name of a server's tool in the
+    the forms have "{name}", `key` is a list of entries, and no table. `name`, with {server}, is a server's name in the
+    file, for a program in which some names have a meaning of their own. `tool` is the name of a server's tool in the
     program's requests, with {server} and {tool}. `allowed`, with {server}, is the name of all tools of a server in the
     program's list of allowed tools, for a program in which the list applies to these tools, too. For a task with
     servers, the variables `env` are set, and `text` is merged into `file`.
@@ -39,6 +40,7 @@ class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     key: str
     tool: str
     allowed: str = ""
+    name: str = "{server}"
     entries: dict[McpTransport, dict[str, Any]]
     env: dict[str, str] = {}
     text: str = ""
@@ -104,7 +106,10 @@ def _is_loopback(host: str) -> bool:
 
 def with_servers(text: str, settings: McpSettings, servers: Sequence[McpServer]) -> str:
     """Return the text of the program's file with the servers added. An empty text is a file without settings."""
-    entries = {server.name: _entry(settings.entries[server.transport], server) for server in servers}
+    entries: dict[str, dict[str, Any]] = {}
+    for server in servers:
+        name = settings.name.format(server=server.name)
+        entries[name] = _entry(settings.entries[server.transport], name, server)
     if PurePosixPath(settings.file).suffix == ".toml":
         # Tables may follow all other tables of a file.
         tables = (
@@ -128,9 +133,9 @@ def _heading(settings: McpSettings, name: str) -> str:
     return f"[[{settings.key}]]" if settings.listed else f"[{settings.key}.{name}]"
 
 
-def _entry(form: Mapping[str, Any], server: McpServer) -> dict[str, Any]:
+def _entry(form: Mapping[str, Any], name: str, server: McpServer) -> dict[str, Any]:
     values: dict[str, Any] = {
-        "{name}": server.name,
+        "{name}": name,
         "{command}": server.command,
         "{args}": server.args,
         "{argv}": [server.command, *server.args],
