@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import tomllib
 from typing import Any
@@ -37,7 +36,9 @@ def written(name: str, text: str, servers: list[McpServer]) -> Any:
     assert settings is not None
     file = with_servers(text, settings, servers)
     data = tomllib.loads(file) if settings.file.endswith(".toml") else json.loads(file)
-    entries = functools.reduce(lambda table, key: table[key], settings.key.split("."), data)
+    entries: Any = data
+    for key in settings.key.split("."):
+        entries = entries[key]
     return data, {entry["name"]: entry for entry in entries} if settings.listed else entries
 
 

@@ -51,8 +51,8 @@ COMMON: dict[str, CommonOption] = {
     ),
     ALLOWED_TOOLS: CommonOption(
         type="names",
-        help="The only built-in tools that the model is offered: a list, or names separated by commas. The tools of the "
-        "task's MCP servers are offered besides.",
+        help="The only built-in tools that the model is offered: a list, or names separated by commas. The tools "
+        "of the task's MCP servers are offered besides.",
         instead="take away what the tools need: programs, files or the network of the sandbox",
     ),
     "max_turns": CommonOption(

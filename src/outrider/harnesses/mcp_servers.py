@@ -112,10 +112,7 @@ def with_servers(text: str, settings: McpSettings, servers: Sequence[McpServer])
         entries[name] = _entry(settings.entries[server.transport], name, server)
     if PurePosixPath(settings.file).suffix == ".toml":
         # Tables may follow all other tables of a file.
-        tables = (
-            "\n".join((f"\n{_heading(settings, name)}", *(f"{key} = {_in_toml(value)}" for key, value in entry.items())))
-            for name, entry in entries.items()
-        )
+        tables = (_table(settings, name, entry) for name, entry in entries.items())
         return "\n".join((text.rstrip("\n"), *tables)) + "\n"
     data = json.loads(text or "{}")
     *outer, key = settings.key.split(".")
@@ -129,8 +126,9 @@ def with_servers(text: str, settings: McpSettings, servers: Sequence[McpServer])
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
-def _heading(settings: McpSettings, name: str) -> str:
-    return f"[[{settings.key}]]" if settings.listed else f"[{settings.key}.{name}]"
+def _table(settings: McpSettings, name: str, entry: Mapping[str, Any]) -> str:
+    heading = f"[[{settings.key}]]" if settings.listed else f"[{settings.key}.{name}]"
+    return "\n".join((f"\n{heading}", *(f"{key} = {_in_toml(value)}" for key, value in entry.items())))
 
 
 def _entry(form: Mapping[str, Any], name: str, server: McpServer) -> dict[str, Any]:
