@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.harnesses.presets import Certify
+from outrider.harnesses.presets import Certify, McpCall
 from outrider.lab.certify.rows import MARK, READ_HELLO, SUBAGENT_MARK, WRITE_HELLO
 from outrider.lab.certify.scripted_model import choose_call, read_prompt
 from outrider.lab.certify.subagent_trial import (
@@ -332,3 +332,12 @@ def test_a_prompt_says_which_sub_agent_was_started_last() -> None:
 @pytest.mark.parametrize("text", ["", "no chat", prompt(("user", "hello"))])
 def test_other_prompts_name_no_task(text: str) -> None:
     assert read_prompt(text).row is None
+
+
+def test_a_servers_tool_is_called_in_a_program_that_the_model_writes() -> None:
+    within = McpCall(tool="run", argument="code", text="return {server}.{tool}({arguments})")
+    hint = Certify(mcp_call=within)
+    assert find_tools([BASH], hint).noter is None
+    found = find_tools([BASH, tool("run", {"code": STRING}, "code")], hint).noter
+    assert found is not None
+    assert found.call('a "b"') == {"code": 'return outrider_check.leave_note({"text": "a \\"b\\""})'}

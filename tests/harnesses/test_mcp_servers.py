@@ -13,7 +13,7 @@ from outrider.errors import HarnessError, InvalidField
 from outrider.harnesses.command import CommandHarness
 from outrider.harnesses.factory import check_written, make_harness
 from outrider.harnesses.mcp_servers import McpSettings, check_reachable, with_servers
-from outrider.harnesses.presets import ConfigFile, Preset, SkillSettings, load_preset, preset_names
+from outrider.harnesses.presets import ConfigFile, Option, Preset, SkillSettings, load_preset, preset_names
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.sessions.attempt import secrets_of
 from outrider.spec import EvaluatorSpec, HarnessSpec, McpServer, RuntimeSpec, TaskSpec, Write
@@ -31,11 +31,15 @@ SKILL = "---\nname: counting\ndescription: How to count.\n---\nOne, two.\n"
 
 
 def written(name: str, text: str, servers: list[McpServer]) -> Any:
+    """The data of a program's file, and its entries by the servers' names in the file."""
     settings = load_preset(name).mcp
     assert settings is not None
     file = with_servers(text, settings, servers)
     data = tomllib.loads(file) if settings.file.endswith(".toml") else json.loads(file)
-    return data, data[settings.key]
+    entries: Any = data
+    for key in settings.key.split("."):
+        entries = entries[key]
+    return data, {entry["name"]: entry for entry in entries} if settings.listed else entries
 
 
 def values(value: Any) -> list[Any]:
@@ -53,14 +57,30 @@ def test_every_presets_file_gets_the_servers_as_they_are(name: str) -> None:
     text = file.text if "{option" not in file.text else ""
     servers = [server for server in (STDIO, WEB) if server.transport in preset.mcp.entries]
     data, table = written(name, text, servers)
-    assert list(table) == [server.name for server in servers]
-    assert {"serve it", ODD, ""} <= set(values(table["files-1"]))
+    names = [preset.mcp.name.format(server=server.name) for server in servers]
+    assert list(table) == names
+    assert {"serve it", ODD, ""} <= set(values(table[names[0]]))
     if WEB in servers:
-        assert {"http://127.0.0.1:8000/mcp", 'k"1'} <= set(values(table["web"]))
-        assert not any("{" in each for each in values(table["web"]) if isinstance(each, str)), "a form has other words"
+        web = values(table[names[1]])
+        assert {"http://127.0.0.1:8000/mcp", 'k"1'} <= set(web)
+        assert not any("{" in each for each in web if isinstance(each, str)), "a form has other words"
     if text:
         before = tomllib.loads(text) if preset.mcp.file.endswith(".toml") else json.loads(text)
         assert {key: value for key, value in data.items() if key != preset.mcp.key} == before
+
+
+def test_servers_are_added_to_the_servers_and_tables_of_a_file() -> None:
+    data, table = written("openclaw", '{"mcp": {"a": 1, "servers": {"own": {"command": "x"}}}, "b": 2}', [STDIO])
+    assert (list(table), data["mcp"]["a"], data["b"]) == (["own", "files-1"], 1, 2)
+    _, table = written("mistral-vibe", '[[mcp_servers]]\nname = "own"\n[other]\na = 1\n', [STDIO, WEB])
+    assert list(table) == ["own", "files-1", "web"]
+    assert written("hermes", '{"mcp_servers": {}}', [STDIO])[1]["task_files-1"]["args"] == [ODD, ""]
+
+
+def test_forms_with_and_without_a_name_do_not_mix() -> None:
+    forms: Any = {"stdio": {"name": "{name}"}, "sse": {"url": "{url}"}}
+    with pytest.raises(ValueError, match="all forms"):
+        McpSettings(file="a.json", key="a", tool="{tool}", entries=forms)
 
 
 def test_the_known_forms() -> None:
@@ -121,6 +141,7 @@ def test_repeated_and_odd_names_are_refused(given: Any) -> None:
     ("harness", "field", "hint"),
     [
         (HarnessSpec(preset="pi", mcp_servers=[STDIO]), "task.harness.mcp_servers", "claude-code"),
+        (HarnessSpec(preset="mini-swe-agent", mcp_servers=[STDIO]), "task.harness.mcp_servers", "hermes"),
         (HarnessSpec(preset="mini-swe-agent", skills=["a"]), "task.harness.skills", "pi"),
         (HarnessSpec(command=["x"], mcp_servers=[STDIO]), "task.harness.mcp_servers", "harness.files"),
         (HarnessSpec(command=["x"], skills=["a"]), "task.harness.skills", "prepare"),
@@ -214,6 +235,7 @@ def test_other_files_may_be_written(harness: HarnessSpec, to: str) -> None:
     check_written(a_task(harness, to))
 
 
+ALLOWED = '{"allowed": {option.allowed_tools.list}}'
 PROGRAM = Preset(
     name="p",
     summary="s",
@@ -225,7 +247,10 @@ PROGRAM = Preset(
         tool="{server}.{tool}",
         entries={"stdio": {"run": "{argv}"}},
         env={"SEEN": "servers"},
+        allowed="{server}:*",
+        text='{"with": "servers"}',
     ),
+    options={"allowed_tools": Option(type="names", optional=True, files={".p/settings.json": ALLOWED})},
     skills=SkillSettings(folder=".p/skills", env={"KNOWN": "skills"}),
     answer="stdout",
 )
@@ -246,9 +271,21 @@ async def test_servers_are_merged_into_the_presets_file_and_skills_copied(sandbo
     answer = (await harness.run(one)).answer or ""
     settings, end = json.JSONDecoder().raw_decode(answer)
     assert settings["servers"] == {"own": {}, "echo": {"run": ["echo", "{api_key}"]}}
-    assert settings["url"] == one.endpoint.base_url
+    assert (settings["url"], settings["with"], "allowed" in settings) == (one.endpoint.base_url, "servers", False)
     assert {"counting:", "SKILL.md", "scripts", "count.sh", "single"} <= set(answer[end:].replace("/", "\n").split())
     assert answer.endswith("serversskills")
+
+
+@pytest.mark.parametrize(("servers", "allowed"), [([], ["a", "b"]), ([ECHO], ["a", "b", "echo:*"])])
+async def test_allowed_tools_leave_the_tools_of_the_servers(
+    sandbox: Runtime, servers: list[McpServer], allowed: list[str]
+) -> None:
+    harness = CommandHarness(PROGRAM, {"allowed_tools": ("a", "b")}, {}, servers=servers)
+    one = context(sandbox, HarnessSpec(command=["x"]))
+    await harness.install(one)
+    settings = json.JSONDecoder().raw_decode((await harness.run(one)).answer or "")[0]
+    assert settings["allowed"] == allowed
+    assert ("with" in settings) is bool(servers)
 
 
 async def test_without_servers_and_skills_nothing_of_them_is_set(sandbox: Runtime) -> None:

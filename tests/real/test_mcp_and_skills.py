@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,14 @@ PROGRAMS = [name for name in preset_names() if load_preset(name).mcp]
 SKILL = "---\nname: greeting\ndescription: How to greet, by the rule zqgreetqz.\n---\nSay zqhelloqz.\n"
 READ_SKILL = {
     "claude-code": call("Skill", skill="greeting"),
+    "cline": call("skills", skill="greeting"),
     "codex": call("exec_command", cmd="cat ~/.agents/skills/greeting/SKILL.md"),
+    "copilot": call("skill", skill="greeting"),
+    "hermes": call("skill_view", name="greeting"),
+    "kimi-code": call("Skill", skill="greeting"),
+    "mistral-vibe": call("skill", name="greeting"),
+    "openclaw": call("read", path="~/.openclaw/skills/greeting/SKILL.md"),
+    "openhands-sdk": call("invoke_skill", name="greeting"),
     "gemini-cli": call("activate_skill", name="greeting"),
     "opencode": call("skill", name="greeting"),
     "openhands": call("invoke_skill", name="greeting"),
@@ -99,14 +108,28 @@ def given(servers: tuple[Path, Path], skill: str) -> dict[str, Any]:
     }
 
 
-MORE = {"openhands": {"security_risk": "LOW"}}
+SLOW = {"cline", "copilot", "hermes", "kimi-code", "mistral-vibe", "openclaw", "openhands-sdk"}
+
+
+def slow_at_night(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test, one for each program."""
+    return [pytest.param(name, marks=pytest.mark.nightly if name in SLOW else ()) for name in names]
+
+
+MORE = {"openhands": {"security_risk": "LOW"}, "openhands-sdk": {"security_risk": "LOW"}}
 """Arguments that a program adds to every tool of a server, and requires."""
 
 
 def called(program: str, server: str, name: str, **arguments: Any) -> str:
-    settings = load_preset(program).mcp
-    assert settings is not None
-    return call(settings.tool.format(server=server, tool=name), **arguments, **MORE.get(program, {}))
+    preset = load_preset(program)
+    assert preset.mcp is not None
+    arguments |= MORE.get(program, {})
+    within = preset.certify.mcp_call
+    if within is None:
+        return call(preset.mcp.tool.format(server=server, tool=name), **arguments)
+    words = {"{server}": server, "{tool}": name, "{arguments}": json.dumps(arguments)}
+    text = re.sub("|".join(map(re.escape, words)), lambda found: words[found[0]], within.text)
+    return call(within.tool, **{within.argument: text})
 
 
 async def timeline_of(world: World, session: str) -> TimelineView:
@@ -119,7 +142,7 @@ async def timeline_of(world: World, session: str) -> TimelineView:
             await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize("name", sorted(READ_SKILL.keys() & set(PROGRAMS)))
+@pytest.mark.parametrize("name", slow_at_night(PROGRAMS))
 async def test_a_program_calls_real_servers_and_reads_a_skill(
     name: str, servers: tuple[Path, Path], policy_folder: Path, tmp_path: Path
 ) -> None:
@@ -145,25 +168,18 @@ async def test_a_program_calls_real_servers_and_reads_a_skill(
     assert "T21:00:00+09:00" in sent, "what the server of the time answers"
     assert "Echo: zqmessageqz" in sent, "what the server by HTTP answers"
     calls = [one for span in view.spans for one in span.data.get("mcp_calls", ())]
-    assert calls == [
-        {"server": "files", "tool": "write_file"},
-        {"server": "time", "tool": "convert_time"},
-        {"server": "web", "tool": "echo"},
-    ]
+    if load_preset(name).certify.mcp_call is None:  # else the calls are in the arguments of a tool
+        assert calls == [
+            {"server": "files", "tool": "write_file"},
+            {"server": "time", "tool": "convert_time"},
+            {"server": "web", "tool": "echo"},
+        ]
     main = [turn for turn in rollout.turns if turn.kind == "main"]
     assert len(main) == 5
-    assert all(turn.join != "fork" for turn in main)
+    assert name == "openclaw" or all(turn.join != "fork" for turn in main)
 
 
-SLOW = {"cline", "mistral-vibe", "openclaw"}
-CERTIFIED = [
-    pytest.param(name, marks=pytest.mark.nightly if name in SLOW else ())
-    for name in preset_names()
-    if load_preset(name).skills
-]
-
-
-@pytest.mark.parametrize("name", CERTIFIED)
+@pytest.mark.parametrize("name", slow_at_night(name for name in preset_names() if load_preset(name).skills))
 async def test_a_program_is_certified_with_a_server_and_a_skill(name: str) -> None:
     rows = await certified(name, ("mcp", "skill"))
     assert_exact(rows["skill"])

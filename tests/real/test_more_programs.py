@@ -37,13 +37,15 @@ async def test_the_program_is_certified(preset: str) -> None:
 )
 async def test_the_program_is_certified_in_each_dialect(preset: str, dialect: str, rows: tuple[str, ...]) -> None:
     for row in (await certified(preset, rows, dialect=dialect)).values():
-        assert_one_conversation(row)
+        assert_one_conversation(row, typed=preset != "hermes")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages", "gemini"])
 async def test_openclaw_is_certified(dialect: str) -> None:
-    """It moves a note to the end of the history in each turn: each turn is a row of its own."""
+    """It moves a note to the end of the history in each turn: each turn is a row of its own, except in the dialect
+    responses, where the history stays as it is."""
+    rewritten = set() if dialect == "responses" else {"history_rewritten"}
     for row in (await certified("openclaw", OTHER_DIALECT, dialect=dialect)).values():
         assert_exact(row)
-        assert set(row.forks) == {"history_rewritten"}
+        assert set(row.forks) == rewritten

@@ -11,6 +11,7 @@ import pytest
 
 from outrider.harnesses.common_options import COMMON
 from outrider.harnesses.presets import load_preset
+from outrider.lab.certify.tool_finder import NOTE_TOOL
 
 from .wire import Wire, ran_with
 
@@ -48,8 +49,9 @@ PROGRAMS = {
         own_prompt="You are OpenHands agent", tools=("terminal", "file_editor"), kept=("finish", "think")
     ),
     "copilot": Program(own_prompt="You are the GitHub Copilot CLI", tools=("bash", "view")),
+    "openclaw": Program(own_prompt="You are a personal assistant", tools=("exec", "read")),
 }
-SLOW = {"mini-swe-agent", "qwen-code", "opencode", "openhands", "openhands-sdk", "copilot"}
+SLOW = {"mini-swe-agent", "qwen-code", "opencode", "openhands", "openhands-sdk", "copilot", "openclaw"}
 NAMES = [pytest.param(name, marks=pytest.mark.nightly if name in SLOW else ()) for name in PROGRAMS]
 
 
@@ -91,7 +93,29 @@ async def test_each_option_changes_what_goes_over_the_wire(name: str) -> None:
         assert program.own_prompt not in text_of(body)
 
 
-@pytest.mark.parametrize("name", [each for each in NAMES if "thinking" in load_preset(str(each.values[0])).options])
+WITH_SERVERS = [
+    each for each in NAMES if PROGRAMS[str(each.values[0])].tools and load_preset(str(each.values[0])).mcp is not None
+]
+
+
+@pytest.mark.parametrize("name", WITH_SERVERS)
+async def test_allowed_tools_leave_the_tools_of_the_tasks_servers(name: str) -> None:
+    program, settings = PROGRAMS[name], load_preset(name).mcp
+    assert settings is not None
+    ran = await ran_with(name, {"allowed_tools": list(program.tools)}, row="mcp")
+    assert ran.verdict is not None
+    assert ran.verdict.verdict == "holds", ran.verdict
+    [own] = [tool for tool in tools(ran.first) if tool.endswith(NOTE_TOOL)]
+    assert tools(ran.first) == {*program.tools, *program.kept, own}
+
+
+# OpenClaw asks for nothing, and only sends thinking back.
+ASKING = [
+    each for each in NAMES if "thinking" in load_preset(str(each.values[0])).options and "openclaw" not in each.values
+]
+
+
+@pytest.mark.parametrize("name", ASKING)
 async def test_thinking_that_is_switched_off_is_not_asked_for(name: str) -> None:
     # In the dialect chat OpenCode asks for nothing, and only sends thinking back.
     dialect = {"dialect": "gemini"} if name == "opencode" else {}

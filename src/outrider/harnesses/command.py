@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from outrider.errors import LOG_TAIL, HarnessError, InvalidField, RuntimeFailure
 from outrider.harnesses.base import HarnessContext, HarnessOutcome, ProgramExit
+from outrider.harnesses.common_options import ALLOWED_TOOLS
 from outrider.harnesses.endpoint_variables import endpoint_environment, folder_environment
 from outrider.harnesses.install import installation, unavailable
 from outrider.harnesses.mcp_servers import with_servers
@@ -215,6 +216,7 @@ class CommandHarness:
         for name, value in self._options.items():
             option = self._preset.options[name]
             if isinstance(value, tuple):
+                value = (*value, *(self._of_servers() if name == ALLOWED_TOOLS else ()))
                 options[f"option.{name}"] = ",".join(value)
                 options[f"option.{name}.list"] = Verbatim(json.dumps(value))
                 options[f"option.{name}.members"] = Verbatim(json.dumps(dict.fromkeys(value, True))[1:-1])
@@ -232,6 +234,11 @@ class CommandHarness:
             places = found.words() | {"instruction.yaml": yaml_string(context.task.instruction)}
             places |= {"home": self._home} if self._home else {}
         return words | options | dialect | places
+
+    def _of_servers(self) -> list[str]:
+        """Return the names that let the tools of the task's MCP servers through the program's list of allowed tools."""
+        allowed = self._preset.mcp.allowed if self._preset.mcp else ""
+        return [allowed.format(server=server.name) for server in self._servers] if allowed else []
 
     def _environment(self, context: HarnessContext, words: Mapping[str, str]) -> dict[str, str]:
         preset = self._preset

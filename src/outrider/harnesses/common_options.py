@@ -10,6 +10,9 @@ from typing import Literal
 
 import msgspec
 
+ALLOWED_TOOLS = "allowed_tools"
+"""Name of the option with the built-in tools that the model is offered. Tools of MCP servers are offered besides."""
+
 OptionType = Literal["string", "template", "integer", "number", "boolean", "names"]
 
 
@@ -46,9 +49,10 @@ COMMON: dict[str, CommonOption] = {
         help="A text that is added to the program's own system prompt.",
         instead="put the text into the task's instruction",
     ),
-    "allowed_tools": CommonOption(
+    ALLOWED_TOOLS: CommonOption(
         type="names",
-        help="The only built-in tools that the model is offered: a list, or names separated by commas.",
+        help="The only built-in tools that the model is offered: a list, or names separated by commas. The tools "
+        "of the task's MCP servers are offered besides.",
         instead="take away what the tools need: programs, files or the network of the sandbox",
     ),
     "max_turns": CommonOption(

@@ -19,29 +19,42 @@ from outrider.errors import InvalidField
 from outrider.spec import McpServer, McpTransport
 
 FIELD = "task.harness.mcp_servers"
-FORMATS = (".json", ".toml")
-"""Suffixes of the files into which servers can be written."""
+FORMATS = (".json", ".toml", ".yaml")
+"""Suffixes of the files into which servers can be written. A preset writes its .yaml file as JSON, which is YAML."""
 
 
 class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The way in which a program gets MCP servers: as the entries of the table `key` in `file`, by name. `file` is
-    written like a file of the preset, and may be one of these files.
+    """The way in which a program gets MCP servers: as the entries of the table `key` in `file`, by name. A `key` with
+    dots is a path of tables. `file` is written like a file of the preset, and may be one of these files.
 
-    `entries` has the form of an entry for each transport that the program supports. In a form, the values "{command}",
-    "{args}", "{argv}" (the command and its arguments), "{env}", "{url}" and "{headers}" are replaced. `tool` is the
-    name of a server's tool in the program's requests, with {server} and {tool}. The variables `env` are set for a task
-    with servers.
+    `entries` has the form of an entry for each transport that the program supports. In a form, the values "{name}",
+    "{command}", "{args}", "{argv}" (the command and its arguments), "{env}", "{url}" and "{headers}" are replaced. If
+    the forms have "{name}", `key` is a list of entries, and no table. `name`, with {server}, is a server's name in the
+    file, for a program in which some names have a meaning of their own. `tool` is the name of a server's tool in the
+    program's requests, with {server} and {tool}. `allowed`, with {server}, is the name of all tools of a server in the
+    program's list of allowed tools, for a program in which the list applies to these tools, too. For a task with
+    servers, the variables `env` are set, and `text` is merged into `file`.
     """
 
     file: str
     key: str
     tool: str
+    allowed: str = ""
+    name: str = "{server}"
     entries: dict[McpTransport, dict[str, Any]]
     env: dict[str, str] = {}
+    text: str = ""
 
     def __post_init__(self) -> None:
         if PurePosixPath(self.file).suffix not in FORMATS:
             raise ValueError(f"mcp.file must end in {' or '.join(FORMATS)}")
+        if len({"{name}" in form.values() for form in self.entries.values()}) != 1:
+            raise ValueError("all forms in mcp.entries must have {name}, or none of them")
+
+    @property
+    def listed(self) -> bool:
+        """Return True if the program's settings have a list of servers, and no table."""
+        return any("{name}" in form.values() for form in self.entries.values())
 
 
 def check_mcp_servers(name: str, settings: McpSettings | None, servers: Sequence[McpServer], *, hint: str) -> None:
@@ -93,21 +106,34 @@ def _is_loopback(host: str) -> bool:
 
 def with_servers(text: str, settings: McpSettings, servers: Sequence[McpServer]) -> str:
     """Return the text of the program's file with the servers added. An empty text is a file without settings."""
-    entries = {server.name: _entry(settings.entries[server.transport], server) for server in servers}
+    entries: dict[str, dict[str, Any]] = {}
+    for server in servers:
+        name = settings.name.format(server=server.name)
+        entries[name] = _entry(settings.entries[server.transport], name, server)
     if PurePosixPath(settings.file).suffix == ".toml":
         # Tables may follow all other tables of a file.
-        tables = (
-            "\n".join((f"\n[{settings.key}.{name}]", *(f"{key} = {_in_toml(value)}" for key, value in entry.items())))
-            for name, entry in entries.items()
-        )
+        tables = (_table(settings, name, entry) for name, entry in entries.items())
         return "\n".join((text.rstrip("\n"), *tables)) + "\n"
     data = json.loads(text or "{}")
-    data[settings.key] = data.get(settings.key, {}) | entries
+    *outer, key = settings.key.split(".")
+    table = data
+    for name in outer:
+        table = table.setdefault(name, {})
+    if settings.listed:
+        table[key] = [*table.get(key, []), *entries.values()]
+    else:
+        table[key] = table.get(key, {}) | entries
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
-def _entry(form: Mapping[str, Any], server: McpServer) -> dict[str, Any]:
+def _table(settings: McpSettings, name: str, entry: Mapping[str, Any]) -> str:
+    heading = f"[[{settings.key}]]" if settings.listed else f"[{settings.key}.{name}]"
+    return "\n".join((f"\n{heading}", *(f"{key} = {_in_toml(value)}" for key, value in entry.items())))
+
+
+def _entry(form: Mapping[str, Any], name: str, server: McpServer) -> dict[str, Any]:
     values: dict[str, Any] = {
+        "{name}": name,
         "{command}": server.command,
         "{args}": server.args,
         "{argv}": [server.command, *server.args],

@@ -136,18 +136,30 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return msgspec.structs.replace(self, version=version, packages=packages)
 
 
+class McpCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A call of an MCP server's tool from within a program that the model writes. The program is the `argument` of the
+    tool `tool`. In its `text`, {server}, {tool} and {arguments}, a JSON object, are replaced."""
+
+    tool: str
+    argument: str
+    text: str
+
+
 class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Facts about a program that `outrider harness check` needs and cannot learn from the program's requests.
 
     `shell` is the tool for running a command. `finish_command` is a command that ends the run.
     `subagent_arguments` are arguments for the tool that starts a sub-agent. `wait` is the tool for waiting for a
-    sub-agent by its id, if the program does not wait by itself.
+    sub-agent by its id, if the program does not wait by itself. `skill` is the tool that loads a skill. `mcp_call` is
+    for a program that does not show its model the tools of MCP servers as tools.
     """
 
     shell: str | None = None
     finish_command: str | None = None
     subagent_arguments: dict[str, OptionValue] = {}
     wait: str | None = None
+    skill: str | None = None
+    mcp_call: McpCall | None = None
 
 
 Finding = Literal["yes", "no", "not tried"]
@@ -211,10 +223,13 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return (*own, *(text for option in self.options.values() for text in option.texts()))
 
     def files_with(self, servers: Sequence[McpServer]) -> tuple[ConfigFile, ...]:
-        """Return the files, and the file for MCP servers if there are `servers` and the file is not one of them."""
-        if not servers or self.mcp is None or any(file.path == self.mcp.file for file in self.files):
+        """Return the files, with the file for MCP servers if there are `servers`."""
+        if not servers or self.mcp is None:
             return self.files
-        return (*self.files, ConfigFile(path=self.mcp.file, text=""))
+        files = {file.path: file for file in self.files}
+        file = files.get(self.mcp.file) or ConfigFile(path=self.mcp.file, text="")
+        added = (*file.added, self.mcp.text) if self.mcp.text else file.added
+        return tuple((files | {file.path: msgspec.structs.replace(file, added=added)}).values())
 
     def at_version(self, version: str | None, *, field: str = "version") -> Preset:
         """Return the preset with another version of its program; for None the preset itself. Raises InvalidField if the

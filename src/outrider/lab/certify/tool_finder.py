@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
-from outrider.harnesses.presets import Certify
+from outrider.harnesses.presets import Certify, McpCall
 from outrider.lab.certify.note_server import TOOL
+from outrider.lab.certify.rows import SERVER
 from outrider.messages import ToolSpec
 
 FILLER = "a step of the task"
@@ -145,17 +146,20 @@ class FoundTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool and how to call it. `arguments` has the tool's parameter for each parameter of the role, in the role's
     order. If the first argument is a list, `before` has the list's elements before the value; if it is a string,
     `before` is None. `fixed` has the values of the other required arguments. `absolute` is true if the tool takes
-    absolute paths."""
+    absolute paths. `around`, if not empty, is the text of the first argument, in which {value} stands for the value as
+    JSON."""
 
     name: str
     arguments: tuple[str, ...]
     before: tuple[str, ...] | None = None
     fixed: dict[str, Any] = {}
     absolute: bool = False
+    around: str = ""
 
     def call(self, *values: str) -> dict[str, Any]:
         """Return the arguments of a call. `values` has one value for each of `arguments`."""
-        first: Any = values[0] if self.before is None else [*self.before, values[0]]
+        value = self.around.replace("{value}", json.dumps(values[0])) if self.around else values[0]
+        first: Any = value if self.before is None else [*self.before, value]
         return {**dict(zip(self.arguments, (first, *values[1:]), strict=True)), **self.fixed}
 
 
@@ -193,10 +197,22 @@ def find_tools(tools: Sequence[ToolSpec], hint: Certify) -> TaskTools:
         writer=_find(tools, WRITE, None),
         reader=_find(tools, READ, None),
         viewer=_find(tools, IMAGE, None),
-        # Programs put the server's name before the tool's.
-        noter=_find(tools, NOTER, next((name for name in _names(tools) if name.endswith(NOTE_TOOL)), "")),
-        loader=_find(tools, LOADER, None),
+        noter=_noter(tools, hint.mcp_call),
+        loader=_find(tools, LOADER, hint.skill),
     )
+
+
+def _noter(tools: Sequence[ToolSpec], within: McpCall | None) -> FoundTool | None:
+    """Return the tool of the row's MCP server, or, for a program with `within`, the tool that calls it."""
+    names = _names(tools)
+    if within is None:
+        # Programs put the server's name before the tool's.
+        return _find(tools, NOTER, next((name for name in names if name.endswith(NOTE_TOOL)), ""))
+    if within.tool not in names:
+        return None
+    words = {"{server}": SERVER, "{tool}": NOTE_TOOL, "{arguments}": '{"text": {value}}'}
+    text = re.sub("|".join(map(re.escape, words)), lambda found: words[found[0]], within.text)
+    return FoundTool(name=within.tool, arguments=(within.argument,), around=text)
 
 
 def _names(tools: Iterable[ToolSpec]) -> list[str]:
