@@ -39,6 +39,14 @@ LEFT_SECONDS = 120.0
 earlier."""
 QUOTA = "exceeded quota"
 """Part of the message with which an API server refuses a pod for which the namespace's quota has no room."""
+RIGHTS = "the account needs the rights in docs/runtimes/kubernetes.md"
+FORBIDDEN = {
+    "failed quota": "the namespace's quota limits a resource that the task does not name: set task.runtime.resources",
+    "violates PodSecurity": "set sandboxes.kubernetes.user, or lower the pod security level of the namespace",
+    "maximum ": "the namespace has a limit range: change task.runtime.resources",
+    "minimum ": "the namespace has a limit range: change task.runtime.resources",
+}
+"""The hint for a request that the server forbids for another reason than RIGHTS, by words of its message."""
 
 log = logging.getLogger("outrider.runtime")
 
@@ -103,17 +111,17 @@ class PodCluster:
             self._version = version
 
     async def create(self, name: str, body: Mapping[str, Any], clock: QueueClock) -> None:
-        """Create a pod. `remove` must follow, even when this method raises or is cancelled. Waits, off the session's
-        clock, for the node's turn and while the namespace's quota has no room or the server is overloaded. Raises
-        RuntimeUnavailable for a pod that the server refuses, and RuntimeFailure."""
+        """Create a pod. `remove` must follow, even when this method raises or is cancelled. All waits are off the
+        session's clock: for the node's turn, for a slow server, and while the namespace's quota has no room or the
+        server is overloaded. Raises RuntimeUnavailable for a pod that the server refuses, and RuntimeFailure."""
         self._ours.add(name)
         limit, failures = time.monotonic() + self.pods.queue_seconds, 0
         while True:
-            with clock.waiting():
-                await self.queue.turn()
             try:
-                # A request once sent is awaited, because only the response shows whether there is a pod to remove.
-                await shielded(lambda: self.api.create_pod(self.namespace, body))
+                with clock.waiting():
+                    await self.queue.turn()
+                    # A request once sent is awaited, because only the response shows whether there is a pod to remove.
+                    await shielded(lambda: self.api.create_pod(self.namespace, body))
             except KubeApiError as error:
                 if error.status == 409 and error.reason == "AlreadyExists" and failures:
                     return  # an earlier request was carried out, and its response was lost
@@ -217,8 +225,10 @@ class PodCluster:
         except KubeApiError as error:
             raise self.failure("list its pods", error) from error
         left = [pod for pod in found if pod.metadata.name not in self._ours and self._is_left(pod)]
-        for pod in left:
-            await self.remove(pod.metadata.name)
+        # All at once, so that a pod whose machine is lost does not keep the others.
+        ended = await asyncio.gather(*(self.remove(pod.metadata.name) for pod in left), return_exceptions=True)
+        if failures := [each for each in ended if isinstance(each, BaseException)]:
+            raise failures[0]
         return len(left)
 
     def _is_left(self, pod: Pod) -> bool:
@@ -235,10 +245,8 @@ class PodCluster:
             case 401:
                 return RuntimeUnavailable(text, hint="the token or certificate is wrong or expired")
             case 403:
-                return RuntimeUnavailable(
-                    text,
-                    hint="the account needs the rights in docs/runtimes/kubernetes.md",
-                )
+                found = (hint for words, hint in FORBIDDEN.items() if words in str(error))
+                return RuntimeUnavailable(text, hint=next(found, RIGHTS))
             case 404:
                 return RuntimeUnavailable(text, hint=f"create the namespace {self.namespace}")
             case _:
