@@ -158,7 +158,7 @@ async def test_a_call_without_a_whole_reply_ends(
 
 
 async def test_a_creation_that_hangs_leaves_nothing(server: FakeE2B, world: World) -> None:
-    async with E2BService(world.host, call_seconds=0.5) as service:
+    async with E2BService(world.host, call_seconds=2.0) as service:
         server.faults["POST /sandboxes"].extend([lost, hanging, hanging])
         start = Start()
         with pytest.raises(RuntimeFailure, match="no reply in time"):

@@ -171,11 +171,24 @@ async def test_sandboxes_are_made_ahead(world: MakeWorld, elsewhere: Elsewhere) 
     assert elsewhere.labels() == {}
 
 
+async def test_sandboxes_made_ahead_give_way_to_sessions(world: MakeWorld, elsewhere: Elsewhere) -> None:
+    """A quota of two is used up by sandboxes that wait for sessions of one kind. A session of another kind comes."""
+    other = {**elsewhere.runtime, "env": {"ANOTHER": "kind"}}
+    async with world(sandboxes=sandboxes(elsewhere.kind, warm=2)) as w:
+        completed(await w.run(*WORK[:2], evaluator=GRADER, runtime=elsewhere.runtime))
+        await until(lambda: w.node.stats().warm.ready == 2)
+        elsewhere.limit(2)
+        async with asyncio.timeout(30):
+            completed(await w.run(*WORK[:2], evaluator=GRADER, runtime=other))
+        assert w.node.stats().warm.taken == 0
+        assert len(elsewhere.labels()) <= 1  # nothing is made ahead for a minute
+
+
+WORK = ("ask", "run echo right > out; touch prepared", "wait door", "run sleep 2; test -f out")
 LOSSES = {
     "one sandbox is ended": lambda here: here.lose(next(iter(here.labels()))),
     "the connection breaks": lambda here: here.cut(),
 }
-WORK = ("ask", "run echo right > out; touch prepared", "wait door", "run sleep 2; test -f out")
 
 
 @pytest.mark.parametrize("attempts", [pytest.param(1, marks=pytest.mark.deep), 2])

@@ -50,7 +50,8 @@ class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
     `mounts` are host folders to mount read-only at the same path inside (the harness programs). `layer` is the start
     state: the file written by `save_layer` of another sandbox of the same spec, or None for a new sandbox. Only a
     `SavesLayers` runtime receives a layer. `gpus` are the names, as in the setting `sandboxes.gpus`, of the GPUs that
-    only this sandbox may use. The tuple is empty unless the kind has `gives_gpus`.
+    only this sandbox may use. The tuple is empty unless the kind has `gives_gpus`. `ahead` is True for a sandbox that
+    no session waits for.
     """
 
     session_id: str
@@ -62,6 +63,7 @@ class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
     mounts: tuple[Path, ...] = ()
     layer: Path | None = None
     gpus: tuple[str, ...] = ()
+    ahead: bool = False
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -111,7 +111,7 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
         chores = await undo.enter_async_context(Chores(Failures()))
         undo.callback(chores.cancel)
         undo.push_async_callback(undone, name, partial(service.remove, start))
-        made = await service.create(start, spec.image or TEMPLATE, labels_of(context), queued)
+        made = await service.create(start, spec.image or TEMPLATE, labels_of(context), queued, ahead=context.ahead)
         chores.begin(
             f"term of sandbox {start.sandbox}", partial(service.extend, start), every=EXTEND_SECONDS, at_once=False
         )

@@ -47,6 +47,7 @@ class E2BService:
         self._call_seconds = call_seconds
         self.node = node_label(host)
         self._queue = StartQueue(host.starts_per_second)
+        self._no_room = host.no_room
         self._ours: set[str] = set()
         self.archives = ProgramArchives(host.folder)
 
@@ -68,10 +69,13 @@ class E2BService:
         finally:
             await self.api.close()
 
-    async def create(self, start: Start, template: str, labels: Mapping[str, str], queued: QueueClock) -> MadeSandbox:
+    async def create(
+        self, start: Start, template: str, labels: Mapping[str, str], queued: QueueClock, *, ahead: bool = False
+    ) -> MadeSandbox:
         """Create a sandbox, after the wait for its turn and for room. These waits and the service's own time are off
-        the session's clock. `remove` must follow, even when this method raises or is cancelled. Raises
-        RuntimeUnavailable if the service refuses the key or the template, and RuntimeFailure."""
+        the session's clock. A sandbox made `ahead` does not wait for room. `remove` must follow, even when this method
+        raises or is cancelled. Raises RuntimeUnavailable if the service refuses the key or the template, and
+        RuntimeFailure."""
         failures = waits = 0
         while True:
             self._begin(start)
@@ -82,8 +86,9 @@ class E2BService:
             except E2BError as error:
                 start.requested = error.status not in REFUSALS
                 if error.status == 429:
-                    if queued.seconds() > ROOM_SECONDS:
+                    if ahead or queued.seconds() > ROOM_SECONDS:
                         raise failure("make room for a sandbox", error) from error
+                    self._no_room.publish("e2b")
                     self._queue.hold(ROOM.wait(waits, error.wait))
                     waits += 1
                     continue

@@ -64,6 +64,7 @@ class PodCluster:
         """The newest states of this node's pods, by name."""
         self._version = ""
         self._changed = Broadcast()
+        self._no_room = host.no_room
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -110,10 +111,11 @@ class PodCluster:
         else:
             self._version = version
 
-    async def create(self, name: str, body: Mapping[str, Any], clock: QueueClock) -> None:
+    async def create(self, name: str, body: Mapping[str, Any], clock: QueueClock, *, ahead: bool = False) -> None:
         """Create a pod. `remove` must follow, even when this method raises or is cancelled. All waits are off the
         session's clock: for the node's turn, for a slow server, and while the namespace's quota has no room or the
-        server is overloaded. Raises RuntimeUnavailable for a pod that the server refuses, and RuntimeFailure."""
+        server is overloaded. A pod made `ahead` does not wait for quota. Raises RuntimeUnavailable for a pod that the
+        server refuses, and RuntimeFailure."""
         self._ours.add(name)
         limit, failures = time.monotonic() + self.pods.queue_seconds, 0
         while True:
@@ -128,8 +130,10 @@ class PodCluster:
                 full = error.status == 403 and QUOTA in str(error)
                 if not (full or error.passing):
                     raise self._refusal(error) from error
-                if time.monotonic() > limit:
+                if time.monotonic() > limit or (full and ahead):
                     raise RuntimeFailure(f"the cluster at {self.server} does not create a pod: {error}") from error
+                if full:
+                    self._no_room.publish("kubernetes")
                 wait = (FULL_PAUSES if full else PAUSES).wait(failures, error.retry_after)
                 failures += 1
                 with clock.waiting():
@@ -137,7 +141,7 @@ class PodCluster:
             else:
                 return
 
-    async def running(self, name: str, clock: QueueClock) -> Pod:
+    async def running(self, name: str, clock: QueueClock, *, ahead: bool = False) -> Pod:
         """Wait until the pod's container runs. The wait for a machine is off the session's clock. Raises
         RuntimeUnavailable and RuntimeFailure with the cluster's own message."""
         limit = time.monotonic() + self.pods.queue_seconds
@@ -164,6 +168,8 @@ class PodCluster:
                         await changed.wait()
                 except TimeoutError:
                     await self._look(name)
+                    if pod is not None and not pod.placed and not ahead:
+                        self._no_room.publish("kubernetes")
 
     async def _look(self, name: str) -> None:
         """Request the state of a pod for which no event has arrived."""

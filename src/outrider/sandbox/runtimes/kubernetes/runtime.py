@@ -107,8 +107,8 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, clock: QueueClock) 
     async with AsyncExitStack() as undo:
         # The removal is registered before the request, because a failed `create` may have been carried out.
         undo.push_async_callback(undone, sandbox, lambda: cluster.remove(name, emptied=lambda: emptied))
-        await cluster.create(name, body, clock)
-        await cluster.running(name, clock)
+        await cluster.create(name, body, clock, ahead=context.ahead)
+        await cluster.running(name, clock, ahead=context.ahead)
         with connection() as (ours, theirs):
             with clock.waiting():
                 entered = await enter(cluster, name)
