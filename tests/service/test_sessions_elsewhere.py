@@ -223,12 +223,13 @@ async def test_a_busy_service_is_asked_again(world: MakeWorld, elsewhere: Elsewh
 
 @pytest.mark.deep
 async def test_a_service_that_dies_is_an_error_and_its_return_ends_the_wait(
-    world: MakeWorld, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+    world: MakeWorld, elsewhere: Elsewhere, request: pytest.FixtureRequest
 ) -> None:
     """The sandbox that is lost meanwhile is removed by a later sweep."""
+    request.addfinalizer((patched := pytest.MonkeyPatch()).undo)
     for module in ("kubernetes.cluster", "e2b.service"):
-        monkeypatch.setattr(f"outrider.sandbox.runtimes.{module}.REMOVE_SECONDS", 0.5)
-    pods = PodsConfig(namespace="rl", queue_seconds=1.0)
+        patched.setattr(f"outrider.sandbox.runtimes.{module}.REMOVE_SECONDS", 0.5)
+    pods = PodsConfig(namespace="rl", queue_seconds=4.0)
     settings = sandboxes(elsewhere.kind, **({"kubernetes": pods} if elsewhere.kind == "kubernetes" else {}))
     async with world(sandboxes=settings) as w:
         view = await w.submit(*WORK, evaluator=GRADER, runtime=elsewhere.runtime, max_attempts=1)
@@ -240,6 +241,7 @@ async def test_a_service_that_dies_is_an_error_and_its_return_ends_the_wait(
         failed(await w.run(*WORK[:2], evaluator=GRADER, runtime=elsewhere.runtime, max_attempts=1))
         assert len(elsewhere.labels()) == 1
         elsewhere.revive()
+        patched.undo()  # the last sweep has its usual time
         completed(await w.run(*WORK[:2], evaluator=GRADER, runtime=elsewhere.runtime, max_attempts=1))
         w.assert_quiet()
     assert elsewhere.labels() == {}  # the last sweep
