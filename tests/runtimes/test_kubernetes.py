@@ -23,6 +23,7 @@ from outrider.config import PodsConfig
 from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.lab.fakes.kubernetes.api_server import ApiFailure, FakeApiServer, fake_cluster
 from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.kubernetes.pod_request import label_value
 from outrider.sandbox.runtimes.kubernetes.pod_state import (
     ContainerStates,
     ContainerStatus,
@@ -36,7 +37,7 @@ from outrider.sandbox.runtimes.kubernetes.pull_ahead import pull_ahead
 from outrider.sandbox.runtimes.kubernetes.rights import PULL_RULES, RULES
 from outrider.sandbox.runtimes.kubernetes.runtime import KubernetesRuntime, verdict_of
 from outrider.sandbox.runtimes.node_host import Host
-from outrider.sandbox.runtimes.remote import RemoteSandbox
+from outrider.sandbox.runtimes.remote import RemoteSandbox, node_label
 from outrider.spec import RuntimeSpec
 from support.environments import environment_with
 
@@ -581,6 +582,14 @@ async def test_orphans_are_found_by_label(world: World, cluster: FakeApiServer, 
     assert (("rl", "orphan") in cluster.pods) is (other != "dead")
     assert swept.get("PodCluster", 0) == (1 if other == "dead" else 0)
     cluster.pods.pop(("rl", "orphan"), None)
+
+
+@pytest.mark.parametrize("end", ["abcdefgh", "abcdefg_", "_______-"])
+def test_the_label_of_a_node_is_a_label_of_kubernetes(tmp_path: Path, end: str) -> None:
+    """The name of a node ends as `mkdtemp` likes. A label that the pods have in another form finds no pod."""
+    label = node_label(Host(tmp_path / f"outrider-{end}"))
+    assert label_value(label) == label
+    assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", label)
 
 
 NODE = """
