@@ -19,6 +19,7 @@ from outrider.concurrency.loop_thread import LoopThread
 from outrider.environment import cache_home
 from outrider.lab.fakes.kubernetes.api_server import FakeApiServer, fake_cluster
 from outrider.lab.fakes.kubernetes.machine import FakeImage
+from outrider.sandbox.runtimes.kubernetes.rights import RULES
 
 from . import engines
 
@@ -64,7 +65,9 @@ def tools_image() -> FakeImage:
 @functools.cache
 def cluster() -> FakeApiServer:
     loop = HELD.enter_context(LoopThread("test cluster"))
-    return HELD.enter_context(loop.open(fake_cluster({IMAGE: python_image(), TOOLS_IMAGE: tools_image()})))
+    server = HELD.enter_context(loop.open(fake_cluster({IMAGE: python_image(), TOOLS_IMAGE: tools_image()})))
+    server.rules.role = RULES
+    return server
 
 
 def kubeconfig(folder: Path) -> Path:

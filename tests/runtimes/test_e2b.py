@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from aiohttp import web
 
 from outrider.concurrency.chores import Chores, Failures
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
-from outrider.lab.fakes.e2b_server.app import FakeE2B
+from outrider.lab.fakes.e2b_server.app import FakeE2B, Fault
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.runtimes.e2b.api import E2BApi, E2BError, E2BSettings
 from outrider.sandbox.runtimes.e2b.runtime import E2BRuntime
@@ -69,9 +70,11 @@ async def said(sandbox: Runtime, program: str) -> str:
     return done.stdout.decode()
 
 
-def refused(status: int, **headers: str) -> Callable[[web.Request, Reply], Awaitable[web.StreamResponse]]:
+def refused(
+    status: int, message: str = "not now", **headers: str
+) -> Callable[[web.Request, Reply], Awaitable[web.StreamResponse]]:
     async def fault(request: web.Request, reply: Reply) -> web.StreamResponse:
-        return web.json_response({"code": status, "message": "not now"}, status=status, headers=headers)
+        return web.json_response({"code": status, "message": message}, status=status, headers=headers)
 
     return fault
 
@@ -145,7 +148,7 @@ async def test_a_call_without_a_whole_reply_ends(
     server: FakeE2B, fault: Callable[[web.Request, Reply], Awaitable[web.StreamResponse]]
 ) -> None:
     api = E2BApi(E2BSettings.read(), seconds=0.5)
-    server.faults["GET /sandboxes"].append(fault)
+    server.faults["GET /v2/sandboxes"].append(fault)
     began = time.monotonic()
     with pytest.raises(E2BError) as raised:
         await api.labelled(NODE_LABEL)
@@ -155,7 +158,7 @@ async def test_a_call_without_a_whole_reply_ends(
 
 
 async def test_a_creation_that_hangs_leaves_nothing(server: FakeE2B, world: World) -> None:
-    async with E2BService(world.host, call_seconds=0.5) as service:
+    async with E2BService(world.host, call_seconds=2.0) as service:
         server.faults["POST /sandboxes"].extend([lost, hanging, hanging])
         start = Start()
         with pytest.raises(RuntimeFailure, match="no reply in time"):
@@ -246,6 +249,102 @@ async def test_a_template_without_python_is_refused(server: FakeE2B, world: Worl
     with pytest.raises(RuntimeUnavailable, match="no usable Python"):
         await begun(world)
     assert server.sandboxes == {}
+
+
+async def test_all_pages_of_the_list_are_read(server: FakeE2B, world: World) -> None:
+    server.page = 2
+    service = await world.host.part(E2BService)
+    api = service.api
+    made = {(await api.create("base", {NODE_LABEL: service.node}, seconds=60, key=str(n))).sandbox_id for n in range(5)}
+    server.requests.clear()
+    assert {one.id for one in await api.labelled(NODE_LABEL)} == made
+    assert server.requests == ["GET /v2/sandboxes"] * 3
+    assert await service.sweep() == 5  # no sandbox of ours is in use
+    assert server.sandboxes == {}
+
+
+async def test_a_list_without_an_end_is_given_up(
+    server: FakeE2B, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def again(request: web.Request, reply: Reply) -> web.StreamResponse:
+        return web.json_response([], headers={"x-next-token": "again"})
+
+    monkeypatch.setattr("outrider.sandbox.runtimes.e2b.api.MAX_PAGES", 3)
+    service = await world.host.part(E2BService)
+    server.faults["GET /v2/sandboxes"].extend([again] * 3)
+    with pytest.raises(RuntimeFailure, match="more than 3 pages"):
+        await service.sweep()
+
+
+async def test_a_sandbox_that_cannot_be_removed_keeps_no_other(server: FakeE2B, world: World) -> None:
+    service = await world.host.part(E2BService)
+    for key in "ab":
+        await service.api.create("base", {NODE_LABEL: service.node}, seconds=60, key=key)
+    server.faults["DELETE /sandboxes/ID"].append(refused(500))
+    with pytest.raises(RuntimeFailure, match="remove a sandbox: status 500"):
+        await service.sweep()
+    assert len(server.sandboxes) == 1
+    assert await service.sweep() == 1
+
+
+@pytest.mark.parametrize("path", ["POST /process.Process/Start", "POST /process.Process/SendInput"])
+async def test_a_busy_envd_is_asked_again(server: FakeE2B, world: World, path: str) -> None:
+    """The status 429 says that the call was not carried out, so no byte is missing or doubled."""
+    server.faults[path].extend([refused(429, **{"Retry-After": "0"})] * 3)
+    sandbox = await begun(world)
+    assert server.faults[path] == deque()
+    text = "x" * 3_000_000
+    await sandbox.write("/tmp/big", text.encode())
+    assert await said(sandbox, "print(len(open('/tmp/big').read()))") == "3000000\n"
+
+
+def html(status: int) -> Callable[[web.Request, Reply], Awaitable[web.StreamResponse]]:
+    async def fault(request: web.Request, reply: Reply) -> web.StreamResponse:
+        return web.Response(status=status, text="<html>bad gateway</html>", content_type="text/html")
+
+    return fault
+
+
+def port_closed(request: web.Request, reply: Reply) -> Awaitable[web.StreamResponse]:
+    return refused(502, message="The sandbox is running but port is not open")(request, reply)
+
+
+@pytest.mark.parametrize(
+    ("health", "inside"), [([html(502)] * 2, False), ([port_closed, html(502)], False), ([port_closed] * 2, True)]
+)
+async def test_a_bad_gateway_is_not_the_agents_fault(
+    server: FakeE2B, world: World, health: list[Fault], inside: bool
+) -> None:
+    streams: list[web.Request] = []
+
+    async def seen(request: web.Request, reply: Reply) -> web.StreamResponse:
+        streams.append(request)
+        return await reply()
+
+    server.faults["POST /process.Process/Start"].append(seen)
+    sandbox = await begun(world)
+    running = asyncio.create_task(sandbox.exec("sleep 60", seconds=60))
+    await sandbox.exec("true", seconds=10)
+    server.faults["GET /health"].extend(health)
+    [stream] = streams
+    assert stream.transport is not None
+    stream.transport.abort()
+    with pytest.raises(RuntimeFailure) as failed:
+        await running
+    assert failed.value.retryable
+    assert await sandbox.broken_inside() is inside
+
+
+async def test_a_sandbox_whose_end_is_reported_late_is_not_the_agents_fault(server: FakeE2B, world: World) -> None:
+    sandbox = await begun(world)
+    with pytest.raises(RuntimeFailure):
+        await sandbox.exec("kill -9 $PPID; sleep 60", seconds=60)
+    asked = asyncio.create_task(sandbox.broken_inside())
+    await asyncio.sleep(0.5)
+    assert not asked.done()
+    for id in list(server.sandboxes):
+        await server.end(id)
+    assert not await asked
 
 
 @pytest.mark.parametrize("path", ["POST /process.Process/Start", "POST /process.Process/SendInput"])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 
 from outrider.cli.image import pod_images
 from outrider.concurrency.chores import Failures
@@ -23,10 +23,21 @@ from outrider.config import PodsConfig
 from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.lab.fakes.kubernetes.api_server import ApiFailure, FakeApiServer, fake_cluster
 from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.kubernetes.pod_request import label_value
+from outrider.sandbox.runtimes.kubernetes.pod_state import (
+    ContainerStates,
+    ContainerStatus,
+    ObjectMeta,
+    Pod,
+    PodCondition,
+    PodStatus,
+    StateDetail,
+)
 from outrider.sandbox.runtimes.kubernetes.pull_ahead import pull_ahead
-from outrider.sandbox.runtimes.kubernetes.runtime import KubernetesRuntime
+from outrider.sandbox.runtimes.kubernetes.rights import PULL_RULES, RULES
+from outrider.sandbox.runtimes.kubernetes.runtime import KubernetesRuntime, verdict_of
 from outrider.sandbox.runtimes.node_host import Host
-from outrider.sandbox.runtimes.remote import RemoteSandbox
+from outrider.sandbox.runtimes.remote import RemoteSandbox, node_label
 from outrider.spec import RuntimeSpec
 from support.environments import environment_with
 
@@ -42,6 +53,7 @@ async def cluster(world: World) -> AsyncIterator[FakeApiServer]:
     """A cluster of the test's own, on this event loop."""
     needs_machine()
     async with fake_cluster({IMAGE: python_image()}) as server:
+        server.rules.role = RULES
         world.environment.setenv("KUBECONFIG", str(use(server, world.folder)))
         yield server
         for runtime in world.made:
@@ -185,19 +197,83 @@ async def test_a_cancelled_start_leaves_no_pod(world: World, cluster: FakeApiSer
     assert cluster.pods == {}
 
 
-@pytest.mark.parametrize("denied", ["create", "create pods/exec", "list", "delete"])
-async def test_missing_rights_are_named(world: World, cluster: FakeApiServer, denied: str) -> None:
+GRANTED = [f"{verb} {resource}" for rule in RULES for resource in rule["resources"] for verb in rule["verbs"]]
+
+
+@pytest.mark.parametrize("denied", GRANTED)
+async def test_each_right_is_needed_and_named(
+    world: World, cluster: FakeApiServer, denied: str, caplog: pytest.LogCaptureFixture
+) -> None:
     cluster.rules.denied = frozenset([denied])
     sandbox = pod_sandbox(world)
-    if denied == "delete":  # the failure is logged, and the pod is left for a sweep
+    if denied == "delete pods":  # the failure is logged, and the pod is left for a sweep
         await sandbox.start()
         await sandbox.stop()
         assert len(cluster.pods) == 1
+        assert "cannot delete" in caplog.text
+    elif denied == "watch pods":  # the states of pods are asked for every few seconds
+        await sandbox.start()
+        assert "cannot watch" in caplog.text
+    elif denied == "get pods":
+        await sandbox.start()
+        part = await world.host.part(cluster_part())
+        with pytest.raises(RuntimeUnavailable, match="cannot get") as refused:
+            await part.state(next(iter(cluster.created)))
+        assert "rights" in (refused.value.hint or "")
     else:
         with pytest.raises(RuntimeUnavailable) as refused:
             await sandbox.start()
         assert "rights" in (refused.value.hint or "")
     cluster.rules.denied = frozenset()
+
+
+async def test_what_the_role_does_not_grant_is_forbidden(cluster: FakeApiServer) -> None:
+    """So the tests of this file show that the rights of the chart suffice."""
+    pods = "/api/v1/namespaces/rl/pods"
+    forbidden = [
+        ("GET", "/api/v1/namespaces/rl/secrets"),
+        ("GET", "/api/v1/namespaces/kube-system/pods"),
+        ("GET", "/api/v1/pods"),
+        ("GET", "/api/v1/nodes"),
+        ("POST", "/api/v1/namespaces/default/pods"),
+        ("DELETE", pods),
+        ("PUT", f"{pods}/a"),
+        ("PATCH", f"{pods}/a"),
+        ("GET", f"{pods}/a/log"),
+        ("POST", f"{pods}/a/eviction"),
+        ("POST", f"{pods}/a/ephemeralcontainers"),
+        ("GET", f"{pods}/a/portforward"),
+        ("POST", "/apis/apps/v1/namespaces/rl/daemonsets"),
+        ("POST", "/apis/rbac.authorization.k8s.io/v1/namespaces/rl/rolebindings"),
+    ]
+    async with ClientSession(cluster.url) as client:
+        for method, path in forbidden:
+            async with client.request(method, path, json={}) as answer:
+                assert (method, path, answer.status) == (method, path, 403)
+        async with client.get(pods) as answer:
+            assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    ("message", "hint"),
+    [
+        ('pods "x" is forbidden: failed quota: q: must specify limits.cpu for: sandbox', "task.runtime.resources"),
+        ('pods "x" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot', "sandboxes.kubernetes.user"),
+        ('pods "x" is forbidden: maximum memory usage per Container is 1Gi, but limit is 4Gi', "limit range"),
+        ('pods is forbidden: User "x" cannot create resource "pods"', "rights"),
+    ],
+)
+async def test_the_reason_of_a_forbidden_pod_is_told_apart(
+    world: World, cluster: FakeApiServer, message: str, hint: str
+) -> None:
+    def refuse(request: web.Request) -> None:
+        if request.method == "POST":
+            raise ApiFailure(403, "Forbidden", message)
+
+    cluster.rules.faults = [refuse]
+    with pytest.raises(RuntimeUnavailable, match=re.escape(message)) as refused:
+        await start(world)
+    assert hint in (refused.value.hint or "")
 
 
 async def test_a_wrong_token(world: World, cluster: FakeApiServer) -> None:
@@ -286,6 +362,146 @@ async def test_a_server_that_hangs_and_drips(world: World, cluster: FakeApiServe
     assert how == []
 
 
+async def test_a_slow_creation_is_off_the_clock(world: World, cluster: FakeApiServer) -> None:
+    async def slow(request: web.Request) -> None:
+        if request.method == "POST":
+            await asyncio.sleep(1)
+
+    cluster.rules.faults = [slow]
+    sandbox = await start(world)
+    assert sandbox.queued_seconds() > 0.9
+
+
+@pytest.mark.parametrize("for_ever", [False, True])
+async def test_a_command_that_does_not_begin_is_begun_again_and_given_up(
+    world: World, cluster: FakeApiServer, monkeypatch: pytest.MonkeyPatch, for_ever: bool
+) -> None:
+    monkeypatch.setattr("outrider.sandbox.runtimes.kubernetes.api.OPEN_SECONDS", 0.3)
+    monkeypatch.setattr("outrider.sandbox.runtimes.kubernetes.runtime.ENTER_SECONDS", 1.0 if for_ever else 30.0)
+    begun: list[str] = []
+
+    async def hang(request: web.Request) -> None:
+        if request.path.endswith("/exec"):
+            begun.append(request.path)
+            if for_ever or len(begun) == 1:
+                await asyncio.sleep(5)
+
+    cluster.rules.faults = [hang]
+    if for_ever:
+        with pytest.raises(RuntimeFailure, match="does not start a command in a pod: no answer in time") as failed:
+            await start(world)
+        assert failed.value.retryable
+        assert cluster.pods == {}
+    else:
+        assert await echo(await start(world)) == "hello"
+        assert len(begun) == 2
+
+
+INTERNAL = {"status": "Failure", "reason": "InternalError", "message": "error dialing backend", "code": 500}
+
+
+@pytest.mark.parametrize("how", ["dropped", "failed", "dropped a minute ago"])
+async def test_a_connection_that_breaks_in_a_command_is_the_clusters_fault(
+    world: World, cluster: FakeApiServer, how: str
+) -> None:
+    sandbox = await start(world)
+    running = asyncio.create_task(sandbox.exec("sleep 60", seconds=60))
+    await sandbox.exec("true", seconds=10)
+    await cluster.machine.cut(INTERNAL if how == "failed" else None)
+    with pytest.raises(RuntimeFailure, match="gone") as failed:
+        await running
+    assert failed.value.retryable
+    if how == "dropped a minute ago":  # by then the pod's first program has ended by itself
+        [pod] = cluster.pods.values()
+        ended = {"exitCode": 0, "reason": "Completed", "finishedAt": "2026-01-01T00:00:00Z"}
+        status = {"name": "sandbox", "state": {"terminated": ended}}
+        cluster._report(pod, {"phase": "Succeeded", "containerStatuses": [status]})
+    assert not await sandbox.broken_inside()
+
+
+async def test_a_silent_connection_is_broken_and_a_quiet_one_is_not(
+    world: World, cluster: FakeApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("PING_SECONDS", 0.1), ("SILENCE_SECONDS", 1.0)):
+        monkeypatch.setattr(f"outrider.sandbox.runtimes.kubernetes.exec_stream.{name}", seconds)
+    sandbox = await start(world)
+    done = await sandbox.exec("sleep 2; echo here", seconds=30)
+    assert done.stdout == b"here\n"
+    [request] = cluster.machine.sockets.values()
+    assert request.transport is not None
+    request.transport.pause_reading()  # as of a server that has stopped, or behind a network that drops all packets
+    with pytest.raises(RuntimeFailure, match="gone") as failed:
+        await sandbox.exec("sleep 60", seconds=60)
+    assert "silent for 1 s" in (failed.value.log_tail or "")
+    assert not await sandbox.broken_inside()
+    request.transport.resume_reading()
+
+
+def pod_with(reason: str = "", message: str = "", *, ended: str = "", condition: str = "", gone: bool = False) -> Pod:
+    state = ContainerStates(terminated=StateDetail(reason=ended)) if ended else ContainerStates(running=StateDetail())
+    return Pod(
+        metadata=ObjectMeta(deletion_timestamp="2026-01-01T00:00:00Z" if gone else None),
+        status=PodStatus(
+            reason=reason,
+            message=message,
+            conditions=[PodCondition(type=condition, status="True")],
+            container_statuses=[ContainerStatus(name="sandbox", state=state)],
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("pod", "exited", "inside"),
+    [
+        (pod_with(), True, True),
+        (pod_with(), False, False),
+        (pod_with(ended="OOMKilled"), False, True),
+        (pod_with("Evicted", "Pod ephemeral local storage usage exceeds the total limit"), True, True),
+        (pod_with("Evicted", "The node was low on resource: memory."), True, False),
+        (pod_with("NodeShutdown", ended="Error"), True, False),
+        (pod_with(condition="DisruptionTarget"), True, False),
+        (pod_with(ended="Completed"), False, False),
+        (pod_with(ended="Error"), True, True),
+        (pod_with(ended="ContainerStatusUnknown"), False, False),
+        (pod_with(gone=True, ended="OOMKilled"), True, False),
+        (None, True, False),
+    ],
+)
+def test_only_what_programs_of_the_pod_did_is_blamed_on_them(pod: Pod | None, exited: bool, inside: bool) -> None:
+    assert verdict_of(pod, exited=exited) is inside
+
+
+async def test_an_eviction_that_is_reported_late_is_the_clusters_fault(world: World, cluster: FakeApiServer) -> None:
+    """The tool server's exit is seen before the reason."""
+    sandbox = await start(world)
+    [pod] = cluster.pods.values()
+    with pytest.raises(RuntimeFailure, match="gone"):
+        await sandbox.exec("kill -9 $PPID", seconds=20)
+    asked = asyncio.create_task(sandbox.broken_inside())
+    await asyncio.sleep(0.5)
+    assert not asked.done()
+    pod["status"] |= {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."}
+    assert not await asked
+
+
+async def test_a_pod_that_cannot_be_removed_keeps_no_other(world: World, cluster: FakeApiServer) -> None:
+    part = await world.host.part(cluster_part())
+    labels = {"app.kubernetes.io/name": "outrider-sandbox", "outrider.node": part.node}
+    for name in ("a", "b"):
+        metadata = {"labels": labels, "namespace": "rl", "name": name, "uid": name}
+        cluster.pods["rl", name] = {"metadata": metadata, "spec": {"nodeName": "lost"}, "status": {}}
+
+    def refuse(request: web.Request) -> None:
+        if request.method == "DELETE" and request.path.endswith("/a"):
+            raise ApiFailure(422, "Invalid", "a finalizer")
+
+    cluster.rules.faults = [refuse]
+    with pytest.raises(RuntimeFailure, match="a finalizer"):
+        await part.sweep()
+    assert list(cluster.pods) == [("rl", "a")]
+    cluster.rules.faults = []
+
+
 async def test_a_watch_that_lost_the_past_lists_again(world: World, cluster: FakeApiServer) -> None:
     first = await start(world)
     cluster.forget_changes()  # the watch ends with 410
@@ -368,6 +584,14 @@ async def test_orphans_are_found_by_label(world: World, cluster: FakeApiServer, 
     cluster.pods.pop(("rl", "orphan"), None)
 
 
+@pytest.mark.parametrize("end", ["abcdefgh", "abcdefg_", "_______-"])
+def test_the_label_of_a_node_is_a_label_of_kubernetes(tmp_path: Path, end: str) -> None:
+    """The name of a node ends as `mkdtemp` likes. A label that the pods have in another form finds no pod."""
+    label = node_label(Host(tmp_path / f"outrider-{end}"))
+    assert label_value(label) == label
+    assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", label)
+
+
 NODE = """
 import asyncio, sys
 from pathlib import Path
@@ -415,6 +639,9 @@ async def test_a_killed_node_leaves_nothing(world: World, cluster: FakeApiServer
 
 async def test_images_are_pulled_ahead_on_all_machines(world: World, cluster: FakeApiServer) -> None:
     pods = PodsConfig(tools_image=IMAGE, node_selector={"a": "b"}, pull_secrets=("login",))
+    with pytest.raises(RuntimeUnavailable, match="cannot create"):  # the chart grants no rights on daemon sets
+        await pull_ahead([IMAGE], pods, seconds=1)
+    cluster.rules.role = (*RULES, *PULL_RULES)
     seen: list[tuple[int, int]] = []
     pulled = await pull_ahead([IMAGE], pods, seconds=10, progress=lambda *counts: seen.append(counts))
     assert (pulled.images, pulled.machines, seen[-1]) == ((IMAGE,), 1, (1, 1))

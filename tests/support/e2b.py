@@ -22,9 +22,9 @@ def variables(url: str, key: str = FakeE2B.key) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def e2b(environment: pytest.MonkeyPatch, **fields: object) -> AsyncIterator[FakeE2B]:
+async def e2b(environment: pytest.MonkeyPatch, server: FakeE2B | None = None) -> AsyncIterator[FakeE2B]:
     """A server in this process, to which the environment leads."""
-    async with serving_e2b(FakeE2B(**fields)) as server:  # type: ignore[arg-type]  # fields of any type
+    async with serving_e2b(server or FakeE2B()) as server:
         for name, value in variables(server.url).items():
             environment.setenv(name, value)
         yield server

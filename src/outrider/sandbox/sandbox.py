@@ -195,11 +195,12 @@ class Sandboxes:
         layer: Path | None = None,
         gpus: tuple[str, ...] = (),
         field: str = RUNTIME,
+        ahead: bool = False,
     ) -> Sandbox:
         """Make a sandbox without starting it. No other sandbox of this node has the same `name` and `attempt`. `field`
-        is the spec's field in the task. Raises InvalidField if the runtime is no longer installed, or if a path in the
-        spec is not allowed here. This can happen to a path that was allowed when the task was checked: the links in
-        the path may lead elsewhere on this machine, or may have changed."""
+        is the spec's field in the task. `ahead`: no session waits for the sandbox. Raises InvalidField if the runtime
+        is no longer installed, or if a path in the spec is not allowed here. This can happen to a path that was allowed
+        when the task was checked: the links in the path may lead elsewhere on this machine, or may have changed."""
         kind: RuntimeKind = resolve("runtime", spec.sandbox_kind)
         if names_paths(spec):
             with renamed_field(RUNTIME, field):
@@ -218,6 +219,7 @@ class Sandboxes:
             mounts=mounts,
             layer=layer,
             gpus=gpus,
+            ahead=ahead,
         )
         try:
             with renamed_field(RUNTIME, field):

@@ -2,7 +2,8 @@
 
 A kind is a runtime spec, the files uploaded by its prepare steps, and the harness's mounts. Invariants: a sandbox of
 the pool is unused, and is either given to one session, alive and young, or stopped here; all ready, starting and
-stopping sandboxes together are within the memory limit.
+stopping sandboxes together are within the memory limit; where a service elsewhere has no room for a session's sandbox,
+sandboxes of the pool give way.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ MAX_FAILURES = 6
 
 PAUSES = RetryPolicy(first=1.0, longest=300.0)
 """Waits between starts of a kind that fails."""
+
+WAY_SECONDS = 60.0
+"""Seconds for which no sandbox is started ahead where a session's sandbox found no room."""
 
 
 class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,17 +126,21 @@ class WarmPool:
         """Memory of all sandboxes that are ready, starting or stopping."""
         self._numbers = count()
         self._work = asyncio.Event()
+        self._in_the_way: set[str] = set()
+        """Runtimes, by their kind, of which a sandbox must give way."""
         self._taken = 0
         self._misses = 0
 
     async def __aenter__(self) -> Self:
         self._chores = await Chores(self._sandboxes.background.failures).__aenter__()
+        self._end_subscription = self._sandboxes.host.no_room.subscribe(self._note_no_room)
         self._chores.begin("warm sandboxes", self._keep_full)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end_subscription()
         self._chores.cancel()
         await self._chores.__aexit__(None, None, None)
         for sandbox_kind in self._kinds.values():
@@ -186,9 +194,25 @@ class WarmPool:
         self._memory_mb -= kind.memory_mb
         self._work.set()
 
+    def _note_no_room(self, runtime: str) -> None:
+        self._in_the_way.add(runtime)
+        self._work.set()
+
+    async def _give_way(self) -> None:
+        """Stop the oldest sandbox of the least recently requested kind, for each runtime that has no room."""
+        later = asyncio.get_running_loop().time() + WAY_SECONDS
+        while self._in_the_way:
+            runtime = self._in_the_way.pop()
+            kinds = [kind for kind in self._kinds.values() if kind.spec.sandbox_kind == runtime]
+            for kind in kinds:
+                kind.retry_at = max(kind.retry_at, later)
+            if (last := next((kind for kind in kinds if kind.ready), None)) is not None:
+                await self._stop(last.ready.popleft(), last)
+
     async def _keep_full(self) -> None:
         """Bring the pool to its targets, and wait until the targets may have changed."""
         self._work.clear()
+        await self._give_way()
         left = self._limits.memory_mb
         for kind in reversed(self._kinds.values()):  # the most recently requested kinds get memory first
             kind.target = min(kind.most(self._limits.each), left // kind.memory_mb)
@@ -227,7 +251,9 @@ class WarmPool:
         since = self._clock()
         try:
             async with asyncio.timeout(START_SECONDS):
-                sandbox = await self._sandboxes.make(kind.spec, f"warm-{next(self._numbers)}", 1, mounts=kind.mounts)
+                sandbox = await self._sandboxes.make(
+                    kind.spec, f"warm-{next(self._numbers)}", 1, mounts=kind.mounts, ahead=True
+                )
                 await sandbox.ready()
         except Exception as error:  # also a plugin's exception; a session that needs this kind will report it
             self._free_memory(kind)

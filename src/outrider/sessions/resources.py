@@ -66,7 +66,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 def required(runtime: RuntimeSpec) -> ResourceAmount:
     """Return the amount set aside for a task's sandbox: its limits. A resource without a limit counts as 0. Nothing is
     set aside for a sandbox elsewhere."""
-    if runtime.kind in ELSEWHERE:
+    if runtime.sandbox_kind in ELSEWHERE:
         return ResourceAmount()
     resources = runtime.resources
     return ResourceAmount(cpus=resources.cpus or 0.0, memory_mb=resources.memory_mb or 0, gpus=resources.gpus)

@@ -7,13 +7,13 @@ is left on the host.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from outrider.errors import LOG_TAIL, RuntimeFailure
+from outrider.errors import LOG_TAIL, RuntimeFailure, RuntimeUnavailable
 from outrider.sandbox.runtimes.command_feed import CommandFeed
 from outrider.spec import RuntimeSpec
 
@@ -50,7 +50,8 @@ class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
     `mounts` are host folders to mount read-only at the same path inside (the harness programs). `layer` is the start
     state: the file written by `save_layer` of another sandbox of the same spec, or None for a new sandbox. Only a
     `SavesLayers` runtime receives a layer. `gpus` are the names, as in the setting `sandboxes.gpus`, of the GPUs that
-    only this sandbox may use. The tuple is empty unless the kind has `gives_gpus`.
+    only this sandbox may use. The tuple is empty unless the kind has `gives_gpus`. `ahead` is True for a sandbox that
+    no session waits for.
     """
 
     session_id: str
@@ -62,6 +63,7 @@ class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
     mounts: tuple[Path, ...] = ()
     layer: Path | None = None
     gpus: tuple[str, ...] = ()
+    ahead: bool = False
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +150,15 @@ class Availability(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool
     detail: str
     hint: str | None = None
+
+    @classmethod
+    def found(cls, describe: Callable[[], str]) -> Availability:
+        """Return the availability of what `describe` describes, or the reason for which it raises
+        RuntimeUnavailable."""
+        try:
+            return cls(ok=True, detail=describe())
+        except RuntimeUnavailable as error:
+            return cls(ok=False, detail=error.message, hint=error.hint)
 
 
 class RuntimeKind(Protocol):
@@ -294,7 +305,8 @@ class QueuesStarts(Protocol):
     """A runtime whose `start` may wait until another system has room, or until its turn."""
 
     def queued_seconds(self) -> float:
-        """Return the seconds, up to now, for which the start has waited. No time limit counts these seconds."""
+        """Return the seconds, up to now, for which the start has waited for the other system. No time limit counts
+        these seconds."""
         ...
 
 

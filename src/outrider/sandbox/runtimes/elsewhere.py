@@ -10,16 +10,19 @@ from outrider.environment import environment
 from outrider.plugins import resolve
 from outrider.sandbox.runtimes.node_host import Host
 
-ELSEWHERE = {"e2b": "E2B_API_KEY"}
-"""The variable that sets up each kind. Settings set up the kind `kubernetes`. The class of a kind has a `part`: see
-`Host.part`."""
+ELSEWHERE = ("e2b", "kubernetes")
+"""The class of each kind has a `part`: see `Host.part`."""
+
+
+def is_set_up(kind: str, host: Host) -> bool:
+    """Return whether the operator has set up a kind: `e2b` by a variable, `kubernetes` by settings, because a
+    kubeconfig alone does not mean that the cluster is for sandboxes."""
+    return bool(environment("E2B_API_KEY")) if kind == "e2b" else host.pods != PodsConfig()
 
 
 async def join_services(host: Host) -> None:
     """Connect to the services that are set up, and remove the sandboxes of this machine's dead nodes there. The sweeps
     of the host repeat the removal. Raises RuntimeFailure."""
-    for name, variable in ELSEWHERE.items():
-        if environment(variable):
-            await host.part(resolve("runtime", name).part)
-    if host.pods != PodsConfig():  # a kubeconfig alone does not mean that the cluster is for sandboxes
-        await host.part(resolve("runtime", "kubernetes").part)
+    for kind in ELSEWHERE:
+        if is_set_up(kind, host):
+            await host.part(resolve("runtime", kind).part)

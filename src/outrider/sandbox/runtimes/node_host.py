@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 from outrider.concurrency.chores import Failures
+from outrider.concurrency.events import Feed
 from outrider.config import PodsConfig
 from outrider.sandbox.runtimes.kernel.process_marks import started
 
@@ -41,6 +42,8 @@ class Host:
         self.starts_per_second = starts_per_second
         end = folder.name.removeprefix(PREFIX) if folder.name.startswith(PREFIX) else secrets.token_hex(4)
         self.name = f"{PREFIX}{_pid_namespace()}-{os.getpid()}-{started(os.getpid())}-{end}"
+        self.no_room = Feed[str]()
+        """Publishes a kind of sandbox each time the service of that kind has no room for a session's sandbox."""
         self._stack = AsyncExitStack()
         self._parts: dict[object, Any] = {}
         self._opening: defaultdict[object, asyncio.Lock] = defaultdict(asyncio.Lock)

@@ -43,8 +43,10 @@ UNBOUNDED = 1 << 62
 
 
 def node_label(host: Host) -> str:
-    """Return the value of NODE_LABEL for the sandboxes of a node: at most 63 letters, digits and dashes."""
-    return f"{_machine()}-{host.name}"
+    """Return the value of NODE_LABEL for the sandboxes of a node: at most 63 letters, digits, dashes and underscores.
+    The last character is a letter or a digit, as Kubernetes asks for."""
+    label = f"{_machine()}-{host.name}"
+    return label if label[-1].isalnum() else f"{label}0"
 
 
 def labels_of(context: SandboxContext) -> dict[str, str]:

@@ -62,17 +62,20 @@ class FakeSandbox:
 
 @dataclass
 class FakeE2B:
-    """The server's state. `faults` are the faults of the next requests, by method and path, with `ID` in place of ids.
-    Each fault is used once. `requests` are all requests of the control plane, in the same form."""
+    """The server's state. `page` is the maximum number of sandboxes in one page of the list of version 2. `faults` are
+    the faults of the next requests, by method and path, with `ID` in place of ids. Each fault is used once. `requests`
+    are all requests of the control plane, in the same form."""
 
     key: str = "e2b_fake"
     templates: frozenset[str] = frozenset(("base",))
     room: int = 1000
+    page: int = 100
     url: str = ""
     sandboxes: dict[str, FakeSandbox] = field(default_factory=dict)
     faults: defaultdict[str, deque[Fault]] = field(default_factory=lambda: defaultdict(deque))
     requests: list[str] = field(default_factory=list)
     made: int = 0
+    _starting: int = 0
     _replies: dict[str, dict[str, Any]] = field(default_factory=dict)
     chores: Chores = field(default_factory=lambda: Chores(Failures()))
 
@@ -135,9 +138,13 @@ class FakeE2B:
         key = request.headers.get("Idempotency-Key", "")
         if key in self._replies:
             return web.json_response(self._replies[key], status=201)
-        if len(self.sandboxes) >= self.room:
+        if len(self.sandboxes) + self._starting >= self.room:
             return refusal(429, "you have reached the maximum number of concurrent sandboxes", {"Retry-After": "1"})
-        machine = await Machine.start()
+        self._starting += 1
+        try:
+            machine = await Machine.start()
+        finally:
+            self._starting -= 1
         began = datetime.now(UTC)
         sandbox = FakeSandbox(
             id=f"i{secrets.token_hex(10)}",
@@ -171,7 +178,11 @@ class FakeE2B:
     def _list(self, request: web.Request) -> web.Response:
         asked = {unquote(k): unquote(v) for k, v in parse_qsl(request.query.get("metadata", ""))}
         found = [one.listed() for one in self.sandboxes.values() if asked.items() <= one.metadata.items()]
-        return web.json_response(found)
+        if not request.path.startswith("/v2/"):
+            return web.json_response(found)
+        first = int(request.query.get("nextToken", "0"))
+        end = first + min(self.page, int(request.query.get("limit", self.page)))
+        return web.json_response(found[first:end], headers={"x-next-token": str(end)} if end < len(found) else {})
 
     def _set_term(self, sandbox: FakeSandbox, seconds: int) -> None:
         if sandbox.timer is not None:

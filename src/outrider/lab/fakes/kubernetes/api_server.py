@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +22,8 @@ from aiohttp import web
 from outrider.lab.fakes.kubernetes.machine import FakeImage, FakeMachine, now
 
 NODE = "fake-node"
+NAMESPACE = "rl"
+"""Namespace of the kubeconfig."""
 HISTORY = 1000
 """Number of changes that a watch can start from."""
 PODS = "/api/v1/namespaces/{namespace}/pods"
@@ -57,11 +59,13 @@ pass."""
 
 @dataclass
 class ClusterRules:
-    """The settings of the server that a test may change at any time. `token` is the only accepted token. `denied` are
-    the forbidden verbs on pods, such as `create` or `create pods/exec`. `quota` is the maximum number of pods, and
-    `room` the maximum number of pods that have a machine. `faults` are tried in order for each request."""
+    """The settings of the server that a test may change at any time. `token` is the only accepted token. `role` are the
+    rules of the account's Role in `NAMESPACE`, as in Kubernetes; None allows everything. `denied` are further forbidden
+    verbs on pods, such as `create` or `create pods/exec`. `quota` is the maximum number of pods, and `room` the maximum
+    number of pods that have a machine. `faults` are tried in order for each request."""
 
     token: str | None = None
+    role: Sequence[Mapping[str, Sequence[str]]] | None = None
     denied: frozenset[str] = frozenset()
     quota: int | None = None
     room: int | None = None
@@ -82,6 +86,8 @@ class FakeApiServer:
         """Names and grace periods of all requests for a removal."""
         self.changes: list[tuple[int, str, Json]] = []
         """The newest changes: (version, type, pod)."""
+        self.watches: list[web.Request] = []
+        """The watches that are open."""
         self.url = ""
         self._versions = itertools.count(1)
         self._version = 0
@@ -118,7 +124,7 @@ class FakeApiServer:
                 "current-context": "fake",
                 "clusters": [{"name": "fake", "cluster": {"server": self.url}}],
                 "users": [{"name": "fake", "user": user}],
-                "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "fake", "namespace": "rl"}}],
+                "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "fake", "namespace": NAMESPACE}}],
             }
         )
 
@@ -133,13 +139,27 @@ class FakeApiServer:
                     found = await found
                 if found is not None:
                     return found  # type: ignore[no-any-return]  # the response of a fault
+            self._authorize(request)
             return await handler(request)  # type: ignore[no-any-return]  # a handler of this server
         except ApiFailure as failure:
             return web.json_response(failure.body(), status=failure.status, headers=failure.headers)
 
-    def _allow(self, verb: str) -> None:
-        if verb in self.rules.denied:
-            raise ApiFailure(403, "Forbidden", f'pods is forbidden: User "fake" cannot {verb} in the namespace')
+    def _authorize(self, request: web.Request) -> None:
+        """Raise ApiFailure unless the account may carry out the request, as a cluster with RBAC does: also for paths
+        that the server does not have."""
+        for action in actions_of(request):
+            words = f"{action.verb} {action.resource}"
+            if words in self.rules.denied or words.removesuffix(" pods") in self.rules.denied:
+                allowed = False
+            else:
+                allowed = self.rules.role is None or any(action.allowed_by(rule) for rule in self.rules.role)
+            if not allowed:
+                raise ApiFailure(
+                    403,
+                    "Forbidden",
+                    f'{action.resource} is forbidden: User "fake" cannot {action.verb} resource "{action.resource}" in '
+                    f'API group "{action.group}" in the namespace "{action.namespace}"',
+                )
 
     async def _server_version(self, request: web.Request) -> web.Response:
         return web.json_response({"major": "1", "minor": "30", "gitVersion": "v1.30.0-outrider-fake"})
@@ -151,11 +171,9 @@ class FakeApiServer:
         return self.pods[key]
 
     async def _get(self, request: web.Request) -> web.Response:
-        self._allow("get")
         return web.json_response(self._find(request))
 
     async def _create(self, request: web.Request) -> web.Response:
-        self._allow("create")
         pod = await request.json()
         namespace, name = request.match_info["namespace"], pod["metadata"]["name"]
         check_pod(pod)
@@ -200,7 +218,6 @@ class FakeApiServer:
             self._publish("MODIFIED", pod)
 
     async def _delete(self, request: web.Request) -> web.Response:
-        self._allow("delete")
         pod = self._find(request)
         body = await request.json() if request.can_read_body else {}
         grace = body.get("gracePeriodSeconds", request.query.get("gracePeriodSeconds"))
@@ -233,7 +250,6 @@ class FakeApiServer:
             self._publish("DELETED", pod)
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
-        self._allow("watch" if "watch" in request.query else "list")
         namespace = request.match_info["namespace"]
         matches = selector_of(request.query.get("labelSelector", ""))
 
@@ -257,6 +273,7 @@ class FakeApiServer:
         answer.enable_chunked_encoding()
         await answer.prepare(request)
         seconds = float(request.query.get("timeoutSeconds") or 300)
+        self.watches.append(request)
         try:
             async with asyncio.timeout(seconds):
                 while True:
@@ -272,6 +289,8 @@ class FakeApiServer:
                     await changed.wait()
         except (TimeoutError, ConnectionError):
             return answer
+        finally:
+            self.watches.remove(request)
 
     def _publish(self, kind: str, pod: Json) -> None:
         self._version = next(self._versions)
@@ -286,8 +305,6 @@ class FakeApiServer:
         self._changed = asyncio.Event()
 
     async def _exec(self, request: web.Request) -> web.StreamResponse:
-        for verb in ("get", "create"):
-            self._allow(f"{verb} pods/exec")
         pod = self._find(request)
         if request.headers.get("Upgrade", "").lower() != "websocket":
             raise ApiFailure(400, "BadRequest", "Upgrade request required")
@@ -319,6 +336,50 @@ class FakeApiServer:
 
     async def close(self) -> None:
         await asyncio.gather(*self._removals)
+
+
+@dataclass(frozen=True)
+class ApiAction:
+    """What a request does, in the words of RBAC."""
+
+    group: str
+    namespace: str
+    resource: str
+    verb: str
+
+    def allowed_by(self, rule: Mapping[str, Sequence[str]]) -> bool:
+        """Return whether a rule of a Role in NAMESPACE allows the action."""
+        named = self.group in rule["apiGroups"] and self.resource in rule["resources"] and self.verb in rule["verbs"]
+        return named and self.namespace == NAMESPACE
+
+
+VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch"}
+
+
+def actions_of(request: web.Request) -> list[ApiAction]:
+    """Return the actions for which a request needs rights: none for the server's version."""
+    match request.path.strip("/").split("/"):
+        case ["api", _, *rest]:
+            group = ""
+        case ["apis", group, _, *rest]:
+            pass
+        case _:
+            return []
+    if not rest:
+        return []
+    namespace = ""
+    if rest[0] == "namespaces" and len(rest) > 2:
+        namespace, rest = rest[1], rest[2:]
+    resource, name, *below = [*rest, ""] if len(rest) == 1 else rest
+    if request.method == "DELETE":
+        verb = "delete" if name else "deletecollection"
+    elif request.method in ("GET", "HEAD"):
+        verb = "get" if name else "watch" if "watch" in request.query else "list"
+    else:
+        verb = VERBS[request.method]
+    resource = "/".join([resource, *below])
+    verbs = ["get", "create"] if resource == "pods/exec" else [verb]  # newer servers ask for both
+    return [ApiAction(group, namespace, resource, one) for one in verbs]
 
 
 def check_pod(pod: Json) -> None:

@@ -78,6 +78,8 @@ class FakeMachine:
         self.execs = 0
         self.tasks = asyncio.TaskGroup()
         """The pods that run, and other work of the cluster."""
+        self.sockets: dict[web.WebSocketResponse, web.Request] = {}
+        """The connections to the commands that run."""
         self._running: dict[str, Container] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -192,6 +194,9 @@ class FakeMachine:
         try:
             yield Container(process, await first_inside(process), env, user, group)
         finally:
+            # A first process with another user than root has lost its death signal, so it is killed by its id.
+            with contextlib.suppress(OSError, IndexError):
+                os.kill(child_of(process.pid), signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGKILL)
             await process.wait()
@@ -227,19 +232,33 @@ class FakeMachine:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        async with asyncio.TaskGroup() as group:
-            feeding = group.create_task(feed(answer, process.stdin))
-            outputs = [
-                group.create_task(forward(process.stdout, answer, 1)),
-                group.create_task(forward(process.stderr, answer, 2)),
-            ]
-            await asyncio.wait(outputs)
-            code = await process.wait()
-            with contextlib.suppress(ConnectionError):
-                await answer.send_bytes(b"\x03" + json.dumps(end_status(code)).encode())
-            feeding.cancel()
+        self.sockets[answer] = request
+        try:
+            async with asyncio.TaskGroup() as group:
+                feeding = group.create_task(feed(answer, process.stdin))
+                outputs = [
+                    group.create_task(forward(process.stdout, answer, 1)),
+                    group.create_task(forward(process.stderr, answer, 2)),
+                ]
+                await asyncio.wait(outputs)
+                code = await process.wait()
+                with contextlib.suppress(ConnectionError):
+                    await answer.send_bytes(b"\x03" + json.dumps(end_status(code)).encode())
+                feeding.cancel()
+        finally:
+            self.sockets.pop(answer, None)
         await answer.close()
         return answer
+
+    async def cut(self, status: Mapping[str, Any] | None = None) -> None:
+        """Break the connections to all commands, as a server that dies does. With `status` the server sends that as
+        the end of each command before."""
+        for answer, request in list(self.sockets.items()):
+            if status is not None:
+                with contextlib.suppress(ConnectionError):
+                    await answer.send_bytes(b"\x03" + json.dumps(status).encode())
+            if request.transport is not None:
+                request.transport.close() if status is not None else request.transport.abort()
 
 
 async def forward(stream: asyncio.StreamReader, socket: web.WebSocketResponse, channel: int) -> None:
@@ -314,5 +333,10 @@ async def first_inside(process: asyncio.subprocess.Process) -> int:
 
 def child_with_own_root(pid: int) -> int | None:
     """Return the first child of a process, if the child has another root folder. Raises OSError, IndexError."""
-    child = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+    child = child_of(pid)
     return child if os.readlink(f"/proc/{child}/root") != "/" else None
+
+
+def child_of(pid: int) -> int:
+    """Return the first child of a process. Raises OSError, IndexError."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])

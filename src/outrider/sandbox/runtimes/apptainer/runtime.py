@@ -37,13 +37,14 @@ from outrider.sandbox.runtimes.limits import counted_memory, limits_in_words, rl
 from outrider.sandbox.runtimes.namespace.plan import ETC_MADE
 from outrider.sandbox.runtimes.nvidia import NVIDIA, GpuFiles, NvidiaDriver
 from outrider.sandbox.runtimes.tool_server.bundle import confined, delivery, portable_server
-from outrider.sandbox.runtimes.tool_server.client import ToolClient, ToolPart
+from outrider.sandbox.runtimes.tool_server.client import ToolClient
 from outrider.sandbox.runtimes.tool_server.launch import (
     GATEWAY,
     STOP_SECONDS,
     RunningServer,
     configure,
     connection,
+    environment_of,
     rooted_setup,
     share_gateway,
     undone,
@@ -73,12 +74,7 @@ class ApptainerRuntime:
 
     @classmethod
     def available(cls) -> Availability:
-        try:
-            found = APPTAINER.get()
-        except RuntimeUnavailable as error:
-            return Availability(ok=False, detail=error.message, hint=error.hint)
-        limits = limits_in_words(cgroups.find())
-        return Availability(ok=True, detail=f"apptainer {found.version} at {found.path}; limits by {limits}")
+        return Availability.found(_found)
 
     @classmethod
     def check_spec(cls, spec: RuntimeSpec) -> None:
@@ -89,6 +85,12 @@ class ApptainerRuntime:
             raise InvalidField(
                 "apptainer sandboxes have one user", field="task.runtime.users", hint="use runtime kind 'namespace'"
             )
+
+
+def _found() -> str:
+    """Return what sandboxes of this kind use of the machine. Raises RuntimeUnavailable."""
+    found = APPTAINER.get()
+    return f"apptainer {found.version} at {found.path}; limits by {limits_in_words(cgroups.find())}"
 
 
 def named_image(spec: RuntimeSpec) -> str:
@@ -205,13 +207,6 @@ async def _end(child: Child, descendants: Descendants, mark: str) -> None:
     if not await child.end(STOP_SECONDS):
         await asyncio.to_thread(kill_marked, f"{mark}:")
     await descendants.end()
-
-
-async def environment_of(tools: ToolClient) -> dict[str, str]:
-    """Return the environment variables with which the tool server was started."""
-    told = await tools.call("environ", {}, ToolPart)
-    entries = told.data.decode("utf-8", "surrogateescape").split("\0")
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
 def of_image(env: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -26,6 +26,14 @@ ENVD_PORT = 49983
 CALL_SECONDS = 60.0
 CONNECT_SECONDS = 10.0
 MAX_REPLY = 16 << 20
+LIST = "/v2/sandboxes"
+PAGE = 100
+"""Sandboxes in one page of a list: the most that the service gives."""
+MAX_PAGES = 1000
+NEXT_TOKEN = "x-next-token"
+"""Header of a page that another page follows."""
+PORT_CLOSED = "port is not open"
+"""Part of the message with which the service's proxy reports that a sandbox runs, and that nothing listens."""
 TEXT_MAX = 500
 ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
@@ -84,6 +92,14 @@ class ListedSandbox(msgspec.Struct, frozen=True):
     metadata: dict[str, str] | None = None
 
 
+@dataclass(frozen=True)
+class ApiReply(Generic[T]):
+    """The decoded reply of a call. `next` is the token of the next page of a list, "" without one."""
+
+    value: T
+    next: str
+
+
 class Problem(msgspec.Struct, frozen=True):
     """The body of a failed call."""
 
@@ -114,17 +130,28 @@ class E2BApi:
             "allow_internet_access": False,
             "metadata": dict(metadata),
         }
-        made = await self._call("POST", "/sandboxes", MadeSandbox, body, {"Idempotency-Key": key})
+        made = (await self._call("POST", "/sandboxes", MadeSandbox, body, {"Idempotency-Key": key})).value
         if ID.fullmatch(made.sandbox_id) is None:
             raise E2BError(0, "the service gave a sandbox an id that cannot be part of an address")
         return made
 
     async def labelled(self, label: str, value: str | None = None) -> list[ListedSandbox]:
         """Return the sandboxes with the label, and with this value of the label if one is given."""
-        query = {} if value is None else {"metadata": f"{label}={value}"}
-        found = await self._call("GET", "/sandboxes", list[ListedSandbox], query=query)
+        found = await self._pages({} if value is None else {"metadata": f"{label}={value}"})
         own = [one for one in found if label in (one.metadata or {}) and ID.fullmatch(one.id)]
         return [one for one in own if value is None or (one.metadata or {})[label] == value]
+
+    async def _pages(self, query: Mapping[str, str]) -> list[ListedSandbox]:
+        """Return the sandboxes of all pages of a list."""
+        found: list[ListedSandbox] = []
+        query = {**query, "limit": str(PAGE)}
+        for _ in range(MAX_PAGES):
+            page = await self._call("GET", LIST, list[ListedSandbox], query=query)
+            found += page.value
+            if not page.next:
+                return found
+            query["nextToken"] = page.next
+        raise E2BError(0, f"the list of sandboxes has more than {MAX_PAGES} pages")
 
     async def exists(self, sandbox: str) -> bool:
         try:
@@ -158,7 +185,7 @@ class E2BApi:
         headers: Mapping[str, str] = {},
         *,
         query: Mapping[str, str] = {},
-    ) -> T:
+    ) -> ApiReply[T]:
         sent = {"X-API-Key": self.settings.key, **headers}
         async with (
             translated(),
@@ -169,9 +196,8 @@ class E2BApi:
             data = await bounded(answer)
             if answer.status >= 300:
                 raise refusal(answer, data)
-            if reply is None:
-                return None  # type: ignore[return-value]  # such calls use no result
-            return msgspec.json.decode(data, type=reply)
+            value: T = None if reply is None else msgspec.json.decode(data, type=reply)  # type: ignore[assignment]  # a call without a reply has no value
+            return ApiReply(value, answer.headers.get(NEXT_TOKEN, ""))
 
 
 async def bounded(answer: aiohttp.ClientResponse, limit: int = MAX_REPLY) -> bytes:

@@ -14,15 +14,18 @@ import contextlib
 import socket
 import struct
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 import aiohttp
 import msgspec
 
+from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import LOG_TAIL, RuntimeFailure
 from outrider.sandbox.runtimes.e2b.api import (
     CALL_SECONDS,
     CONNECT_SECONDS,
     ENVD_PORT,
+    PORT_CLOSED,
     E2BApi,
     E2BError,
     MadeSandbox,
@@ -40,6 +43,8 @@ PING_SECONDS = 20
 SILENCE_SECONDS = 120.0
 """Seconds without a frame after which the stream counts as broken. The client asks for a keep-alive every PING_SECONDS;
 a service that ignores this sends one every 90 seconds."""
+BUSY = RetryPolicy(first=0.2, longest=10.0, attempts=20)
+"""Waits after the status 429. A call that gets this status has not been carried out."""
 END_SECONDS = 2.0
 """Seconds to wait for the end of the process after its input has failed."""
 COMPRESSED, LAST = 1, 2
@@ -98,12 +103,13 @@ class Envd:
         if sandbox.traffic_access_token:
             self._headers["E2B-Traffic-Access-Token"] = sandbox.traffic_access_token
 
-    async def status(self) -> int:
-        """Return the status of envd's health, or 0 without a reply."""
-        with contextlib.suppress(E2BError):
+    async def is_closed(self) -> bool:
+        """Return whether the service reports that the sandbox runs, and envd does not."""
+        try:
             async with translated(), self._get("/health") as answer:
-                return answer.status
-        return 0
+                return answer.status == 502 and PORT_CLOSED in str(refusal(answer, await bounded(answer)))
+        except E2BError:
+            return False
 
     def _get(self, path: str) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
         return self._http.get(self._url + path, headers=self._headers, allow_redirects=False)
@@ -139,36 +145,42 @@ class Envd:
             "Keepalive-Ping-Interval": str(PING_SECONDS),
         }
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS)
-        async with (
-            translated(),
-            self._http.post(
-                f"{self._url}/process.Process/Start",
-                data=body,
-                headers=headers,
-                timeout=timeout,
-                allow_redirects=False,
-            ) as answer,
-        ):
-            if answer.status != 200:
-                raise refusal(answer, await bounded(answer))
+        async with self._called("Start", body, headers, timeout) as answer:
             yield answer
 
     async def send(self, pid: int, data: bytes) -> None:
         """Write to the standard input of a process. Raises E2BError."""
         text = base64.b64encode(data).decode()
         body = msgspec.json.encode({"process": {"pid": pid}, "input": {"stdin": text}})
-        async with (
-            translated(),
-            self._http.post(
-                f"{self._url}/process.Process/SendInput",
-                data=body,
-                headers=self._rpc_headers("application/json"),
-                allow_redirects=False,
-            ) as answer,
-        ):
-            reply = await bounded(answer)
-            if answer.status != 200:
-                raise refusal(answer, reply)
+        async with self._called("SendInput", body, self._rpc_headers("application/json")) as answer:
+            await bounded(answer)
+
+    @contextlib.asynccontextmanager
+    async def _called(
+        self, method: str, body: bytes, headers: Mapping[str, str], timeout: aiohttp.ClientTimeout | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Call a method of processes, again while the service refuses it as one call too many. Raises E2BError."""
+        options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+        refusals = 0
+        while True:
+            async with (
+                translated(),
+                self._http.post(
+                    f"{self._url}/process.Process/{method}",
+                    data=body,
+                    headers=headers,
+                    allow_redirects=False,
+                    **options,
+                ) as answer,
+            ):
+                if answer.status == 200:
+                    yield answer
+                    return
+                error = refusal(answer, await bounded(answer))
+            refusals += 1
+            if error.status != 429 or refusals >= (BUSY.attempts or 1):
+                raise error
+            await asyncio.sleep(BUSY.wait(refusals - 1, error.wait))
 
     def _rpc_headers(self, content: str) -> dict[str, str]:
         user = base64.b64encode(f"{USER}:".encode()).decode()

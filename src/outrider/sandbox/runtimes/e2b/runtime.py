@@ -20,22 +20,23 @@ import msgspec
 from outrider.concurrency.chores import Chores, Failures
 from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.sandbox.runtimes.base import Availability, SandboxContext
-from outrider.sandbox.runtimes.e2b.api import E2BSettings
+from outrider.sandbox.runtimes.e2b.api import LIST, E2BSettings
 from outrider.sandbox.runtimes.e2b.envd import Envd, ProcessSocket
 from outrider.sandbox.runtimes.e2b.programs import output, show_programs
 from outrider.sandbox.runtimes.e2b.service import EXTEND_SECONDS, E2BService, Start
-from outrider.sandbox.runtimes.kernel.process_marks import VARIABLE
 from outrider.sandbox.runtimes.probe_cache import ProbeCache
 from outrider.sandbox.runtimes.remote import QueueClock, RemoteSandbox, gateway_tunnel, labels_of
 from outrider.sandbox.runtimes.tool_server.bundle import remote_command, remote_delivery
-from outrider.sandbox.runtimes.tool_server.client import ToolClient, ToolPart
-from outrider.sandbox.runtimes.tool_server.launch import START_SECONDS, RunningServer, configure, rooted_setup, undone
+from outrider.sandbox.runtimes.tool_server.client import ToolClient
+from outrider.sandbox.runtimes.tool_server.launch import RunningServer, configure, environment_of, rooted_setup, undone
 from outrider.spec import MEBIBYTE, RuntimeSpec
 
 TEMPLATE = "base"
 """The template of a task without an image."""
 PROBE_SECONDS = 5.0
 MEASURE = "import os; print(os.cpu_count(), os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') >> 20)"
+SETTLE_SECONDS = 2.0
+"""Seconds after which a sandbox is looked at again, before its programs are blamed."""
 KERNEL_SHARE = 0.85
 """At least this part of a machine's memory is available to its programs. The kernel uses the rest."""
 
@@ -53,10 +54,7 @@ class E2BRuntime:
     @classmethod
     def available(cls) -> Availability:
         """Return whether the service accepts the key. The first call blocks."""
-        try:
-            return Availability(ok=True, detail=_probe_of(E2BSettings.read()).get())
-        except RuntimeUnavailable as error:
-            return Availability(ok=False, detail=error.message, hint=error.hint)
+        return Availability.found(lambda: _probe_of(E2BSettings.read()).get())
 
     @classmethod
     def check_spec(cls, spec: RuntimeSpec) -> None:
@@ -96,7 +94,7 @@ def _list_status(settings: E2BSettings) -> int:
     kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
     connection = kind(url.hostname or "", url.port, timeout=PROBE_SECONDS)
     try:
-        connection.request("GET", f"{url.path}/sandboxes?limit=1", headers={"X-API-Key": settings.key})
+        connection.request("GET", f"{url.path}{LIST}?limit=1", headers={"X-API-Key": settings.key})
         return connection.getresponse().status
     finally:
         connection.close()
@@ -113,7 +111,7 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
         chores = await undo.enter_async_context(Chores(Failures()))
         undo.callback(chores.cancel)
         undo.push_async_callback(undone, name, partial(service.remove, start))
-        made = await service.create(start, spec.image or TEMPLATE, labels_of(context), queued)
+        made = await service.create(start, spec.image or TEMPLATE, labels_of(context), queued, ahead=context.ahead)
         chores.begin(
             f"term of sandbox {start.sandbox}", partial(service.extend, start), every=EXTEND_SECONDS, at_once=False
         )
@@ -127,7 +125,7 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
         chores.create_task(process.run(remote_command(), mark), name="process in a sandbox")
         tools.send_raw(program)
         try:
-            image_env = await _environment(tools)
+            image_env = await environment_of(tools)
         except RuntimeFailure as error:
             raise _without_python(process) or error from error
         memory = (spec.resources.memory_mb or 0) * MEBIBYTE
@@ -140,25 +138,16 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
         )
 
         async def ended_inside() -> bool:
-            """Return whether programs in the sandbox ended the tool server or envd. If the sandbox no longer exists or
-            the service does not respond, the cause is outside."""
-            if not await service.exists(start):
-                return False
-            return process.exit is not None or await envd.status() == 502
+            """Return whether programs in the sandbox ended the tool server or envd: one of them has ended, and the
+            sandbox still exists. The service is asked twice, because a service that ends a sandbox may report the end
+            of the tool server first. If the service does not respond, the cause is outside."""
+            for pause in (0.0, SETTLE_SECONDS):
+                await asyncio.sleep(pause)
+                if not await service.exists(start) or not (process.exit is not None or await envd.is_closed()):
+                    return False
+            return True
 
         yield RunningServer(tools=tools, ended_inside=ended_inside)
-
-
-async def _environment(tools: ToolClient) -> dict[str, str]:
-    """Return the variables of the template. Raises RuntimeFailure, also for a tool server that does not start in
-    START_SECONDS."""
-    try:
-        async with asyncio.timeout(START_SECONDS):
-            data = (await tools.call("environ", {}, ToolPart)).data.decode("utf-8", "replace")
-    except TimeoutError as error:
-        raise RuntimeFailure(f"the sandbox's tool server did not start within {START_SECONDS:.0f} s") from error
-    pairs = (entry.partition("=") for entry in data.split("\0") if entry)
-    return {name: value for name, _, value in pairs if name != VARIABLE}
 
 
 async def _check_size(tools: ToolClient, spec: RuntimeSpec) -> None:

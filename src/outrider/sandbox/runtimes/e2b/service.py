@@ -47,6 +47,7 @@ class E2BService:
         self._call_seconds = call_seconds
         self.node = node_label(host)
         self._queue = StartQueue(host.starts_per_second)
+        self._no_room = host.no_room
         self._ours: set[str] = set()
         self.archives = ProgramArchives(host.folder)
 
@@ -68,22 +69,26 @@ class E2BService:
         finally:
             await self.api.close()
 
-    async def create(self, start: Start, template: str, labels: Mapping[str, str], queued: QueueClock) -> MadeSandbox:
-        """Create a sandbox, after the wait for its turn and for room. `remove` must follow, even when this method
+    async def create(
+        self, start: Start, template: str, labels: Mapping[str, str], queued: QueueClock, *, ahead: bool = False
+    ) -> MadeSandbox:
+        """Create a sandbox, after the wait for its turn and for room. These waits and the service's own time are off
+        the session's clock. A sandbox made `ahead` does not wait for room. `remove` must follow, even when this method
         raises or is cancelled. Raises RuntimeUnavailable if the service refuses the key or the template, and
         RuntimeFailure."""
         failures = waits = 0
         while True:
             self._begin(start)
-            with queued.waiting():
-                await self._queue.turn()
             try:
-                return await shielded(lambda: self._request(start, template, labels))
+                with queued.waiting():
+                    await self._queue.turn()
+                    return await shielded(lambda: self._request(start, template, labels))
             except E2BError as error:
                 start.requested = error.status not in REFUSALS
                 if error.status == 429:
-                    if queued.seconds() > ROOM_SECONDS:
+                    if ahead or queued.seconds() > ROOM_SECONDS:
                         raise failure("make room for a sandbox", error) from error
+                    self._no_room.publish("e2b")
                     self._queue.hold(ROOM.wait(waits, error.wait))
                     waits += 1
                     continue
@@ -179,11 +184,17 @@ class E2BService:
         number of removed sandboxes. Raises RuntimeFailure when the service does not respond."""
         try:
             listed = await self.api.labelled(NODE_LABEL)
-            left = [one.id for one in listed if self._is_left(one.metadata or {})]
-            for sandbox in left:
-                await self.api.delete(sandbox)
         except E2BError as error:
             raise failure("list its sandboxes", error) from error
+        left = [one.id for one in listed if self._is_left(one.metadata or {})]
+        refused: E2BError | None = None
+        for sandbox in left:  # one that cannot be removed does not keep the others
+            try:
+                await self.api.delete(sandbox)
+            except E2BError as error:
+                refused = error
+        if refused is not None:
+            raise failure("remove a sandbox", refused) from refused
         return len(left)
 
     def _is_left(self, labels: Mapping[str, str]) -> bool:

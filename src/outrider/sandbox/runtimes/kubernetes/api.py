@@ -6,6 +6,7 @@ or with status 0 if it is unknown whether the call was carried out.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeVar
@@ -19,6 +20,8 @@ from outrider.sandbox.runtimes.kubernetes.pod_state import Pod
 CALL_SECONDS = 60.0
 CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
+OPEN_SECONDS = 10.0
+"""Seconds in which the server must begin a command."""
 WATCH_SECONDS = 300
 """Seconds after which the server ends a watch by itself, and a new watch begins."""
 WATCH_SILENCE = 60.0
@@ -52,8 +55,9 @@ class KubeApiError(Exception):
 
 
 class StatusReply(msgspec.Struct):
-    """The `Status` object of a failed call."""
+    """The `Status` object of a failed call, or of the end of a command in a pod."""
 
+    status: str = ""
     message: str = ""
     reason: str = ""
     code: int = 0
@@ -187,15 +191,16 @@ class KubeApi:
         self, namespace: str, name: str, container: str, command: Sequence[str]
     ) -> aiohttp.ClientWebSocketResponse:
         """Run a command in a container. Returns a WebSocket with the command's three streams (see exec_stream.py). The
-        caller must close the WebSocket."""
+        caller must close the WebSocket, and reply to pings."""
         query = [("command", word) for word in command]
         query += [("container", container), ("stdin", "true"), ("stdout", "true"), ("stderr", "true")]
-        async with translated():
+        async with translated(), asyncio.timeout(OPEN_SECONDS):
             return await self._session.ws_connect(
                 self._access.url + self.pods_path(namespace, name) + "/exec",
                 params=query,
                 headers=self._access.headers(),
                 protocols=EXEC_PROTOCOLS,
+                autoping=False,
                 timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS),
             )
 

@@ -39,6 +39,14 @@ LEFT_SECONDS = 120.0
 earlier."""
 QUOTA = "exceeded quota"
 """Part of the message with which an API server refuses a pod for which the namespace's quota has no room."""
+RIGHTS = "the account needs the rights in docs/runtimes/kubernetes.md"
+FORBIDDEN = {
+    "failed quota": "the namespace's quota limits a resource that the task does not name: set task.runtime.resources",
+    "violates PodSecurity": "set sandboxes.kubernetes.user, or lower the pod security level of the namespace",
+    "maximum ": "the namespace has a limit range: change task.runtime.resources",
+    "minimum ": "the namespace has a limit range: change task.runtime.resources",
+}
+"""The hint for a request that the server forbids for another reason than RIGHTS, by words of its message."""
 
 log = logging.getLogger("outrider.runtime")
 
@@ -56,6 +64,7 @@ class PodCluster:
         """The newest states of this node's pods, by name."""
         self._version = ""
         self._changed = Broadcast()
+        self._no_room = host.no_room
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -102,26 +111,29 @@ class PodCluster:
         else:
             self._version = version
 
-    async def create(self, name: str, body: Mapping[str, Any], clock: QueueClock) -> None:
-        """Create a pod. `remove` must follow, even when this method raises or is cancelled. Waits, off the session's
-        clock, for the node's turn and while the namespace's quota has no room or the server is overloaded. Raises
-        RuntimeUnavailable for a pod that the server refuses, and RuntimeFailure."""
+    async def create(self, name: str, body: Mapping[str, Any], clock: QueueClock, *, ahead: bool = False) -> None:
+        """Create a pod. `remove` must follow, even when this method raises or is cancelled. All waits are off the
+        session's clock: for the node's turn, for a slow server, and while the namespace's quota has no room or the
+        server is overloaded. A pod made `ahead` does not wait for quota. Raises RuntimeUnavailable for a pod that the
+        server refuses, and RuntimeFailure."""
         self._ours.add(name)
         limit, failures = time.monotonic() + self.pods.queue_seconds, 0
         while True:
-            with clock.waiting():
-                await self.queue.turn()
             try:
-                # A request once sent is awaited, because only the response shows whether there is a pod to remove.
-                await shielded(lambda: self.api.create_pod(self.namespace, body))
+                with clock.waiting():
+                    await self.queue.turn()
+                    # A request once sent is awaited, because only the response shows whether there is a pod to remove.
+                    await shielded(lambda: self.api.create_pod(self.namespace, body))
             except KubeApiError as error:
                 if error.status == 409 and error.reason == "AlreadyExists" and failures:
                     return  # an earlier request was carried out, and its response was lost
                 full = error.status == 403 and QUOTA in str(error)
                 if not (full or error.passing):
                     raise self._refusal(error) from error
-                if time.monotonic() > limit:
+                if time.monotonic() > limit or (full and ahead):
                     raise RuntimeFailure(f"the cluster at {self.server} does not create a pod: {error}") from error
+                if full:
+                    self._no_room.publish("kubernetes")
                 wait = (FULL_PAUSES if full else PAUSES).wait(failures, error.retry_after)
                 failures += 1
                 with clock.waiting():
@@ -129,7 +141,7 @@ class PodCluster:
             else:
                 return
 
-    async def running(self, name: str, clock: QueueClock) -> Pod:
+    async def running(self, name: str, clock: QueueClock, *, ahead: bool = False) -> Pod:
         """Wait until the pod's container runs. The wait for a machine is off the session's clock. Raises
         RuntimeUnavailable and RuntimeFailure with the cluster's own message."""
         limit = time.monotonic() + self.pods.queue_seconds
@@ -156,6 +168,8 @@ class PodCluster:
                         await changed.wait()
                 except TimeoutError:
                     await self._look(name)
+                    if pod is not None and not pod.placed and not ahead:
+                        self._no_room.publish("kubernetes")
 
     async def _look(self, name: str) -> None:
         """Request the state of a pod for which no event has arrived."""
@@ -217,8 +231,10 @@ class PodCluster:
         except KubeApiError as error:
             raise self.failure("list its pods", error) from error
         left = [pod for pod in found if pod.metadata.name not in self._ours and self._is_left(pod)]
-        for pod in left:
-            await self.remove(pod.metadata.name)
+        # All at once, so that a pod whose machine is lost does not keep the others.
+        ended = await asyncio.gather(*(self.remove(pod.metadata.name) for pod in left), return_exceptions=True)
+        if failures := [each for each in ended if isinstance(each, BaseException)]:
+            raise failures[0]
         return len(left)
 
     def _is_left(self, pod: Pod) -> bool:
@@ -235,10 +251,8 @@ class PodCluster:
             case 401:
                 return RuntimeUnavailable(text, hint="the token or certificate is wrong or expired")
             case 403:
-                return RuntimeUnavailable(
-                    text,
-                    hint="the account needs the rights in docs/runtimes/kubernetes.md",
-                )
+                found = (hint for words, hint in FORBIDDEN.items() if words in str(error))
+                return RuntimeUnavailable(text, hint=next(found, RIGHTS))
             case 404:
                 return RuntimeUnavailable(text, hint=f"create the namespace {self.namespace}")
             case _:

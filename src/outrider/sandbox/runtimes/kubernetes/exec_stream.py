@@ -1,8 +1,8 @@
 """The streams of a command in a pod, between the WebSocket of the API server and a socket of this process.
 
 Each message of the WebSocket begins with the number of its channel. Invariants: no more is read from the network than
-is read from the socket, so a slow reader slows the command; when the context of an `ExecStream` has ended, both ends
-are closed and no task is left.
+is read from the socket, so a slow reader slows the command; a connection without any message for SILENCE_SECONDS counts
+as broken; when the context of an `ExecStream` has ended, both ends are closed and no task is left.
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ from outrider.sandbox.runtimes.kubernetes.api import StatusReply
 
 STDIN, STDOUT, STDERR, ERROR = range(4)
 """Numbers of the channels. The channel ERROR carries one `Status` object at the end of the command."""
+LAST = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.ERROR)
+"""Types of the last message of a WebSocket."""
 PIECE = 1 << 16
 """Maximum bytes of one message: proxies before API servers refuse large messages."""
 PING_SECONDS = 20.0
-"""Seconds between pings. Load balancers cut connections that have been silent for a minute. The reply to a ping is not
-awaited: it may be late while the stream is full."""
+"""Seconds between pings. Load balancers cut connections that have been silent for a minute."""
+SILENCE_SECONDS = 120.0
+"""Seconds without output and without a reply to a ping after which the connection counts as broken. The reply is late
+while the command does not read its input."""
+EXITED = "NonZeroExitCode"
+"""Reason in the `Status` of a command that has exited. Other reasons are failures of the cluster."""
 
 
 class ExecStream:
@@ -34,8 +40,8 @@ class ExecStream:
     stream belong to `chores`."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, theirs: socket.socket, chores: Chores) -> None:
-        self.ended_with: str | None = None
-        """Text about the command's end, once the server has sent it: empty for exit code 0."""
+        self.exited = False
+        """True once the server has reported that the command has exited, by itself or by a signal."""
         self._socket = socket
         self._theirs = theirs
         self._chores = chores
@@ -76,7 +82,9 @@ class ExecStream:
     async def _receive(self, writer: asyncio.StreamWriter) -> None:
         """Forward the output until the connection ends, and then end the Unix connection, too."""
         try:
-            async for message in self._socket:
+            while (message := await self._next()).type not in LAST:
+                if message.type is aiohttp.WSMsgType.PING:
+                    await self._socket.pong(message.data)
                 if message.type is not aiohttp.WSMsgType.BINARY or not message.data:
                     continue
                 channel, data = message.data[0], message.data[1:]
@@ -92,13 +100,26 @@ class ExecStream:
         finally:
             self._end()
 
+    async def _next(self) -> aiohttp.WSMessage:
+        """Return the next message. Raises TimeoutError for a connection that is silent."""
+        try:
+            async with asyncio.timeout(SILENCE_SECONDS):
+                return await self._socket.receive()
+        except TimeoutError:
+            self._add_to_log(f"the connection to the pod has been silent for {SILENCE_SECONDS:.0f} s")
+            raise
+
     def _note_end(self, data: bytes) -> None:
         try:
-            self.ended_with = msgspec.json.decode(data, type=StatusReply).message
+            end = msgspec.json.decode(data, type=StatusReply)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            self.ended_with = data[:LOG_TAIL].decode(errors="replace")
-        if self.ended_with:
-            self._log = (self._log + b"\n" + self.ended_with.encode())[-LOG_TAIL:]
+            end = StatusReply(message=data[:LOG_TAIL].decode(errors="replace"))
+        self.exited = end.status == "Success" or end.reason == EXITED
+        if end.message:
+            self._add_to_log(end.message)
+
+    def _add_to_log(self, text: str) -> None:
+        self._log = (self._log + b"\n" + text.encode())[-LOG_TAIL:]
 
     async def _ping(self) -> None:
         with contextlib.suppress(aiohttp.ClientError, OSError):

@@ -106,6 +106,11 @@ class Pod(msgspec.Struct):
         """True if the pod was removed because its own programs wrote too many bytes to files."""
         return self.status.reason == "Evicted" and "ephemeral" in self.status.message
 
+    @property
+    def disrupted(self) -> bool:
+        """True if the cluster ends the pod for a reason of its own: for another pod, or with its machine."""
+        return any(one.type == "DisruptionTarget" and one.status == "True" for one in self.status.conditions or ())
+
     def _own(self) -> ContainerStatus | None:
         return next((one for one in self.status.container_statuses or () if one.name == CONTAINER), None)
 

@@ -19,16 +19,14 @@ from aiohttp import ClientWebSocketResponse
 
 from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.sandbox.pythons.portable import portable_command
-from outrider.sandbox.runtimes.apptainer.runtime import environment_of
 from outrider.sandbox.runtimes.base import Availability, SandboxContext
 from outrider.sandbox.runtimes.containers.create_request import NEUTRAL
-from outrider.sandbox.runtimes.kernel.process_marks import VARIABLE
 from outrider.sandbox.runtimes.kubernetes.api import KubeApiError
 from outrider.sandbox.runtimes.kubernetes.cluster import PAUSES, PodCluster
 from outrider.sandbox.runtimes.kubernetes.credentials import find_access
 from outrider.sandbox.runtimes.kubernetes.exec_stream import ExecStream
 from outrider.sandbox.runtimes.kubernetes.pod_request import OWN_HOME, label_value, pod_body, pod_name, python_of
-from outrider.sandbox.runtimes.kubernetes.pod_state import CONTAINER, NEEDS_PYTHON
+from outrider.sandbox.runtimes.kubernetes.pod_state import CONTAINER, NEEDS_PYTHON, Pod
 from outrider.sandbox.runtimes.remote import QueueClock, RemoteSandbox, gateway_tunnel, labels_of
 from outrider.sandbox.runtimes.tool_server.bundle import FLAGS, PIPES_BOOT, remote_delivery
 from outrider.sandbox.runtimes.tool_server.client import Stopped, ToolClient
@@ -38,11 +36,14 @@ from outrider.sandbox.runtimes.tool_server.launch import (
     ToolServerSetup,
     configure,
     connection,
+    environment_of,
     rooted_setup,
     undone,
 )
 from outrider.spec import RuntimeSpec
 
+SETTLE_SECONDS = 2.0
+"""Seconds after which the state of a pod is asked for again, before its programs are blamed."""
 ENTER_SECONDS = 30.0
 """Seconds for which a failed command to start the tool server is repeated: a pod may be reported as running before its
 machine takes commands."""
@@ -63,11 +64,7 @@ class KubernetesRuntime:
     @classmethod
     def available(cls) -> Availability:
         """Return whether this machine has the address of a cluster. No request is sent to the API server."""
-        try:
-            access = find_access()
-        except RuntimeUnavailable as error:
-            return Availability(ok=False, detail=error.message, hint=error.hint)
-        return Availability(ok=True, detail=f"pods of the cluster at {access.url}")
+        return Availability.found(lambda: f"pods of the cluster at {find_access().url}")
 
     @classmethod
     def check_spec(cls, spec: RuntimeSpec) -> None:
@@ -110,10 +107,12 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, clock: QueueClock) 
     async with AsyncExitStack() as undo:
         # The removal is registered before the request, because a failed `create` may have been carried out.
         undo.push_async_callback(undone, sandbox, lambda: cluster.remove(name, emptied=lambda: emptied))
-        await cluster.create(name, body, clock)
-        await cluster.running(name, clock)
+        await cluster.create(name, body, clock, ahead=context.ahead)
+        await cluster.running(name, clock, ahead=context.ahead)
         with connection() as (ours, theirs):
-            stream = ExecStream(await enter(cluster, name), theirs.dup(), cluster.chores)
+            with clock.waiting():
+                entered = await enter(cluster, name)
+            stream = ExecStream(entered, theirs.dup(), cluster.chores)
         tools = ToolClient(ours, stream.log_tail)
         undo.push_async_callback(undone, sandbox, tools.close)
         await undo.enter_async_context(stream)
@@ -135,24 +134,37 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, clock: QueueClock) 
         tunnel = gateway_tunnel(tools, context.gateway_socket, cluster.chores, seconds=spec.lifetime_seconds)
         await undo.enter_async_context(tunnel)
 
-        async def ended_inside() -> bool:
-            """Return whether programs inside ended the tool server. A pod that somebody else has removed, or whose
-            machine is lost, was ended from outside."""
-            with contextlib.suppress(RuntimeFailure):
-                pod = await cluster.state(name)
-                if pod is not None and pod.metadata.deletion_timestamp is None:
-                    if pod.out_of_memory or pod.evicted_for_own_use:
-                        return True
-                    return not pod.status.reason and (pod.over or stream.ended_with is not None)
-            return False
+        yield RunningServer(tools=tools, ended_inside=partial(ended_inside, cluster, name, stream))
 
-        yield RunningServer(tools=tools, ended_inside=ended_inside)
+
+async def ended_inside(cluster: PodCluster, name: str, stream: ExecStream) -> bool:
+    """Return whether programs in the pod ended the tool server: they exceeded a limit of the pod, or the server reports
+    the exit of the tool server and nothing has ended the pod. Without such a report, as after a broken connection, the
+    cause was outside."""
+    try:
+        verdict = verdict_of(await cluster.state(name), exited=stream.exited)
+        if verdict:  # a machine that ends a pod may report the exit before the reason
+            await asyncio.sleep(SETTLE_SECONDS)
+            verdict = verdict_of(await cluster.state(name), exited=stream.exited)
+    except RuntimeFailure:
+        return False
+    return verdict
+
+
+def verdict_of(pod: Pod | None, *, exited: bool) -> bool:
+    """Return whether programs in the pod ended the tool server, by the state of the pod. `exited`: the server has
+    reported the exit of the tool server."""
+    if pod is None or pod.metadata.deletion_timestamp is not None:
+        return False
+    if pod.out_of_memory or pod.evicted_for_own_use:
+        return True
+    return exited and not pod.status.reason and not pod.disrupted
 
 
 async def enter(cluster: PodCluster, name: str) -> ClientWebSocketResponse:
     """Start the tool server in a running pod. Returns the WebSocket with its streams."""
     command = [*python_of(cluster.pods), *FLAGS, "-c", PIPES_BOOT]
-    failures = 0
+    failures, last = 0, KubeApiError(0, "no answer in time")
     try:
         async with asyncio.timeout(ENTER_SECONDS):
             while True:
@@ -179,7 +191,7 @@ async def end_programs(tools: ToolClient) -> bool:
 
 def of_image(env: dict[str, str]) -> dict[str, str]:
     """Return only the variables that the image has set."""
-    added = (*NEUTRAL, VARIABLE, "HOSTNAME", "HOME", "PWD")
+    added = (*NEUTRAL, "HOSTNAME", "HOME", "PWD")
     return {name: value for name, value in env.items() if name not in added and not name.startswith(OF_CLUSTER)}
 
 

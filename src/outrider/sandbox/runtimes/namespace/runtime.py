@@ -81,11 +81,7 @@ class NamespaceRuntime:
 
     @classmethod
     def available(cls) -> Availability:
-        try:
-            USER_NAMESPACES.get()
-        except RuntimeUnavailable as error:
-            return Availability(ok=False, detail=error.message, hint=error.hint)
-        return Availability(ok=True, detail=f"user namespaces; limits by {limits_in_words(cgroups.find())}")
+        return Availability.found(_found)
 
     @classmethod
     def check_spec(cls, spec: RuntimeSpec) -> None:
@@ -95,6 +91,12 @@ class NamespaceRuntime:
             user_ids(spec.users)
         except RuntimeUnavailable as error:
             raise InvalidField(error.message, field=error.field, hint=error.hint) from error
+
+
+def _found() -> str:
+    """Return what sandboxes of this kind use of the machine. Raises RuntimeUnavailable."""
+    USER_NAMESPACES.get()
+    return f"user namespaces; limits by {limits_in_words(cgroups.find())}"
 
 
 @asynccontextmanager

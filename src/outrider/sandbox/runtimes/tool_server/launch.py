@@ -25,7 +25,7 @@ from outrider.sandbox.runtimes.base import SandboxContext
 from outrider.sandbox.runtimes.kernel.cgroups import ControlGroup
 from outrider.sandbox.runtimes.kernel.process_marks import VARIABLE, mark_of
 from outrider.sandbox.runtimes.nvidia import variables
-from outrider.sandbox.runtimes.tool_server.client import Done, ToolClient
+from outrider.sandbox.runtimes.tool_server.client import Done, ToolClient, ToolPart
 from outrider.spec import RuntimeSpec
 
 log = logging.getLogger("outrider.runtime")
@@ -160,6 +160,18 @@ def clean_environment(env: Mapping[str, str], home: str) -> dict[str, str]:
         "USER": "root",
     }
     return {**clean, **env}
+
+
+async def environment_of(tools: ToolClient) -> dict[str, str]:
+    """Return the environment variables with which the tool server was started, without its mark. Raises RuntimeFailure,
+    also for a server that does not reply within START_SECONDS."""
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            told = await tools.call("environ", {}, ToolPart)
+    except TimeoutError as error:
+        raise RuntimeFailure(f"the sandbox's tool server did not start within {START_SECONDS:.0f} s") from error
+    pairs = (entry.partition("=") for entry in told.data.decode("utf-8", "replace").split("\0") if entry)
+    return {name: value for name, _, value in pairs if name != VARIABLE}
 
 
 async def configure(tools: ToolClient, setup: ToolServerSetup) -> None:
