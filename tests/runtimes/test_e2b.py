@@ -43,6 +43,8 @@ from support.e2b import e2b, variables
 
 from .world import World
 
+pytestmark = pytest.mark.deep  # a test starts servers and many processes
+
 Reply = Callable[[], Awaitable[web.StreamResponse]]
 
 

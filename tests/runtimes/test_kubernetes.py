@@ -44,6 +44,8 @@ from support.environments import environment_with
 from .clusters import IMAGE, needs_machine, python_image
 from .world import World
 
+pytestmark = pytest.mark.deep  # a test starts servers and many processes
+
 ENVIRONMENT = Path(__file__).parent.parent.parent / ".venv-kubernetes-client"
 OFFICIAL_CLIENT = ["kubernetes==37.0.2"]
 

@@ -22,6 +22,8 @@ from .conftest import MakeWorld
 from .program import program
 from .world import SAY, group, result_of
 
+pytestmark = pytest.mark.deep  # a test starts servers and many processes
+
 RUNTIME = {"kind": "e2b"}
 
 
@@ -62,7 +64,6 @@ async def test_a_service_that_fails_gives_an_error_and_no_reward(world: MakeWorl
         w.assert_quiet()
 
 
-@pytest.mark.deep
 async def test_no_clock_runs_while_the_service_has_no_room(world: MakeWorld, server: FakeE2B) -> None:
     full = [refused(429, **{"Retry-After": "3"})] * 4
     server.faults["POST /sandboxes"].extend(full)  # type: ignore[arg-type]  # typed as an object above

@@ -27,7 +27,7 @@ from .program import program
 from .test_restart import assert_nothing_twice, done_events, finish_all
 from .world import SAY, result_of
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(120)]
 
 TESTS = Path(__file__).parent.parent
 TOOLS: dict[str, Any] = {"agent": "tools"}
@@ -123,7 +123,6 @@ async def test_a_cancelled_group_leaves_nothing(world: MakeWorld, elsewhere: Els
         w.assert_quiet()
 
 
-@pytest.mark.deep
 async def test_a_killed_service_doubles_nothing_and_its_sandboxes_are_removed(
     world: MakeWorld, elsewhere: Elsewhere, tmp_path: Path, tokenizer: Path
 ) -> None:
@@ -191,7 +190,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("attempts", [pytest.param(1, marks=pytest.mark.deep), 2])
+@pytest.mark.parametrize("attempts", [1, 2])
 @pytest.mark.parametrize("loss", LOSSES)
 async def test_a_sandbox_lost_in_a_command_is_an_error_and_tried_again(
     world: MakeWorld, elsewhere: Elsewhere, loss: str, attempts: int
@@ -212,7 +211,6 @@ async def test_a_sandbox_lost_in_a_command_is_an_error_and_tried_again(
         w.assert_quiet()
 
 
-@pytest.mark.deep
 @pytest.mark.parametrize("status", [429, 500, 503])
 async def test_a_busy_service_is_asked_again(world: MakeWorld, elsewhere: Elsewhere, status: int) -> None:
     elsewhere.refuse(status, times=2)
@@ -221,7 +219,6 @@ async def test_a_busy_service_is_asked_again(world: MakeWorld, elsewhere: Elsewh
         w.assert_quiet()
 
 
-@pytest.mark.deep
 async def test_a_service_that_dies_is_an_error_and_its_return_ends_the_wait(
     world: MakeWorld, elsewhere: Elsewhere, request: pytest.FixtureRequest
 ) -> None:
@@ -247,7 +244,6 @@ async def test_a_service_that_dies_is_an_error_and_its_return_ends_the_wait(
     assert elsewhere.labels() == {}  # the last sweep
 
 
-@pytest.mark.deep
 async def test_a_full_service_is_waited_for(world: MakeWorld, elsewhere: Elsewhere) -> None:
     """A quota of one: the sessions run one after another, and no clock runs while they wait."""
     elsewhere.limit(1)
@@ -260,7 +256,6 @@ async def test_a_full_service_is_waited_for(world: MakeWorld, elsewhere: Elsewhe
         w.assert_quiet()
 
 
-@pytest.mark.deep
 async def test_no_clock_runs_while_a_start_waits_for_its_turn(world: MakeWorld, elsewhere: Elsewhere) -> None:
     limits = {"prepare_seconds": 3, "session_seconds": 5}
     settings = sandboxes(elsewhere.kind, starts_per_second=0.4)
@@ -272,7 +267,6 @@ async def test_no_clock_runs_while_a_start_waits_for_its_turn(world: MakeWorld, 
         w.assert_quiet()
 
 
-@pytest.mark.deep
 async def test_no_clock_runs_while_the_service_is_slow_to_make_a_sandbox(
     world: MakeWorld, elsewhere: Elsewhere
 ) -> None:
@@ -283,7 +277,6 @@ async def test_no_clock_runs_while_the_service_is_slow_to_make_a_sandbox(
         assert completed(done).seconds.init > 5
 
 
-@pytest.mark.deep
 async def test_nothing_is_set_aside_on_the_node(world: MakeWorld, elsewhere: Elsewhere) -> None:
     """The memory is another machine's. The node has less than one sandbox asks for."""
     settings = SandboxesConfig(**{**dict(sandboxes(elsewhere.kind)), "memory_mb": 64, "cpus": 0.5})
