@@ -161,12 +161,13 @@ async def test_sandboxes_are_made_ahead(world: MakeWorld, elsewhere: Elsewhere) 
         completed(await w.run(*do, **given))
         assert (w.node.stats().warm.taken, w.node.stats().warm.misses) == (1, 1)
         await until(lambda: w.node.stats().warm.ready == 2)
-        # One that the service has ended meanwhile is given to nobody.
+        # One that the service has ended meanwhile is given to nobody: the session completes at its first attempt, in a
+        # sandbox of its own or in one that was made ahead anew.
         for name in elsewhere.labels():
             await elsewhere.lose(name)
         completed(await w.run(*do, **given))
         await until(lambda: w.node.stats().warm.ready == 2)
-        assert w.node.stats().warm.misses == 2
+        assert w.node.stats().warm.taken + w.node.stats().warm.misses == 3
     assert elsewhere.labels() == {}
 
 
