@@ -61,7 +61,11 @@ class AgentService:
     async def run(self, run_id: str) -> None:
         assert self.world is not None
         agent = Agent(self.world.http, self.runs[run_id])
-        self.states[run_id] = await self.work(agent, self.runs[run_id])
+        try:
+            self.states[run_id] = await self.work(agent, self.runs[run_id])
+        except Exception as error:  # the test fails at once, and with the reason
+            self.states[run_id] = {"status": "failed", "error": repr(error)}
+            raise
 
 
 @asynccontextmanager
@@ -253,7 +257,7 @@ async def test_the_next_service_follows_the_run(tmp_path: Path) -> None:
         assert agents.cancelled == []
         async with on_engine(tmp_path, engine, agents=declared(url)) as world:
             agents.world = world
-            await until(lambda: world.service.scheduler._open_external)
+            assert await world.service.external.running(f"s-{group.removeprefix('g-')}-0", 20)
             go_on.set()
             done = await world.owner.done(group)
         assert len(agents.runs) == 1
