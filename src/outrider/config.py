@@ -344,8 +344,8 @@ class AgentServiceConfig(NamedServer):
 
 
 class PluginsConfig(Section):
-    """Python objects that run inside the service: packages or modules, each with all its contents, or single full
-    paths. "*" allows all importable Python."""
+    """The Python that tasks may have run inside the service: packages or modules with all their contents, or single
+    objects by their full path. "*" allows all importable Python."""
 
     allow: Annotated[tuple[str, ...], Setting("--allow-plugin MODULE")] = ("outrider.lab.demo.task",)
     """[Python](security.md#what-tasks-may-name) that tasks may name as `package.module:attribute`, and that runs inside

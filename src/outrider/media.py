@@ -227,7 +227,7 @@ class ReadableMessages:
 
     def _note(self, part: Part, index: int) -> str | None:
         """Return the text that stands for a part of message `index`; None for a part that the model reads, and for an
-        image of the user."""
+        image in a message of the user."""
         if isinstance(part, Attachment):
             return part.text
         if not isinstance(part, Image) or self._images or part.grid is not None:

@@ -420,7 +420,8 @@ def _arrow() -> Any:
 
 
 def _offsets(lengths: Iterable[int]) -> bytes:
-    """Return the buffer with the beginning of each list in the concatenation of all lists, and the end of the last."""
+    """Return the buffer of offsets: where each list begins when all lists are put one after another, and where the last
+    list ends."""
     return array("i", accumulate(lengths, initial=0)).tobytes()
 
 

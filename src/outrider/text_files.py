@@ -27,9 +27,9 @@ LONG_KEY = re.compile(
     r"|'''(?:[^']++|'(?!''))*+'{0,5}"
     rf"|{BASIC}\"?|'[^'\n]*+'?|#[^\n]*+"
 )
-"""Pattern of a key of more than MAX_DEPTH parts, and of strings and comments, in which such a text is not a key. Such a
-key is refused, because tomllib takes quadratic time in the number of parts. A string without an end is matched, too, so
-that the search takes linear time."""
+"""Matches a key of more than MAX_DEPTH parts. Also matches strings and comments as a whole, so that a similar text
+inside these is not taken for a key. Keys with so many parts are refused, because tomllib takes quadratic time in the
+number of parts. A string without an end is matched, too, so that the search takes linear time."""
 
 TOML_HEADER = re.compile(r"[ \t]*(\[\[?)([^\[\]]+)\]")
 TOML_KEY = re.compile(r"[ \t]*([\w\"'.-]+(?:[ \t]*\.[ \t]*[\w\"'-]+)*)[ \t]*=")

@@ -126,7 +126,7 @@ async def failure(runtime: Runtime, done: ExecResult, message: str) -> Evaluator
 
 
 async def output(runtime: Runtime, done: ExecResult) -> str:
-    """Return the end of the output of test.sh, followed by the log tail of `done`."""
+    """Return the last lines that test.sh has printed, followed by the log tail of `done`."""
     told = await runtime.exec(TAIL, seconds=STEP_SECONDS)
     return "\n".join(filter(None, (told.log_tail() if told.exit_code == 0 else "", done.log_tail())))
 

@@ -42,7 +42,7 @@ MAX_LANES = 16
 MAX_FAILING = 64
 """Maximum number of failing background tasks in a node's report. Further tasks are left out."""
 MAX_COUNTED = 256
-"""Maximum number of runtimes, of dialects, and of error codes of a dialect, in a node's counts."""
+"""The most runtimes, dialects, and error codes per dialect that a node's counts may have."""
 MAX_NAME = 256
 MAX_PATH = 4096
 MAX_ANSWER = 1 << 20

@@ -32,8 +32,8 @@ NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 NAMING = "a node's name has letters, digits, dots, dashes and underscores"
 
 MAX_MESSAGE = 1 << 30
-"""Maximum bytes of a message to a node, and of a message between processes of one machine. A task with inline files, or
-the turns of a session with images, may take many megabytes; a longer message is a mistake."""
+"""Maximum bytes of a message: to a node, and between processes on one machine. A task with inline files, or the turns
+of a session with images, may take many megabytes; a longer message is a mistake."""
 MAX_FROM_NODE = 64 << 20
 """Maximum bytes of a message from a node on another machine. The longest messages are turns and calls with a whole
 request body, and artifacts; each may take 32 MiB."""

@@ -132,7 +132,8 @@ class ServiceCounts:
         self._versions: OrderedDict[str, _Versions] = OrderedDict()
         self._groups: OrderedDict[str, _GroupProgress] = OrderedDict()
         self._prompts: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
-        """The first prompt of a group's first session, by the common beginning of the ids of the group's sessions."""
+        """For each group, by the beginning that the ids of its sessions share: the first prompt of its first
+        session."""
         self._prompt_bytes = 0
 
     def note_turn(self, added: AddedTurn) -> None:

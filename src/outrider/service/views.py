@@ -244,8 +244,8 @@ def _turn_view(
 
 
 def _with_tokens(views: Sequence[TurnView], turns: Sequence[Turn], tokenizer: Tokenizer | None) -> list[TurnView]:
-    """Add the tokens of the turns of one model, in the order of their index, and with a `tokenizer` the texts of the
-    single tokens."""
+    """Add the tokens to the turns of one model, which are in the order of their index. With a `tokenizer`, also add the
+    text of each token."""
     return [
         msgspec.structs.replace(
             view,

@@ -570,7 +570,7 @@ def _first(name: str, modules: Sequence[str]) -> Any:
 
 
 class RowAdvantage(float):
-    """The advantage of a row's session, with the number of trained tokens of all rows of the session."""
+    """The advantage of a session, and how many tokens are trained in all rows of the session."""
 
     tokens: int
 

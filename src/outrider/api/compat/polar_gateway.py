@@ -74,7 +74,7 @@ PAUSE_SECONDS = 300.0
 """Default seconds that a pause waits for the generations in flight."""
 MOST_PAUSE_SECONDS = 3600.0
 TOO_LATE = 504
-"""The status of a pause whose generations did not end in time."""
+"""The HTTP status of the reply to a pause request whose generations did not end in time."""
 METRICS = (
     "init_queue_depth",
     "init_inflight",

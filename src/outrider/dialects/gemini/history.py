@@ -269,8 +269,8 @@ class _HistoryReader:
         return other
 
     def _end_model_run(self, stop: int) -> None:
-        """Make one message of the open run of the model's adjacent contents, if there is one. The run ends before
-        content `stop`."""
+        """End the open run of adjacent model contents, if any, and treat the run as one message. `stop` is the index of
+        the first content after the run."""
         if not self._model_run:
             return
         run, self._model_run = self._model_run, []

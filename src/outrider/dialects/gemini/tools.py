@@ -165,7 +165,7 @@ def from_google_schema(schema: Any) -> Any:
 
 
 def _converted(key: str, value: Any) -> Any:
-    """Convert the value of one key of Google's Schema to the value of the same key of JSON schema."""
+    """Convert the value of a key from the form of Google's Schema to the form of JSON schema."""
     if key == "type":
         return _lower(value)
     if key in _SCHEMAS_BY_NAME and isinstance(value, dict):

@@ -27,7 +27,7 @@ LOGPROB_KINDS = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobK
 
 MAX_CONTEXT = 2**31
 MAX_NAMED, MAX_NAME = 8, 200
-"""The maximum number of models that an error names, and the maximum number of characters of each name."""
+"""The most models that an error names, and the most characters that are shown of a name."""
 
 FINISH_REASONS = {
     "stop": FinishReason.STOP,

@@ -130,8 +130,8 @@ class RowBatch(Generic[RowT]):
         return logits
 
     def _prefix(self, row: RowT) -> Cache:
-        """Return the stored keys and values of the longest known prefix of the row's ids, and set `row.cached` to the
-        length of this prefix. The prefix never includes the last id, because its logits are needed for sampling."""
+        """Find the longest known prefix of the row's ids. Return its stored keys and values, and set `row.cached` to
+        its length. The prefix never includes the last id, because its logits are needed for sampling."""
         limit = len(row.ids) - 1
         asked = np.asarray(row.ids[:limit])
         best: Cache = []

@@ -368,7 +368,8 @@ class Overdue:
         self._open[wait] = None
 
     def before_end(self, wait: SessionWait, now: float) -> None:
-        """Count the overdue seconds until now. Must be called before the end of a stretch that may be overdue."""
+        """Count the overdue seconds up to now. To be called just before an overdue wait ends or begins anew, because
+        its overdue seconds would be lost otherwise."""
         self._count(now)
         if (overdue := wait.overdue_by(now)) > self._longest:
             self._longest, self._what = overdue, wait.what

@@ -154,7 +154,7 @@ EVERYTHING = ("all real numbers", "all reals", "all real", "real numbers", "the 
 NOWHERE = ("dne", "does not exist", "doesnt exist", "undefined", "not defined")
 NUMBER_SETS = {"N": "natural numbers", "Z": "integers", "Q": "rational numbers", "C": "complex numbers"}
 SHORT_WORDS = ("yes", "no", "on", "odd", "even", "all", "any", "one", "two", "six", "ten", "not", "max", "min")
-"""Short words that are no products of variables."""
+"""Short words that would otherwise be read as products of variables (`no` as n times o)."""
 NO_NOUN = frozenset((
     "and", "or", "not", "no", "nor", "is", "are", "was", "isnt", "wrong", "incorrect", "right", "correct",
     "hence", "so", "then", "than", "if", "but", "else", "between", "maybe", "to", "because", "since", "therefore",

@@ -28,7 +28,8 @@ from outrider.spec import EngineSpec, TaskSpec
 from outrider.tasks.examples import Example, Gold
 
 TIMES = 2
-"""Number of tries of the solution, and of doing nothing. Several tries can show that a reward depends on chance."""
+"""How often the solution is tried, and how often an agent that does nothing. Several tries can show that a reward
+depends on chance."""
 NOTHING = "I have done nothing."
 AGENT = "outrider.lab.certify.gold_agent:GoldAgent"
 END = "<|im_end|>"

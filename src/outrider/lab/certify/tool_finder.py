@@ -335,7 +335,7 @@ def _fit(name: str, schema: Any, parameter: Parameter) -> int:
         return 0
     lower = name.lower()
     if kind == "array" and lower in ARGUMENT_LISTS:
-        # The score is higher than the score of the same tool's parameter `command`, which takes only the program.
+        # A list of arguments must win over the same tool's parameter `command`, which takes only the program.
         return 3 + len(parameter.names)
     if lower in parameter.names:
         return 2 + len(parameter.names) - parameter.names.index(lower)

@@ -84,7 +84,7 @@ FORMS: dict[str, CallForm] = {
     "deepseek-v3": _DEEPSEEK,
     "deepseek-r1": _DEEPSEEK,
 }
-"""The form of tool calls of each family for which tests show that the family's parser reads the form."""
+"""How each family writes its tool calls. A family is listed only if tests show that its parser reads this form."""
 
 # Any other name could end the constant text around itself, or be read as two parts (Kimi: `functions.NAME:0`).
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")

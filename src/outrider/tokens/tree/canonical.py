@@ -113,8 +113,8 @@ class MessageKey(msgspec.Struct, frozen=True, gc=False):
     """The digests of a message, 16 bytes each.
 
     `body` covers every part of the message that changes the model's input, except the reasoning. `reasoning` is the
-    digest of the reasoning, None without reasoning. If the reasoning is a text that is repeated once, `reasoning_once`
-    is the digest of the text without the repetition. `call_ids` is the digest of the ids of the calls, None without
+    digest of the reasoning, None without reasoning. If the reasoning is one text written twice in a row,
+    `reasoning_once` is the digest of that text alone. `call_ids` is the digest of the ids of the calls, None without
     calls.
     """
 

@@ -1,4 +1,4 @@
-"""The streams of a command in a pod, between the WebSocket of the API server and a socket of this process.
+"""Carries the streams of a command in a pod: between the API server, over a WebSocket, and a socket of this process.
 
 Each message of the WebSocket begins with the number of its channel. Invariants: no more is read from the network than
 is read from the socket, so a slow reader slows the command; a connection without any message for SILENCE_SECONDS counts

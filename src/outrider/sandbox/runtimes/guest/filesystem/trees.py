@@ -151,7 +151,8 @@ class Packer:
         self.left = limit
         self.adjust = adjust
         self.linked: dict[tuple[int, int], str] = {}
-        """Archive names of files with several names, by inode: the next name becomes a hard link."""
+        """For each file that has several names: its first name in the archive, by device and inode. Further names are
+        added as hard links to the first one."""
 
     def add_tree(self, folder: int, name: str, path: str) -> None:
         """Add the entry `name` of a folder, and everything below, as `path`. "." is the folder itself. Closes the
