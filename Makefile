@@ -106,10 +106,12 @@ test-trainers: trainers ## tests with the packages of real trainers (installs th
 test-verl: $(VERL_VENV)/.stamps/dev
 	$(ONE_THREAD) $(VERL_VENV)/bin/pytest -W default -m trainers tests/trainers/verl tests/fleet $(ARGS)
 
-# The tests of the relay run again, the deep ones included, with the version of transformers that TRL asks for.
+# Here run, the deep ones included, the tests of the relay, for the version of transformers that TRL asks for, and the
+# tests that compare with transformers, which `make test` and `make test-deep` skip.
 test-trl: $(TRL_VENV)/.stamps/dev
 	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m trainers tests/trainers/trl $(ARGS)
-	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m "not real" tests/relay $(ARGS)
+	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m "not real and not nightly" tests/relay tests/engines/test_embedded.py \
+		tests/test_pixels.py tests/trainers/test_slime_images.py tests/demo/test_policy.py $(ARGS)
 
 # One after the other: SkyRL 0.4 would take the stand-ins for vLLM, which the tests of OpenRLHF import, for vLLM.
 test-skyrl: $(SKYRL_VENV)/.stamps/dev
