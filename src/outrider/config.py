@@ -29,7 +29,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from outrider.callbacks import check_secret
-from outrider.destinations import DestinationText, PlaceText
+from outrider.destinations import DestinationText, HostText, PlaceText
 from outrider.environment import variables
 from outrider.errors import InvalidField
 from outrider.faults import fault_text
@@ -220,9 +220,10 @@ class NetworkConfig(Section):
     """URL of the server of the packages, if the pages of `pip_index` lead to another server."""
     npm_registry: str | None = None
     """URL of the registry behind `mirror:npm`."""
-    apt_cache: Annotated[str | None, Setting(default="the servers of Debian and Ubuntu")] = None
-    """URL of a caching HTTP proxy for packages of Debian and Ubuntu behind `mirror:apt`, such as
-    `http://cache.lan:3142`."""
+    apt_hosts: tuple[HostText, ...] = ()
+    """Hosts of the package servers behind `mirror:apt`, at port 80: those in the `sources.list` of images."""
+    apt_cache: str | None = None
+    """URL of a caching HTTP proxy through which `apt_hosts` are reached, such as `http://cache.lan:3142`."""
     download_mb: Annotated[int, Field(ge=1)] = 2048
     """MiB that one sandbox may receive."""
     upload_mb: Annotated[int, Field(ge=1)] = 64

@@ -157,3 +157,14 @@ def checked_place(value: str) -> str:
 
 
 PlaceText = Annotated[str, StringConstraints(min_length=1, max_length=300), AfterValidator(checked_place)]
+
+
+def checked_host(value: str) -> str:
+    """Return the one spelling of a host's name or address. Raises ValueError for every other text."""
+    host = host_name(value)
+    if host is None:
+        raise ValueError(f"{value!r} is not one host, such as packages.lan")
+    return host
+
+
+HostText = Annotated[str, StringConstraints(min_length=1, max_length=300), AfterValidator(checked_host)]

@@ -100,6 +100,8 @@ def test_a_host_has_one_spelling(text: str, name: str | None) -> None:
         ("pip_index", "http://me:secret@mirror.lan/simple", "must have no user name"),
         ("pip_index", "ftp://mirror.lan/simple", "is no URL"),
         ("npm_registry", "mirror.lan", "is no URL"),
+        ("apt_hosts", ["*.lan"], "is not one host"),
+        ("apt_hosts", ["http://packages.lan"], "is not one host"),
         ("apt_cache", "https://cache.lan", "is no http:// address of a proxy"),
         ("internal", ["*.lan:80"], "is not one host with one port"),
         ("internal", ["files.lan"], "is not one host with one port"),

@@ -138,12 +138,12 @@ async def test_a_mirror_has_a_name_of_its_own(tmp_path: Path) -> None:
 
 async def test_apt_goes_through_the_operators_cache(tmp_path: Path) -> None:
     async with a_server() as server:
-        settings: dict[str, Any] = {"apt_cache": f"http://127.0.0.1:{server.port}"}
+        settings: dict[str, Any] = {"apt_cache": f"http://127.0.0.1:{server.port}", "apt_hosts": ["Packages.test."]}
         async with a_door(tmp_path, "mirror:apt", **settings):
-            assert (await said(tmp_path, get("http://deb.debian.org/debian/dists/x"))).endswith("hi")
+            assert (await said(tmp_path, get("http://packages.test/debian/dists/x"))).endswith("hi")
             assert (await said(tmp_path, get("http://evil.test/debian/"))).startswith("HTTP/1.1 403")
-            assert (await said(tmp_path, connect("deb.debian.org:443"))).startswith("HTTP/1.1 403")
-    assert server.heard[0].startswith(b"GET http://deb.debian.org/debian/dists/x HTTP/1.1\r\nHost: deb.debian.org\r\n")
+            assert (await said(tmp_path, connect("packages.test:443"))).startswith("HTTP/1.1 403")
+    assert server.heard[0].startswith(b"GET http://packages.test/debian/dists/x HTTP/1.1\r\nHost: packages.test\r\n")
     assert len(server.heard) == 1
 
 
@@ -206,9 +206,12 @@ async def test_a_long_folder_has_a_door(tmp_path: Path) -> None:
 
 async def test_a_mirror_with_a_private_address_is_a_failure(tmp_path: Path) -> None:
     """Nothing that a program does leads there, so a grade that follows is no grade of the program."""
-    private = {"deb.debian.org": [["10.1.2.3"]]}
-    async with a_door(tmp_path, "mirror:apt", names=private, phase=Phase.VERIFIER) as (door, _):
-        answer = await said(tmp_path, get("http://deb.debian.org/debian/dists/stable/InRelease"))
+    private = {"packages.test": [["10.1.2.3"]]}
+    async with a_door(tmp_path, "mirror:apt", names=private, phase=Phase.VERIFIER, apt_hosts=["packages.test"]) as (
+        door,
+        _,
+    ):
+        answer = await said(tmp_path, get("http://packages.test/debian/dists/stable/InRelease"))
         assert answer.startswith("HTTP/1.1 502")
-        assert "the operator may name deb.debian.org:80 in network.internal" in answer
+        assert "the operator may name packages.test:80 in network.internal" in answer
         assert door.broken(Phase.VERIFIER) is not None

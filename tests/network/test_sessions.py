@@ -320,10 +320,12 @@ async def test_a_task_that_asks_for_more_is_refused_when_submitted(tmp_path: Pat
         assert "network.allow" in str(refused.value.hint)
 
 
-@pytest.mark.parametrize(("mirror", "setting"), [("mirror:pip", "pip_index"), ("mirror:npm", "npm_registry")])
-async def test_a_mirror_without_an_index_is_refused_when_submitted(tmp_path: Path, mirror: str, setting: str) -> None:
+@pytest.mark.parametrize(
+    ("mirror", "setting"), [("mirror:pip", "pip_index"), ("mirror:npm", "npm_registry"), ("mirror:apt", "apt_hosts")]
+)
+async def test_a_mirror_without_a_server_is_refused_when_submitted(tmp_path: Path, mirror: str, setting: str) -> None:
     async with running_node(tmp_path=tmp_path, network={"allow": [mirror]}) as (_, url), AsyncClient(url) as client:
-        with pytest.raises(InvalidField, match="has no package index here") as refused:
+        with pytest.raises(InvalidField, match="has no server here") as refused:
             await client.submit(asking(verifier=[mirror]))
     assert refused.value.field == "task.runtime.network.verifier.0"
     assert f"network.{setting}" in str(refused.value.hint)

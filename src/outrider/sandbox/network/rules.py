@@ -20,15 +20,8 @@ from outrider.spec import RUNTIME, NetworkSpec
 
 READS = frozenset({"GET", "HEAD"})
 """The methods for mirrors: packages are fetched, and not published."""
-INDEX_SETTINGS = {"pip": "pip_index", "npm": "npm_registry"}
-"""The settings of [network] that name the package indexes of mirrors. `mirror:apt` needs no setting."""
-APT_HOSTS = frozenset(
-    {
-        *("deb.debian.org", "security.debian.org", "snapshot.debian.org", "ftp.debian.org", "archive.debian.org"),
-        *("archive.ubuntu.com", "security.ubuntu.com", "ports.ubuntu.com", "old-releases.ubuntu.com"),
-    }
-)
-"""The hosts of `mirror:apt`, at port 80."""
+MIRROR_SETTINGS = {"pip": "pip_index", "npm": "npm_registry", "apt": "apt_hosts"}
+"""The settings of [network] that name the servers of mirrors. Without its setting, a mirror is not available."""
 INSIDE = "{}.mirror.internal"
 """The name of a mirror's server inside a sandbox. Only the proxy resolves the name."""
 HINT = (
@@ -64,7 +57,7 @@ class Allowed(msgspec.Struct, frozen=True):
             for _, mirror in self.mirrors:
                 if host in mirror.servers:
                     return mirror.route(host)
-            if self.apt and host in APT_HOSTS:
+            if self.apt and host in self.settings.apt_hosts:
                 server = server_of(f"http://{host}", self.settings, proxy=self.settings.apt_cache)
                 return ProxyRoute(server=server, methods=READS)
         matching = [one for one in self.destinations if one.matches(host, port)]
@@ -110,10 +103,10 @@ class NetworkRules:
                     hint=HINT,
                 )
             for index, text in enumerate(asked):
-                setting = INDEX_SETTINGS.get(Destination.read(text).mirror or "")
-                if setting is not None and getattr(self.settings, setting) is None:
+                setting = MIRROR_SETTINGS.get(Destination.read(text).mirror)
+                if setting is not None and not getattr(self.settings, setting):
                     raise InvalidField(
-                        f"{text!r} has no package index here",
+                        f"{text!r} has no server here",
                         field=f"{field}.network.{name}.{index}",
                         hint=f"the operator names one with the setting network.{setting}",
                     )
@@ -132,7 +125,7 @@ class NetworkRules:
 
     def mirror(self, name: str) -> Mirror:
         """Return the mirror `pip` or `npm`, whose package index the settings name."""
-        url = urlsplit(getattr(self.settings, INDEX_SETTINGS[name]))
+        url = urlsplit(getattr(self.settings, MIRROR_SETTINGS[name]))
         inside = INSIDE.format(name)
         urls = {inside: url}
         if name == "pip" and self.settings.pip_files is not None:
