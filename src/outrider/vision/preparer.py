@@ -23,6 +23,7 @@ from outrider.environment import install_command
 from outrider.errors import ServiceError
 from outrider.messages import Document, DocumentPages, Image
 from outrider.tokens.rendering.image_grids import Grid, ImageForm, ImageSettings
+from outrider.vision.messages import LENGTH, DocumentAnswer, DocumentRequest, ImageAnswer, ImageRequest
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
@@ -37,7 +38,6 @@ IMAGE_SECONDS = 60.0
 (`worker.py`), so a longer time is the fault of the machine and not of the file."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 MAX_ANSWER = 1 << 30
-LENGTH = 8
 ITEM_HEAD = 512
 """Maximum bytes of an item besides its pixel values."""
 BOOT = """
@@ -68,34 +68,7 @@ class UnreadImage(msgspec.Struct, frozen=True):
     fault: str
 
 
-class _ImageRequest(msgspec.Struct, frozen=True, tag="image"):
-    data: bytes
-    settings: ImageSettings
-    form: ImageForm
-
-
-class _DocumentRequest(msgspec.Struct, frozen=True, tag="document"):
-    data: bytes
-    settings: ImageSettings | None
-
-
-class _ImageAnswer(msgspec.Struct, frozen=True):
-    grid: Grid | None = None
-    item: bytes = b""
-    fault: str = ""
-
-
-class _Pages(msgspec.Struct, frozen=True):
-    texts: list[str] = []
-    pictures: list[bytes] = []
-
-
-class _DocumentAnswer(msgspec.Struct, frozen=True):
-    pages: _Pages | None = None
-    fault: str = ""
-
-
-AnswerT = TypeVar("AnswerT", _ImageAnswer, _DocumentAnswer)
+AnswerT = TypeVar("AnswerT", ImageAnswer, DocumentAnswer)
 
 
 class DecodingProcess:
@@ -202,8 +175,8 @@ class ImagePreparer:
         async with self.process.turns.take(owner):
             if (known := self._kept.get(key)) is not None:
                 return known
-            request = _ImageRequest(image.data, self.settings, form)
-            answer = await shielded(lambda: self.process.ask(request, _ImageAnswer, "an image"))
+            request = ImageRequest(image.data, self.settings, form)
+            answer = await shielded(lambda: self.process.ask(request, ImageAnswer, "an image"))
         if answer.grid is None:
             return UnreadImage(answer.fault)
         prepared = PreparedImage(answer.grid, answer.item)
@@ -239,8 +212,8 @@ class DocumentReader:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return
-            request = _DocumentRequest(document.data, self._settings if pictures else None)
-            answer = await shielded(lambda: self._process.ask(request, _DocumentAnswer, "a document"))
+            request = DocumentRequest(document.data, self._settings if pictures else None)
+            answer = await shielded(lambda: self._process.ask(request, DocumentAnswer, "a document"))
         found: DocumentPages | str = answer.fault
         if answer.pages is not None:
             found = DocumentPages(tuple(answer.pages.pictures or answer.pages.texts))

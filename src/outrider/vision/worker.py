@@ -4,7 +4,7 @@ each.
 Image decoders and PDFium are native code that reads an agent's bytes. So the process is confined like a check of an
 answer: it can read Python's files, and cannot write a file, open a socket, start a program or send a signal; its memory
 is limited. The kernel kills the process with SIGPROF if an image or a document takes more than its maximum processor
-time. Each message has a length (8 bytes, little-endian), then MessagePack. Invariant: the process ends when its
+time. `messages.py` has the messages. Invariant: the process ends when its
 standard input ends, so it also ends when its parent process is killed.
 """
 
@@ -22,8 +22,9 @@ import msgspec
 
 from outrider.evaluators.checks.confinement import SETITIMER, calculation, confine_zygote
 from outrider.sandbox.runtimes.guest.isolation import seccomp
-from outrider.tokens.rendering.image_grids import Grid, ImageForm, ImageSettings
-from outrider.vision.documents import Pages, UnreadableDocument, pages_of
+from outrider.tokens.rendering.image_grids import ImageForm
+from outrider.vision.documents import UnreadableDocument, pages_of
+from outrider.vision.messages import LENGTH, DocumentAnswer, DocumentRequest, ImageAnswer, ImageRequest
 from outrider.vision.pixels import UnreadableImage, pixels_of, png_item, vllm_item
 
 MAX_MEMORY = 3 << 30
@@ -33,35 +34,6 @@ IMAGE_CPU_SECONDS = 10.0
 minutes; a photograph of MAX_PIXELS pixels takes about one second."""
 DOCUMENT_CPU_SECONDS = 20.0
 """Maximum processor time of a document in seconds. A hundred pages with a line of text take less than one."""
-LENGTH = 8
-
-
-class ImageRequest(msgspec.Struct, frozen=True, tag="image"):
-    data: bytes
-    settings: ImageSettings
-    form: ImageForm
-
-
-class DocumentRequest(msgspec.Struct, frozen=True, tag="document"):
-    """A PDF. Its pages are read as pictures if the model reads images with `settings`, and otherwise as texts."""
-
-    data: bytes
-    settings: ImageSettings | None
-
-
-class DocumentAnswer(msgspec.Struct, frozen=True):
-    """The pages of a document, or the reason why it cannot be read."""
-
-    pages: Pages | None = None
-    fault: str = ""
-
-
-class ImageAnswer(msgspec.Struct, frozen=True):
-    """The image in the requested form and its grid, or the reason why it cannot be read."""
-
-    grid: Grid | None = None
-    item: bytes = b""
-    fault: str = ""
 
 
 def main() -> None:
