@@ -13,6 +13,7 @@ import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,11 +60,11 @@ def bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
-@pytest.mark.deep  # transformers takes seconds to import
-@pytest.mark.parametrize("size", SIZES)
-def test_grids_and_pixels_are_those_of_the_models_own_processor(size: tuple[int, int]) -> None:
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    """The model's own processor."""
     pil = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-    processor = pil.Qwen2VLImageProcessorPil(
+    return pil.Qwen2VLImageProcessorPil(
         patch_size=SETTINGS.patch,
         merge_size=SETTINGS.merge,
         temporal_patch_size=SETTINGS.frames,
@@ -71,6 +72,11 @@ def test_grids_and_pixels_are_those_of_the_models_own_processor(size: tuple[int,
         image_mean=list(SETTINGS.mean),
         image_std=list(SETTINGS.std),
     )
+
+
+@pytest.mark.deep  # transformers takes seconds to import
+@pytest.mark.parametrize("size", SIZES)
+def test_grids_and_pixels_are_those_of_the_models_own_processor(processor: Any, size: tuple[int, int]) -> None:
     data = picture(*size)
     theirs = processor(images=[Pillow.open(io.BytesIO(data))], return_tensors="np")
     ours = pixels_of(data, SETTINGS)
@@ -78,17 +84,9 @@ def test_grids_and_pixels_are_those_of_the_models_own_processor(size: tuple[int,
     assert np.abs(ours.values(SETTINGS) - theirs["pixel_values"]).max() < 1e-6
 
 
+@pytest.mark.deep  # as above
 @pytest.mark.parametrize("size", SIZES)
-def test_a_png_for_an_engine_has_the_same_patches_as_the_image(size: tuple[int, int]) -> None:
-    pil = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-    processor = pil.Qwen2VLImageProcessorPil(
-        patch_size=SETTINGS.patch,
-        merge_size=SETTINGS.merge,
-        temporal_patch_size=SETTINGS.frames,
-        size={"shortest_edge": SETTINGS.least, "longest_edge": SETTINGS.most},
-        image_mean=list(SETTINGS.mean),
-        image_std=list(SETTINGS.std),
-    )
+def test_a_png_for_an_engine_has_the_same_patches_as_the_image(processor: Any, size: tuple[int, int]) -> None:
     data = picture(*size, kind="JPEG")
     grid, item = png_item(data, SETTINGS)
     ours, png = pixels_of(data, SETTINGS), base64.b64decode(item)

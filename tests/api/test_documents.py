@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from api.test_vision import check_images, refusal_of, sample_of, sent_spans, vision_service
+from api.test_vision import check_images, error_of, refusal_of, sample_of, sent_spans, vision_service
 from outrider.client.client import AsyncClient
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
@@ -207,13 +207,8 @@ async def test_a_hanging_reader_is_an_error_of_the_service_and_no_reward(
 ) -> None:
     monkeypatch.setattr("outrider.vision.preparer.IMAGE_SECONDS", 0.0)
     async with vision_service(tmp_path, [say("one")], kind=ScriptedEngine) as (_, client, engine):
-        group = await client.submit({"task": task("chat", ["read"]) | {"max_attempts": 1}})
-        [done] = await client.wait([group.id])
-        result = done.sessions[0].result
-        assert result is not None
-        assert result.verdict is None
-        assert result.error is not None
-        assert "a document was not decoded within" in result.error.message
+        error = await error_of(client, task("chat", ["read"]))
+        assert "a document was not decoded within" in error.message
         assert not engine.requests
 
 

@@ -18,6 +18,7 @@ from PIL import Image as Pillow
 from outrider.client.client import AsyncClient
 from outrider.config import ModelConfig
 from outrider.engines.base import Capability, Chunk, EngineOptions, GenerateRequest
+from outrider.errors import ErrorRecord
 from outrider.evaluators.base import Outcome
 from outrider.lab.fakes.engine_servers import ServeSettings
 from outrider.lab.fakes.engine_servers.app import DEFAULT_SETTINGS, EngineProtocol, engine_app, serving
@@ -76,6 +77,17 @@ async def sample_of(client: AsyncClient, asked: dict[str, Any]) -> Sample:
     assert done.sessions[0].last_error is None, done.sessions[0].last_error
     [sample] = await client.samples(done.sessions[0].id)
     return sample
+
+
+async def error_of(client: AsyncClient, given: dict[str, Any]) -> ErrorRecord:
+    """Run a session that ends with an error, and so without a verdict."""
+    group = await client.submit({"task": given | {"max_attempts": 1}})
+    [done] = await client.wait([group.id])
+    result = done.sessions[0].result
+    assert result is not None
+    assert result.verdict is None
+    assert result.error is not None
+    return result.error
 
 
 async def refusal_of(client: AsyncClient, asked: dict[str, Any]) -> str:
@@ -209,13 +221,8 @@ async def test_servers_without_a_place_for_images_refuse_them(tmp_path: Path) ->
 async def test_the_reply_of_a_server_that_ignores_images_is_an_error_of_the_engine(tmp_path: Path) -> None:
     settings = ServeSettings()
     async with vision_service(tmp_path, [say("one")], protocol="sglang", served=settings) as (_, client, _engine):
-        group = await client.submit({"task": task("chat", [("look", [0])]) | {"max_attempts": 1}})
-        [done] = await client.wait([group.id])
-        result = done.sessions[0].result
-        assert result is not None
-        assert result.verdict is None
-        assert result.error is not None
-        assert "has read another prompt" in result.error.message
+        error = await error_of(client, task("chat", [("look", [0])]))
+        assert "has read another prompt" in error.message
 
 
 class Blind(ScriptedEngine):
@@ -277,14 +284,9 @@ async def test_a_hanging_decoder_is_an_error_of_the_service_and_no_reward(
 ) -> None:
     monkeypatch.setattr("outrider.vision.preparer.IMAGE_SECONDS", 0.0)
     async with vision_service(tmp_path, [say("one")]) as (_, client, engine):
-        group = await client.submit({"task": task("chat", [("look", [0])]) | {"max_attempts": 1}})
-        [done] = await client.wait([group.id])
-        result = done.sessions[0].result
-        assert result is not None
-        assert result.verdict is None
-        assert result.error is not None
-        assert result.error.code == "service_error"
-        assert "not decoded within" in result.error.message
+        error = await error_of(client, task("chat", [("look", [0])]))
+        assert error.code == "service_error"
+        assert "not decoded within" in error.message
         assert not engine.requests
 
 

@@ -149,9 +149,9 @@ class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Facts about a program that `outrider harness check` needs and cannot learn from the program's requests.
 
     `shell` is the tool for running a command. `finish_command` is a command that ends the run.
-    `subagent_arguments` are arguments for the tool that starts a sub-agent. `wait` is the tool for waiting for a
-    sub-agent by its id, if the program does not wait by itself. `skill` is the tool that loads a skill. `mcp_call` is
-    for a program that does not show its model the tools of MCP servers as tools.
+    `subagent_arguments` are arguments for the tool that starts a sub-agent. `wait` is the tool that waits for the
+    sub-agent with an id; a program that waits by itself has no such tool. `skill` is the tool that loads a skill.
+    `mcp_call` is for a program that does not show its model the tools of MCP servers as tools.
     """
 
     shell: str | None = None
@@ -163,12 +163,14 @@ class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 Finding = Literal["yes", "no", "not tried"]
-"""What a certificate establishes about a feature of a program. "not tried": no tool for the feature was found."""
+"""Whether a program has a feature, as found by a certificate. "not tried" means that the certificate found no tool for
+the feature."""
 
 
 class Certified(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What certificates established about a preset in its default dialect, as the real tests check. `image`: the model
-    is sent an image file that it looks at with a tool. `subagent`: a tool starts a sub-agent of the program's own."""
+    """The features that certificates found in a preset's program, in its default dialect. The real tests check these
+    values. `image`: if the model looks at an image file with a tool, the image is sent to the model. `subagent`: a
+    tool starts a sub-agent of the program."""
 
     image: Finding = "not tried"
     subagent: Finding = "not tried"

@@ -4,8 +4,8 @@ A program of its own, which runs inside a sandbox with Debian's Python and its b
 (`gir1.2-atspi-2.0`, `python3-gi`). One line is one element: its role, name, value, states and box in pixels of the
 screen, indented below its parent. Only elements on the screen are printed.
 
-Invariant: whatever the programs on the screen report, the output has at most MAX_CHARACTERS characters and comes within
-about SECONDS; what is left out is counted in notes at the end.
+Invariant: the output has at most MAX_CHARACTERS characters and is complete after about SECONDS, even if a program on
+the screen reports endless elements. Notes at the end count the elements that are left out.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ def critical_error(result: SessionResult) -> str | None:
 
 
 def _trains(result: SessionResult, path: Sequence[Turn], samples: Sequence[Sample]) -> bool:
-    """Return whether the job has rows to train on. The rows are those that a native trainer would get. If the engine
-    reports no ids, there are no rows, and the task's policy for the main conversation decides."""
+    """Return whether a native trainer would get rows of the job to train on. An engine that reports no ids gives no
+    rows; then the task's policy for the main conversation decides."""
     if result.verdict is None:
         return False
     if path and all(turn.mode is TokenMode.TEXT for turn in path):
