@@ -96,7 +96,8 @@ class Nodes:
     async def ask(self, call: Callable[[AsyncClient], Awaitable[T]]) -> T:
         """The answer of the first node that is not killed before it gives one."""
         while True:
-            await self._up.wait()
+            while not self._up.is_set():  # a node may be killed between its event and the end of this wait
+                await self._up.wait()
             kills = self.kills
             try:
                 return await call(self._client)

@@ -83,7 +83,20 @@ def remove_images() -> None:
         request(path, "DELETE", f"/images/{name}:latest?force=true", b"")
 
 
+def kill(kind: str, container: str) -> None:
+    """Kill a container. Podman then waits for its end, and answers 500 if the container has been removed meanwhile."""
+    status, content = exchange(engine(kind), "POST", f"/containers/{container}/kill", b"")
+    assert status < 300 or (status == 500 and b"no such container" in content), content.decode()
+
+
 def request(path: Path, method: str, target: str, body: bytes) -> bytes:
+    status, content = exchange(path, method, target, body)
+    assert status < 300, content.decode()
+    return content
+
+
+def exchange(path: Path, method: str, target: str, body: bytes) -> tuple[int, bytes]:
+    """Send a request to an engine's socket. Returns the status and the body of the answer."""
     connection = HTTPConnection("localhost", timeout=120)
     connection.sock = socket.socket(socket.AF_UNIX)
     connection.sock.connect(str(path))
@@ -91,8 +104,7 @@ def request(path: Path, method: str, target: str, body: bytes) -> bytes:
     answer = connection.getresponse()
     content = answer.read()
     connection.close()
-    assert answer.status < 300, content.decode()
-    return content
+    return answer.status, content
 
 
 @functools.cache

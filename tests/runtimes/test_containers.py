@@ -251,7 +251,8 @@ async def test_eight_at_once(world: World, kind: str) -> None:
 
 async def test_a_container_that_is_killed_from_outside(world: World, kind: str) -> None:
     sandbox = await world.start(kind)
-    engines.request(engines.engine(kind), "POST", f"/containers/{(await names(kind, world.host.name))[0]}/kill", b"")
+    (name,) = await names(kind, world.host.name)
+    engines.kill(kind, name)
     with pytest.raises(RuntimeFailure):
         await sandbox.exec("sleep 60", seconds=90)
     await sandbox.stop()
