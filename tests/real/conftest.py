@@ -88,7 +88,8 @@ async def shared_vllm(vllm_prefix: Path, roomy_policy: Path) -> AsyncIterator[Sh
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def vllm_url(shared_vllm: SharedVllm) -> VllmServer:
+async def vllm_url(shared_vllm: SharedVllm) -> AsyncIterator[VllmServer]:
     """One vLLM serving the demo's policy for all tests of the session: `.url`, `.model`, `.model_folder`. A start takes
     a minute."""
-    return await shared_vllm.server()
+    yield await shared_vllm.server()
+    await shared_vllm.drop_if_ended()

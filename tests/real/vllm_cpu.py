@@ -45,13 +45,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class VllmServer:
-    """A ready server: its root URL, the model's served name, the folder that it serves, and whether
-    `/inference/v1/generate` is open."""
+    """A ready server: its root URL, the model's served name, the folder that it serves, whether
+    `/inference/v1/generate` is open, and the file of its log, which is there as long as the server."""
 
     url: str
     model: str
     model_folder: Path
     token_route: bool
+    log: Path
     switches: tuple[str, ...] = ()
 
 
@@ -83,15 +84,16 @@ async def vllm_server(
     block ends.
     """
     port = free_port()
-    server = VllmServer(
-        url=f"http://127.0.0.1:{port}",
-        model=model,
-        model_folder=model_folder,
-        token_route=token_route,
-        switches=tuple(switches),
-    )
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
         log = Path(folder) / "server.log"
+        server = VllmServer(
+            url=f"http://127.0.0.1:{port}",
+            model=model,
+            model_folder=model_folder,
+            token_route=token_route,
+            log=log,
+            switches=tuple(switches),
+        )
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
                 *_command(prefix, server, port, context_tokens),
@@ -123,20 +125,27 @@ class SharedVllm:
 
     async def server(self) -> VllmServer:
         """Return a server that is healthy."""
-        if self._server is not None:
-            async with aiohttp.ClientSession() as http:
-                if await _healthy(http, self._server):
-                    return self._server
-            await self.close()
-        self._server = await self._running.enter_async_context(vllm_server(self._prefix, self._model_folder))
+        await self.drop_if_ended()
+        if self._server is None:
+            self._server = await self._running.enter_async_context(vllm_server(self._prefix, self._model_folder))
         return self._server
+
+    async def drop_if_ended(self) -> None:
+        """Print the end of the server's log if the server is not healthy any more, and stop what is left of it."""
+        if self._server is None:
+            return
+        async with aiohttp.ClientSession() as http:
+            if await _healthy(http, self._server):
+                return
+        print(f"vLLM has ended:\n{_tail(self._server.log)}")
+        await self.close()
 
     async def close(self) -> None:
         self._server = None
         try:
             await self._running.aclose()
         except RuntimeError as error:
-            print(error)
+            print(str(error).partition("\n")[0])
 
 
 def _command(prefix: Path, server: VllmServer, port: int, context_tokens: int) -> list[str]:
