@@ -176,7 +176,10 @@ async def test_a_program_calls_real_servers_and_reads_a_skill(
         ]
     main = [turn for turn in rollout.turns if turn.kind == "main"]
     assert len(main) == 5
-    assert name == "openclaw" or all(turn.join != "fork" for turn in main)
+    # server-everything announces more tools right after its start. On a busy machine this announcement comes after a
+    # program's first call. OpenClaw forks at every turn.
+    forks = [turn.cause for turn in main if turn.join == "fork"]
+    assert name == "openclaw" or forks in ([], ["tools_changed"], ["tools_and_system_changed"])
 
 
 @pytest.mark.parametrize("name", slow_at_night(name for name in preset_names() if load_preset(name).skills))

@@ -13,7 +13,7 @@ import sys
 import pytest
 from _pytest.terminal import TerminalReporter
 
-MAX_FLAKY = 3
+MAX_FLAKY = 6
 RERUN_SECONDS = 600.0
 """Time limit of one test that runs alone."""
 
