@@ -70,7 +70,8 @@ MOST_SESSIONS = 10_000
 
 
 FIRST_ENTRY = 1 << 20
-"""Number of the first entry of such a session's timeline. The node that grades the session numbers from 0."""
+"""Number of the first entry that this module adds to the timeline of an external session. The entries of the node that
+grades the session are numbered from 0."""
 
 
 class SessionNotRunning(ServiceError):
@@ -276,7 +277,7 @@ class ExternalSessions:
                 await asyncio.wait({waiting, following}, return_when=asyncio.FIRST_COMPLETED)
                 if following.done() and following.result() is None:
                     return await waiting
-                if not following.done():  # the session's clock has ended it, or a turn could not be stored
+                if not following.done():  # the session's clock has ended it, or a turn could not be stored.
                     following.cancel()  # before the run is cancelled: a late PUT would start the run again
                     await asyncio.wait({following})
                     await run.cancel()

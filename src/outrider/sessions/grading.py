@@ -170,7 +170,7 @@ class Grading:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await shielded(self._undo.aclose)  # a callback that raises does not keep the others from running
+        await shielded(self._undo.aclose)  # if a callback raises, the others still run
 
     def start_ahead(self) -> None:
         """Start the new sandbox for grading now, if it can start without the agent's files and its resources are free.
@@ -517,7 +517,8 @@ def _raised(error: Exception) -> EvaluatorError:
 
 
 def _read_verdict(verdict: object, outcome: Outcome) -> Verdict:
-    """Return what an evaluator returned as a verdict. Raises EvaluatorError if it is none."""
+    """Check the value that an evaluator returned, and return the value as a verdict. Raises EvaluatorError for a value
+    that is no verdict."""
     try:
         read = read_verdict(verdict)
         check_indexes(read, outcome.calls)

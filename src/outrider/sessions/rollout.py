@@ -457,7 +457,7 @@ class Rollout:
             called, failure, unanswered = conversation.step_turns > 0, models.failure, conversation.failure
             try:
                 await self._collect(sandbox)
-            except Exception as failed:  # plugins may raise anything
+            except Exception as failed:  # plugins may raise anything.
                 # The run has ended, so neither the agent's program nor a clock can be the cause: only a failure of the
                 # sandbox may come from the agent.
                 end = end_of(failed) if isinstance(failed, RuntimeFailure | EvaluatorError) else End.ERROR
