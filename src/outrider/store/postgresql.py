@@ -97,7 +97,7 @@ HINTS: dict[str, str] = {
     "55P03": "another process holds the database: a long migration, or an administrator's statement",
     "57": "the server's log says why",
 }
-"""Hints by the beginning of the SQLSTATE."""
+"""Hints for errors of the server. A key is the beginning of the SQLSTATE of an error."""
 
 
 def postgresql_store(url: str, *, sole: bool = True, key: KeySource | None = None) -> Store:

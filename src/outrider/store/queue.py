@@ -131,7 +131,7 @@ class QueuePass:
     """One pass over the queue, which picks sessions that are due by `now`. A session that is due after `latest` is
     picked, too: no session is postponed for so long, so the system clock must have been set back. `under_way` counts
     the sessions under way by bucket. Buckets in `skip` are left out, and so are tenants with MOST_PASSED such buckets.
-    With `kind`, only sessions of this kind are considered; without, all but external sessions.
+    If `kind` is set, only sessions of this kind are picked; if `kind` is None, sessions of any kind except EXTERNAL.
     """
 
     def __init__(
@@ -279,6 +279,6 @@ class _Line:
         return read.pop()
 
     async def _is_empty(self, bucket: str) -> bool:
-        """Return True if no session waits in the bucket, due or not."""
+        """Return True if the bucket has no waiting session at all. A session that is not yet due counts as waiting."""
         sql = "SELECT 1 FROM sessions WHERE waiting = 1 AND priority = ? AND bucket = ? LIMIT 1"
         return not await self._pass.tx.fetch(sql, (self._priority, bucket))

@@ -261,7 +261,7 @@ class _Jobs:
                 job = self._waiting.get_nowait()
             except Empty:
                 return batch
-        self._waiting.put(None)  # so that the next call and the other threads stop, too
+        self._waiting.put(None)  # the next call and the other threads must stop, too
         return batch
 
     def _settle(self, raw: sqlite3.Connection, batch: Sequence[_Job]) -> list[_Outcome]:
@@ -279,10 +279,10 @@ class _Jobs:
             connection = _Connection(raw)
             outcomes = [_Outcome(job.future, _run(job.body, connection), None) for job in batch]
             raw.execute("COMMIT")
-            if self._commits is not None:  # only the writer's thread adds to it
+            if self._commits is not None:  # only the writer's thread adds durations
                 self._commits.add(time.perf_counter() - began)
             return outcomes
-        except Exception as error:  # a body may raise any exception
+        except Exception as error:  # a body may raise any exception.
             with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
                 raw.execute("ROLLBACK")
             if len(batch) == 1:
@@ -359,7 +359,7 @@ async def _result(jobs: _Jobs | None, body: Body[T], *, volatile: bool) -> T:
 def _deliver(outcomes: Sequence[_Outcome]) -> None:
     for future, value, error in outcomes:
         if future.done():
-            continue  # its caller was cancelled
+            continue  # the caller of the body was cancelled
         if error is None:
             future.set_result(value)
         else:
@@ -372,6 +372,6 @@ def _translated(error: Exception) -> Exception:
             "the database failed: out of memory", hint="the machine, or this process, has no memory left"
         )
     if not isinstance(error, sqlite3.Error) or isinstance(error, sqlite3.IntegrityError):
-        return error  # the statement is wrong, not the database: another try would fail in the same way
+        return error  # the statement is wrong, not the database: another try would fail in the same way.
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte of SQLite's extended codes
     return ServiceError(f"the database failed: {error}", hint=HINTS.get(code))

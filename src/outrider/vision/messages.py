@@ -11,7 +11,7 @@ from outrider.tokens.rendering.image_grids import Grid, ImageForm, ImageSettings
 from outrider.vision.documents import Pages
 
 LENGTH = 8
-"""Bytes of a message's length."""
+"""Number of bytes in which a message's length is written."""
 
 
 class ImageRequest(msgspec.Struct, frozen=True, tag="image"):

@@ -378,7 +378,7 @@ def _last_unread(db: sqlite3.Connection) -> int:
 
 
 def _unread(db: sqlite3.Connection, last: int | None) -> list[tuple[int, int, str, int]]:
-    """Return the place, number, id and attempt of sessions whose turns are unread."""
+    """Return the unread sessions: the place in `unread_turns`, the number, the id and the attempt of each."""
     return db.execute(
         """SELECT place, s.no, s.id, s.attempt FROM unread_turns JOIN kept_sessions AS s ON s.no = session_no
             WHERE ? IS NULL OR place <= ? ORDER BY place LIMIT ?""",

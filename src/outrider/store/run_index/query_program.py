@@ -145,7 +145,7 @@ class QueryGuard:
     """SQLite's authoriser for one query."""
 
     def __init__(self, views: Iterable[str], tables: Iterable[str], real: Iterable[str]) -> None:
-        """`real` are the names of everything in the file, in lower case."""
+        """`real` are the names of all tables and indexes in the file, in lower case."""
         self._real = frozenset((*real, *views))
         self.hidden = {name: f"hidden_{secrets.token_hex(16)}" for name in views}
         self._readable = frozenset((*views, *self.hidden.values()))
@@ -166,7 +166,8 @@ class QueryGuard:
                 return sqlite3.SQLITE_OK
             if first in TABLE_FUNCTIONS:
                 return sqlite3.SQLITE_OK
-            # A common table expression of which no column is read, as in `SELECT count(*) FROM ...`.
+            # SQLite reports a common table expression in this way if the query reads none of its columns, as in `SELECT
+            # count(*) FROM ...`.
             if (
                 first
                 and not second
