@@ -33,7 +33,7 @@ REWARD = "reward"
 MAX_REWARDS = 1 << 20
 """Maximum bytes of a file of rewards."""
 STEP_SECONDS = 60.0
-"""Time limit of every command except the tests themselves."""
+"""Time limit in seconds of every command except the tests themselves."""
 BEFORE = f"rm -rf {REWARD_JSON} {REWARD_TEXT} {OUTPUT} && mkdir -p {LOGS}"
 CLEAR = "mkdir -p /tests && find /tests -mindepth 1 -delete"
 RUN = f"chmod +x {TEST} && ({TEST}) > {OUTPUT} 2>&1"

@@ -19,7 +19,7 @@ from outrider.evaluators.checks.math_units import read_unit
 UNIT_AFTER = re.compile(
     r"[\s$]*(?:\\[)\]])?\s*(?:\\(?:text|mathrm)\s*\{)?\s*([a-zA-Z°%][a-zA-Z/^\d ]{0,30}?)\s*(?:[}.,;$\n]|$)"
 )
-"""The text behind a box, if the text begins with a word that may be a unit."""
+"""The text behind a box. It fits if it begins with a word that may be a unit."""
 WRITTEN = re.compile(
     r"""\\(?:operatorname\*?\s*\{\s*)?
         (?: (?:i{1,3}|o|small)nt | sum | prod | lim | gcd | lcm | max | min | [dt]?binom | choose | det ) (?![a-zA-Z])

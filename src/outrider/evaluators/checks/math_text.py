@@ -145,7 +145,7 @@ def _without_dollars(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Remove braces around the whole text, if they are not a set's."""
+    """Remove braces around the whole text. The braces of a set stay."""
     while text.startswith("{") and closing(text, 0) == len(text) - 1 and not split(text[1:-1], ",;")[1:]:
         text = text[1:-1].strip()
     return text

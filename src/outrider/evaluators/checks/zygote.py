@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 LIMITS = struct.Struct("dQi")
-"""Seconds of processor time, bytes of memory besides the loaded library, and the niceness to add to the check."""
+"""The format of a request: seconds of processor time, bytes of memory besides the loaded library, and the niceness to
+add to the check."""
 PIECE = 1 << 16
 
 

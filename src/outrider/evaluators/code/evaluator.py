@@ -1,7 +1,7 @@
 """The code evaluator: runs a candidate program in a sandbox and compares its results in the service.
 
-A program of the agent's last reply runs in a sandbox of its own with small limits, and a file in the sandbox where it
-lies.
+A program from the agent's last reply runs in a new sandbox with small limits. A program in a file runs in the sandbox
+that has the file.
 
 The candidate may have changed everything in its sandbox, including the interpreter. So the service sends only inputs to
 the sandbox, receives outputs, and never sends expected results. A hidden `check(candidate)` is Python code of the
@@ -201,7 +201,7 @@ class CandidateProgram:
     async def asked(self, name: str, call: dict[str, Any], *, prompt: str = "") -> dict[str, Any]:
         """Return the result of a call in the form of `guest.run_call`: an encoded `value`, or `raised`."""
         request = {"file": self._program, "prompt": prompt, "name": name, **call}
-        # -I: otherwise the guest's program could import a candidate's file named like a module of Python.
+        # -I, because otherwise the guest's program could import a candidate's file named like a module of Python.
         command = [self._options.python, "-I", "-B", "-c", f"{guest()}\nrun_call()"]
         done = await self._ran(command, json.dumps(request).encode())
         try:
@@ -237,8 +237,8 @@ class CandidateProgram:
         return done
 
     async def _confirm_broken(self) -> None:
-        """Set `broke_sandbox`. Raises the failure of another sandbox if that does not work either: the candidate is
-        then not the cause."""
+        """Set `broke_sandbox`. If another sandbox does not work either, the candidate is not the cause, and the failure
+        of this other sandbox is raised."""
         async with self._outcome.beside(small(self._outcome.task.runtime.resources)) as other:
             await probe(other, self._options.python)
         self.broke_sandbox = True

@@ -39,7 +39,7 @@ LIBRARY = Library(
 CHECKS = partial(Checks, library=LIBRARY)
 END_MARK, EXIT_CODE = ">>>>> End Test Output", ">>>>> Test Exit Code"
 FILE_SECONDS = 60.0
-"""Time limit of a command that finds, removes or checks files."""
+"""Time limit in seconds of a command that finds, removes or checks files."""
 LIST_MOUNTS = r"""printf '%s\0' "$(pwd -P)" && cat /proc/self/mounts"""
 """Prints the current folder, NUL and the mounts. NUL ends the folder's path, because an agent may have replaced the
 repository with a symbolic link to a folder whose path has a line break."""
@@ -261,7 +261,7 @@ WORDS = (
     ),
     ("again", "at_once", "by_default", "by_name", "first", "from_text", "in_order", "in_place", "later", "with_blanks"),
 )
-"""The words of `planted_name`, by their place."""
+"""Words from which `planted_name` makes a name. The name has one word of each tuple, in this order."""
 
 
 @cache
@@ -270,7 +270,7 @@ def source_text(name: str) -> str:
 
 
 def planted_name() -> str:
-    """Return a random name for the test that the plugin adds to each module of tests, which looks like the names of
+    """Return a random name for the test that the plugin adds to each module of tests. The name looks like the names of
     other tests."""
     return "_".join(("test", *map(secrets.choice, WORDS)))
 
