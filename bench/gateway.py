@@ -195,8 +195,8 @@ def _is_whole(request: Request, answer: bytes) -> bool:
 
 
 async def _latency(load: Load, plan: Plan) -> dict[str, Any]:
-    """Measure one request at a time: the percentiles per reply, byte and way, and the time that the way adds to a
-    direct call."""
+    """Measure requests one at a time. Returns the figures of `compared` for streamed and whole replies, for the first
+    and the last byte, and for each hop."""
     spent: dict[Way, list[Spent]] = {way: [] for way in WAYS}
     for number in range(plan.latency_rounds):
         for way in WAYS if number % 2 else reversed(WAYS):

@@ -76,8 +76,8 @@ FULL, QUICK = Plan(320, 96), Plan(64, 32)
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured kind: an evaluator, an endless supply of replies for it, and its `floor`, which is called with a
-    reply; `beside` is the floor's name. The evaluator of a `slow` kind starts programs."""
+    """A measured kind of evaluator: an evaluator, an endless supply of replies for it, and its `floor`, which is called
+    with a reply. `beside` is the floor's name. The evaluator of a `slow` kind starts programs."""
 
     evaluator: Evaluator
     spec: EvaluatorSpec

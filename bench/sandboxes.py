@@ -202,7 +202,8 @@ class Pace:
         self._cpu = 0.0
 
     async def add(self, lanes: int, number: int, live: Callable[[], Awaitable[tuple[float, float | None]]]) -> None:
-        """Start and stop `number` more sandboxes, `lanes` at once; `live` returns the seconds of its start and stop."""
+        """Start and stop `number` more sandboxes, `lanes` at once. `live` runs one sandbox, and returns the seconds of
+        the start and of the stop."""
 
         async def once() -> None:
             started, stopped = await live()

@@ -58,7 +58,7 @@ async def run(quick: bool) -> dict[str, Any]:
 
 
 def measure(plan: Plan) -> dict[str, Any]:
-    # with all slots busy, a batch takes one mean duration: so long takes the trainer
+    # With all slots busy, a batch takes one mean duration. The trainer takes equally long.
     mean = sum(moderate_time(random.Random(number)) for number in range(10_000)) / 10_000
     size = (plan.batches, plan.target)
     return {

@@ -167,7 +167,7 @@ class Venv:
 
 
 def requirements_of(wheel: Path) -> list[str]:
-    """The wheel's unconditional requirements (no extras), minus those left out; markers are kept for pip."""
+    """Return the wheel's requirements, except those of extras and those in LEFT_OUT. Markers are kept for pip."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = archive.read(name).decode()

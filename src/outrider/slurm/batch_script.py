@@ -17,7 +17,7 @@ from outrider.errors import InvalidField, RequestError
 
 URL_FILE = "url"
 TOKEN_FILE = "token"
-"""Names of the files URL_FILE and TOKEN_FILE in the job's folder. `job.sh` uses the same names."""
+"""Names of two files in the job's folder, for the service's address and for its token. `job.sh` uses the same names."""
 START_SECONDS = 600
 """Maximum seconds until the service is ready. The service first loads a tokenizer, and its embedded model if it has
 one."""
