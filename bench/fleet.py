@@ -72,7 +72,7 @@ class Session(msgspec.Struct, frozen=True):
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens of all calls of the session."""
+        """Number of prompt tokens in all calls of the session."""
         total, length = 0, sum(tokens for _, tokens in self.shared)
         for turn in self.turns:
             length += turn.new

@@ -52,7 +52,7 @@ FORMATS = (SampleFormat.JSONL, SampleFormat.PARQUET, SampleFormat.ARROW)
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Numbers of stored groups, of readings of all of them as a stream, and of readings as JSON."""
+    """Numbers of stored groups, of readings of all groups as a stream, and of readings of all groups as JSON."""
 
     groups: int
     readings: int

@@ -231,7 +231,7 @@ def locked(prefix: Path) -> Iterator[None]:
     """Hold a lock on a prefix during the block. Other runs wait, and then find the environment complete."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with prefix.with_name(f".{prefix.name}.lock").open("w") as file:
-        os.set_inheritable(file.fileno(), True)  # so that a pip process that outlives a killed run keeps the lock
+        os.set_inheritable(file.fileno(), True)  # a pip process that outlives a killed run keeps the lock
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

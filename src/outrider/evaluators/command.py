@@ -57,7 +57,7 @@ class CommandEvaluator:
         if TURNS_VARIABLE in self._run:
             variables[TURNS_VARIABLE] = f"{path}-turns"
             lines = []
-            for call in outcome.calls:  # without the bytes of images, which are named by their digests
+            for call in outcome.calls:  # the bytes of images are left out, because digests name the images
                 bare = (with_images(message, lambda image: replace(image, data=b"")) for message in call.messages)
                 lines.append(msgspec.json.encode(replace(call, messages=tuple(bare))) + b"\n")
             files[variables[TURNS_VARIABLE]] = b"".join(lines)

@@ -57,7 +57,7 @@ class Endpoints:
             )
 
     def mark(self, *texts: str) -> str:
-        """Return a word that the authors of the texts cannot guess. The same texts give the same word during the
+        """Return a word made from `texts` that their authors cannot guess. Equal texts give the same word during the
         lifetime of this object."""
         return hmac.new(self._secret, json.dumps(texts).encode(), hashlib.sha256).hexdigest()[:12]
 

@@ -286,7 +286,7 @@ class ExternalSessions:
                 return following.result()
         except asyncio.CancelledError:
             session = await shielded(lambda: self._store.session(live.attempt.session.id))
-            if session.ending is not None:  # otherwise the service stops, and the next service follows the run
+            if session.ending is not None:  # without `ending` the service stops, and the next service follows the run
                 await shielded(run.cancel)
             raise
 

@@ -405,7 +405,7 @@ class Grading:
                     await probe(runtime, shell if place is self._agents else None)
                     await collect(runtime, self._task.collect)
                     await runtime.snapshot(self._paths, untouched)
-            async with self._new_sandbox(layer=None) as runtime:  # without the agent's files
+            async with self._new_sandbox(layer=None) as runtime:  # this sandbox has no files of the agent
                 await probe(runtime, shell if place is self._graders else None)
                 if apart:
                     await runtime.restore(untouched, self._paths)

@@ -106,7 +106,7 @@ class _Begun(msgspec.Struct, frozen=True):
 
 
 def harbor_options(remote: RemoteSpec) -> HarborRemoteOptions:
-    """Return the options of a task for a run server. Raises InvalidField with the option's name."""
+    """Return the options of a task for a run server. Raises InvalidField, which names the invalid option."""
     try:
         return HarborRemoteOptions.model_validate(remote.options)
     except ValidationError as error:
@@ -184,7 +184,7 @@ class HarborRemoteRun:
         boundary = secrets.token_hex(16)
         body = multipart(boundary, msgspec.json.encode(self._metadata(folder)), archive)
         kind = f"multipart/form-data; boundary={boundary}"
-        # A server that reads the header gives the same run to a repeated request. Others ignore the header.
+        # A server that reads the header gives the same run to a repeated request. Other servers ignore the header.
         more = {"Idempotency-Key": self._name}
         give_up_at = asyncio.get_running_loop().time() + self._service.patience_seconds
         tries = 0

@@ -74,7 +74,7 @@ class SessionModels:
         logged: LoggedSession | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        """`logged` is the session that the log's lines about calls name. Failed calls are noted in `timeline`."""
+        """`logged` identifies the session in log lines about calls. Failed calls are noted in `timeline`."""
         self.policy = policy
         self.logged = logged
         self.bodies = Bodies(policy.backend.intake)

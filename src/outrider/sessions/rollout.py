@@ -287,7 +287,7 @@ class Rollout:
                     held.push_async_callback(sandbox.stop)
                     self._records += sandbox.records
                     held.enter_context(self._node.timelines.sandbox(self._timeline, sandbox, AGENT))
-                    held.push_async_callback(self.models.close)  # so that no call outlives the agent's sandbox
+                    held.push_async_callback(self.models.close)  # no call may outlive the agent's sandbox
                     warm = sandbox.started
                     if not warm and isinstance(sandbox.runtime, QueuesStarts):
                         self._queued.append(sandbox.runtime)

@@ -16,7 +16,7 @@ from outrider.store.database import Connection
 
 FIRST = 14
 Migrations = Sequence[Sequence[str]]
-"""The statements of each migration."""
+"""The SQL statements of each migration."""
 
 MIGRATIONS: Migrations = (
     (

@@ -278,7 +278,7 @@ class _Writer:
         self._patience = patience
         self._waiting: asyncio.Queue[_Job | None] = asyncio.Queue()
         self._stopping = False
-        self._batches = time.time_ns()  # starts at the current time, so that no number repeats
+        self._batches = time.time_ns()  # the first number is the current time, so that no number repeats
         self._limit: float | None = FOREVER
         self._raw: asyncpg.Connection | None = None
 

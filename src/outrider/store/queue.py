@@ -70,7 +70,7 @@ class QueueKind(IntEnum):
     EVALUATION = 1
     """Sessions of groups with EVALUATION_LABEL. They may use slots set aside for them, and all others."""
     EXTERNAL = 2
-    """Sessions whose agents run elsewhere. They need no slot, so they do not wait behind sessions that do."""
+    """Sessions whose agents run elsewhere. They need no slot, so they do not wait behind sessions that need one."""
 
 
 def kind_of(labels: Mapping[str, str], *, external: bool) -> QueueKind:

@@ -53,7 +53,7 @@ SHRINK_PAGES = 64
 """Maximum number of pages (256 KiB) that one call of `shrink` frees. The call occupies the writer for a few
 milliseconds."""
 SPARE = 10
-"""One page in this many is left free for later rows, because writes are slower in a file that shrinks and grows again
+"""One of this many pages is left free for later rows, because writes are slower in a file that shrinks and grows again
 and again."""
 
 HINTS: dict[int, str] = {
@@ -106,7 +106,7 @@ class SqliteDatabase:
                 threads = [self._start(f"reader-{n}", reads.serve, reads.stop) for n in range(READERS)]
                 threads.append(self._start("checkpoints", self._checkpointing(stopping), stopping.set))
                 await asyncio.gather(*(thread.opened for thread in threads))
-        except BaseException:  # also when cancelled: no started thread may be left running
+        except BaseException:  # after a cancellation, too, no started thread may be left running
             await self.close()
             raise
         self._writes, self._reads = writes, reads

@@ -170,7 +170,7 @@ class Store:
                     raise self._key_source.missing()
                 key = await asyncio.to_thread(self._key_source.make)
             self._key = key
-        except BaseException:  # also when cancelled: the database's threads must not be left running
+        except BaseException:  # after a cancellation, too, the database's threads must not be left running
             await self._db.close()
             raise
         return self

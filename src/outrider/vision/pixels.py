@@ -36,7 +36,8 @@ class UnreadableImage(Exception):
 
 
 class Pixels(msgspec.Struct, frozen=True):
-    """`levels` are the levels of the colours, uint8 of shape (patches, colours x frames x patch x patch)."""
+    """The patches of an image before normalisation. `levels` are the values of the colours, from 0 to 255, as uint8 of
+    shape (patches, colours x frames x patch x patch)."""
 
     grid: Grid
     levels: npt.NDArray[np.uint8]

@@ -72,8 +72,8 @@ AnswerT = TypeVar("AnswerT", ImageAnswer, DocumentAnswer)
 
 
 class DecodingProcess:
-    """The confined process. The first request starts the process, and `close` ends it. Only a caller that holds a turn
-    of `turns` may call `ask`."""
+    """The confined process. The first request starts the process, and `close` ends it. `ask` may be called only within
+    `async with turns.take(owner)`."""
 
     def __init__(self) -> None:
         self.turns = Turns(1)
@@ -89,8 +89,8 @@ class DecodingProcess:
         return None if self._process is None else self._process.pid
 
     async def ask(self, request: msgspec.Struct, answer: type[AnswerT], noun: str) -> AnswerT:
-        """Have a file decoded; `noun` is the kind of file, for messages. Raises ServiceError if the process fails and
-        the file is not the cause."""
+        """Have a file decoded. `noun` is the kind of file, for error messages. Raises ServiceError if the process fails
+        and the file is not the cause."""
         process = self._process or await self._start()
         assert process.stdin is not None
         assert process.stdout is not None

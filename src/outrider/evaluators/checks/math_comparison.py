@@ -47,7 +47,7 @@ CHOSEN = re.compile(
     re.DOTALL,
 )
 OTHER_LETTER = re.compile(r"\b(?:or|and)\b|\([A-J]\)|^\W*[A-J]\W*$|^\s*[,;/&|]")
-"""A text after a letter which shows that the answer names several letters: `A or B`, `A, C`."""
+"""Matches the text after a letter if the text shows that the answer names several letters: `A or B`, `A, C`."""
 CONSTANTS = ("C", "c", "K", "k")
 
 

@@ -182,10 +182,10 @@ NAME = re.compile(
         (?:_\s*(?:\w|\{\w{1,8}\}))? '* (?:\^\{?-1\}?)? \s* (?:\(\s*[\w,+\-\s]{1,20}\))? $""",
     re.VERBOSE,
 )
-"""The left side of an assignment: a variable, a sum of variables, a function of an argument, a segment, an angle, or
-words."""
+"""Matches the left side of an assignment: a variable, a sum of variables, a function of an argument, a segment, an
+angle, or words."""
 COMPOUND = re.compile(r'(\d[\d.]*\s*"?\s*[a-zA-Z]{1,8}\s*"?)\s*(\d[\d.]*\s*"?\s*[a-zA-Z]{1,8}\s*"?)$')
-"""A quantity in two units: `6 hours 30 minutes`."""
+"""Matches a quantity in two units: `6 hours 30 minutes`."""
 RATIONAL = re.compile(
     r"([-+]?)\s*(?:(\d+)|(\d*)\.(\d+)|(\d+)\s*/\s*(\d+)|\\frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\})$"
 )
@@ -754,7 +754,8 @@ def _of_chain(numbers: list[Quantity], signs: list[str]) -> Quantity | None:
 
 
 def _total(parts: list[Value]) -> Quantity | None:
-    """Return the sum of two quantities of the same dimensions, the greater unit first, or None."""
+    """Return the sum of two quantities of the same dimensions, if the first has the greater unit. Returns None
+    otherwise."""
     match parts:
         case [Quantity(value=great, unit=Unit() as unit), Quantity(value=small, unit=Unit() as less)]:
             if unit.dimensions == less.dimensions and unit.factor > less.factor:

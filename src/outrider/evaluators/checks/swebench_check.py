@@ -202,7 +202,7 @@ def report_of(spec: Any, log: str) -> dict[str, Any]:
 
 
 def passing(report: dict[str, Any]) -> dict[str, set[str]]:
-    """Return the passing tests of each of the two lists of tests, FAIL_TO_PASS and PASS_TO_PASS."""
+    """Return the passing tests of the two lists FAIL_TO_PASS and PASS_TO_PASS, by the name of the list."""
     status = report.get("tests_status", {})
     return {kind: set(status.get(kind, {}).get("success", ())) for kind in ("FAIL_TO_PASS", "PASS_TO_PASS")}
 

@@ -75,7 +75,7 @@ class CheckForker:
                 for pid in self._pids.values():
                     os.kill(pid, signal.SIGKILL)
                 for pid in self._pids.values():
-                    os.waitpid(pid, 0)  # because every check must have ended when this process exits
+                    os.waitpid(pid, 0)  # every check must have ended when this process exits
                 return
 
     def _take(self) -> bool:
@@ -120,7 +120,7 @@ class CheckForker:
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
             os.dup2(self._null, 2)
             connection = end.detach()
-            close_others({2, connection})  # because the fork has inherited the connections of other checks
+            close_others({2, connection})  # the fork has inherited the connections of other checks
             os.nice(nicer)
             confine_check(seconds, self._loaded + memory)
             request = b""
@@ -130,7 +130,7 @@ class CheckForker:
             while answer:
                 answer = answer[os.write(connection, answer) :]
             code = 0
-        finally:  # after any exception, because this process must not continue as a second zygote
+        finally:  # after an exception, this process must not continue as a second zygote
             os._exit(code)
 
 
@@ -148,4 +148,4 @@ def main(module: str) -> None:
     gc.collect()
     gc.freeze()  # a collection in a fork would write to, and so copy, every shared page
     zygote.serve()
-    os._exit(0)  # because threads or exit handlers of libraries could delay a normal exit
+    os._exit(0)  # threads or exit handlers of libraries could delay a normal exit

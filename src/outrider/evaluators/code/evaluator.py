@@ -43,13 +43,14 @@ QUOTED = 200
 RUN_SECONDS = 0.05
 """Minimum duration of one run of a program, in seconds."""
 LATE_SECONDS = 10.0
-"""Maximum seconds after the time limit of a run in which the sandbox must have ended the program. A fork bomb of
-thousands of processes leaves the sandbox's own process no processor time to do so."""
+"""If a program still runs this many seconds after the time limit of its run, the sandbox has failed to end the program.
+A fork bomb of thousands of processes leaves the sandbox's own process no processor time to do so."""
 SMALL = Resources(memory_mb=1024, disk_mb=256, pids=64)
 """Limits of a sandbox for a program of the last reply. A fork bomb of 64 processes leaves the sandbox's own process
 enough processor time to kill the bomb."""
 FEW_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "4")
-"""Variables for programs: numerical libraries start a thread per processor of the machine, which may exceed SMALL."""
+"""Variables with which programs run. Without them, numerical libraries start a thread per processor of the machine,
+which may exceed SMALL."""
 
 
 class WrongAnswer(Exception):
@@ -66,7 +67,7 @@ class CodeEvaluator:
         """Number of cases. The cases themselves are built again for each evaluation, because parsed cases need ten
         times the memory of their text."""
         self._seconds = options.total_seconds or spec.seconds * 0.75
-        if self._seconds >= spec.seconds:  # otherwise a slow candidate would cause an error instead of reward 0
+        if self._seconds >= spec.seconds:  # a slow candidate would then cause an error instead of reward 0
             raise InvalidField(
                 f"must be below task.evaluator.seconds, which is {spec.seconds:g}",
                 field="task.evaluator.options.total_seconds",
@@ -299,7 +300,7 @@ async def probe(runtime: Runtime, python: str) -> None:
         f"{python!r} does not run in the sandbox, and the evaluator 'code' needs it",
         hint="use an image that has python3, or name its interpreter: task.evaluator.options.python",
         log_tail=tail or None,
-        inside=not late,  # because a slow host may be the cause of a timeout
+        inside=not late,  # a slow host may be the cause of a timeout
     )
 
 

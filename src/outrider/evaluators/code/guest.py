@@ -99,11 +99,11 @@ def run_call() -> None:
         exec(compile(program, request["file"], "exec"), module.__dict__)
         function = getattr(module, name, None) or getattr(module.Solution(), name)
         answer = {"value": encode(function(*decode(request["args"]), **decode(request["kwargs"])))}
-    except BaseException as error:  # also SystemExit, which is then the result of the call
+    except BaseException as error:  # SystemExit is also caught, and is then the result of the call
         answer = {"raised": [type(error).__name__, str(error)[:1000]]}
     told.write(json.dumps(answer))
     told.flush()
-    os._exit(0)  # without waiting for threads, and without exit handlers
+    os._exit(0)  # this exit waits for no threads and runs no exit handlers
 
 
 class Checker:

@@ -41,8 +41,8 @@ END_MARK, EXIT_CODE = ">>>>> End Test Output", ">>>>> Test Exit Code"
 FILE_SECONDS = 60.0
 """Time limit in seconds of a command that finds, removes or checks files."""
 LIST_MOUNTS = r"""printf '%s\0' "$(pwd -P)" && cat /proc/self/mounts"""
-"""Prints the current folder, NUL and the mounts. NUL ends the folder's path, because an agent may have replaced the
-repository with a symbolic link to a folder whose path has a line break."""
+"""A shell command that prints the current folder, NUL and the mounts. NUL ends the folder's path, because an agent may
+have replaced the repository with a symbolic link to a folder whose path has a line break."""
 MODULE_SUFFIXES = (".py", ".pyc", ".so")
 SHARE_OF_TIME = 0.75
 """Default time limit of the tests, as a share of the evaluation's time limit."""
@@ -60,7 +60,7 @@ class SwebenchEvaluator:
                 hint='such as carry = ["src"], or carry = { diff = "." }; never a folder of programs',
             )
         self._seconds = options.test_seconds or spec.seconds * SHARE_OF_TIME
-        if self._seconds >= spec.seconds:  # otherwise a slow candidate would cause an error instead of reward 0
+        if self._seconds >= spec.seconds:  # a slow candidate would then cause an error instead of reward 0
             raise InvalidField(
                 f"must be below task.evaluator.seconds, which is {spec.seconds:g}",
                 field="task.evaluator.options.test_seconds",
@@ -286,7 +286,8 @@ def plugin(path: str, key: str, planted: str, name: str) -> str:
 
 
 def finder(new: Collection[str], path: str, key: str, name: str) -> str:
-    """Return the text of `sitecustomize.py` for one evaluation. `new` are the candidate's new files of modules."""
+    """Return the text of `sitecustomize.py` for one evaluation. `new` are the module files that the candidate has
+    added."""
     words = ", ".join(map(repr, (sorted(new), path, key, f"-p outrider_{name} ")))
     return f"{source_text('shadow_finder.py')}\n\nstart({words})\n"
 

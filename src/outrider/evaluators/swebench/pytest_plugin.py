@@ -133,11 +133,11 @@ class Guard:
         folders = tuple({folder_of_tests(os.path.abspath(str(item.fspath))) for item in items})
         for (module, name), value in parts_of_testing().items():
             before = self._parts.get((module, name))
-            if before is None and module in self._modules:  # a new name there replaces nothing
+            if before is None and module in self._modules:  # a name that is new in its module replaces nothing
                 continue
             if before is not None and before[0] is value and before[1] is code_of(value):
                 continue
-            # A function without a file, in the place of another one, was made by `exec`.
+            # A function that has replaced another one and has no file was made by `exec`.
             made = before is not None and isinstance(value, types.FunctionType) and not files_of(value)
             if made or self._is_under_test(value, folders):
                 self._report.tell(changed=f"{module}.{name}")
@@ -150,7 +150,8 @@ class Guard:
 
     def _added(self, config: Any, items: Any) -> Any:
         """Yield the objects that may have been added to the run after pytest imported the tests, each with a name."""
-        # A module of tests, except the module with the canaries, may name plugins of the repository.
+        # New plugins are expected if a module of tests names plugins of the repository. The module with the canaries is
+        # not searched, because it also contains the word.
         texts = [text for file, text in self._texts.items() if os.path.basename(file) != os.path.basename(__file__)]
         if self._plugins is not None and not any(b"pytest_plugins" in (text or b"") for text in texts):
             for plugin in config.pluginmanager.get_plugins() - self._plugins:
@@ -186,7 +187,8 @@ def code_of(value: Any) -> Any:
 
 
 def files_of(value: Any) -> Any:
-    """Return the existing files of the code of a value: of a function, else of the value's class."""
+    """Return the existing files with the code of a value. For a function, this is its own code; for any other value,
+    the code of its class."""
     if isinstance(value, functools.partial):
         value = value.func
     if isinstance(value, property):
@@ -403,5 +405,5 @@ def plant(config: Any, path: str, key: str, planted: str, option: str) -> None:
     report = ReportFile(path, key)
     config.pluginmanager.register(Guard(report), "outrider-guard")
     config.pluginmanager.register(Watcher(planted), "outrider-watcher")
-    if not worker:  # because pytest passes the reports of a worker to the first process
+    if not worker:  # pytest passes the reports of a worker to the first process
         config.pluginmanager.register(Reporter(config, report, key, planted), "outrider-reporter")

@@ -348,9 +348,9 @@ class CapturedTurns:
         )
 
     def _quoted(self, messages: Sequence[Message], opening: ConversationStart) -> int | None:
-        """Find the last of the messages that is the reply of a recorded turn with the same first message, and return
-        the index of this turn. Returns None if there is no such message, or if a turn with this `opening` gave the same
-        reply."""
+        """Return the index of the turn whose reply is the last quoted one in `messages`. Only turns count whose
+        conversation has the same first message as `opening`. Returns None if no reply is quoted, or if a turn with this
+        `opening` gave the same reply."""
         for message in reversed(messages):
             if message.role is Role.ASSISTANT:
                 said = self._replies.get((opening.first, message_key(message).body))

@@ -26,7 +26,8 @@ from outrider.store.store import Store
 T = TypeVar("T")
 
 CHORE_SECONDS = 5.0
-"""Seconds between two turns of the background work, so that a reader finds little left to do."""
+"""Seconds between two runs of the background work. The interval is short, so that little is left to do when a reader
+comes."""
 EVENTS_AT_ONCE = 1000
 GROUPS_AT_ONCE = 50
 SESSIONS_AT_ONCE = 16
@@ -37,7 +38,7 @@ Busy."""
 READ_SECONDS = 10.0
 """Maximum seconds of one read in this process."""
 STEPS_BETWEEN_LOOKS = 10_000
-"""Number of SQLite's steps between two checks of the clock."""
+"""Number of steps of SQLite's virtual machine between two checks of the clock."""
 TASK_LABEL = "task"
 """Label that names the task of a group. Without the label, groups with the same instruction have the same task."""
 CURSOR, CURSOR_AT, FILLED = "cursor", "cursor_at", "filled"
@@ -78,7 +79,7 @@ class RunIndex:
         self._gone.update(group_ids)
 
     async def chore(self) -> None:
-        """One turn of the background work: make the index complete, however long it takes."""
+        """Make the index complete, however long it takes. The background work calls this method every CHORE_SECONDS."""
         async with self._failures():
             more = True
             while more:

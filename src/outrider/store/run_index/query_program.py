@@ -124,7 +124,7 @@ FUNCTIONS = frozenset(
 )
 TABLE_FUNCTIONS = frozenset({"json_each", "json_tree"})
 STEPS_BETWEEN_LOOKS = 2000
-"""Number of SQLite's steps between two checks of the clock."""
+"""Number of steps of SQLite's virtual machine between two checks of the clock."""
 MAX_TEXT = 1_000_000
 """Maximum bytes of one value."""
 NAMES = {value: name[7:] for name, value in vars(sqlite3).items() if name.startswith("SQLITE_") and name[7:] in {
@@ -258,7 +258,7 @@ def check_confinement(db: sqlite3.Connection, tables: list[str], view: str) -> N
 
 
 def encoded(cursor: sqlite3.Cursor, limits: Mapping[str, float], began: float) -> str:
-    """Return the columns and rows as JSON. Stops after the limits of rows and bytes."""
+    """Return the columns and rows as JSON. Stops at the limit of rows or of bytes."""
     columns = [column[0] for column in cursor.description]
     rows: list[str] = []
     size, truncated = 0, False
