@@ -37,8 +37,8 @@ PERCENTILES = (50, 95, 99)
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The amount of measurement: the number of rounds, and the number of requests in each block, one after another and
-    `CONCURRENCY` at once."""
+    """The amount of measurement: the numbers of rounds and of requests in each block. In blocks for latency, requests
+    are made one after another; in blocks for rates, `CONCURRENCY` at once."""
 
     latency_rounds: int
     latency_block: int

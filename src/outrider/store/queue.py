@@ -68,7 +68,8 @@ class QueueKind(IntEnum):
 
     ORDINARY = 0
     EVALUATION = 1
-    """Sessions of groups with EVALUATION_LABEL. They may use slots set aside for them, and all others."""
+    """Sessions of groups with EVALUATION_LABEL. They may use all slots, including the slots reserved for
+    evaluations."""
     EXTERNAL = 2
     """Sessions whose agents run elsewhere. They need no slot, so they do not wait behind sessions that need one."""
 

@@ -92,7 +92,8 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueLength(msgspec.Struct, frozen=True):
-    """The number of waiting sessions, and the numbers of buckets and tenants that have waiting sessions."""
+    """The number of waiting sessions, held sessions included, and the numbers of buckets and tenants that have waiting
+    sessions."""
 
     sessions: int
     buckets: int

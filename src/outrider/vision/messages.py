@@ -35,7 +35,7 @@ class DocumentAnswer(msgspec.Struct, frozen=True):
 
 
 class ImageAnswer(msgspec.Struct, frozen=True):
-    """The image in the requested form and its grid, or the reason why it cannot be read."""
+    """The image in the requested form and its grid, or the reason why the image cannot be read."""
 
     grid: Grid | None = None
     item: bytes = b""

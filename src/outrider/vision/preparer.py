@@ -229,8 +229,8 @@ def _size(found: DocumentPages | str) -> int:
 
 
 def item_size(settings: ImageSettings, grid: Grid) -> int:
-    """Estimate the maximum number of bytes of an image's `item` from its grid. Patches have this number of bytes, and a
-    PNG has about half of it at most."""
+    """Estimate the maximum number of bytes of an image's `item` from its grid. An item with patches has this size. An
+    item with a PNG has at most about half of this size."""
     return settings.values_of(grid) * 4 // 3 + ITEM_HEAD
 
 
