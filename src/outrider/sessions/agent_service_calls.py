@@ -98,8 +98,8 @@ class ServiceCalls:
         again_on: Collection[int] = TRANSIENT,
     ) -> bytes:
         """Send a request and return the content of the reply. The request is repeated for up to `patience_seconds`
-        while the service is out of reach or replies with a status in `again_on`. Raises RemoteRunFailed after this
-        time, and at once for any other status outside of 200 to 299."""
+        while there is no reply, or a reply with a status in `again_on`. Raises RemoteRunFailed after this time, and at
+        once for any other status outside of 200 to 299."""
         loop, name = asyncio.get_running_loop(), self.name
         give_up_at = loop.time() + self._service.patience_seconds
         for tries in count():

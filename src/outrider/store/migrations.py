@@ -238,8 +238,8 @@ MIGRATIONS: Migrations = (
         # `usable_trains` is 1, a session counts for `min_usable` only if some of its tokens train.
         "ALTER TABLE groups ADD COLUMN translator TEXT",
         "ALTER TABLE groups ADD COLUMN usable_trains INTEGER NOT NULL DEFAULT 0",
-        # A row is an idempotency key that `create_group` refuses until the time `until`. `key` has the form of
-        # groups.idempotency_key.
+        # A row is an idempotency key that `create_group` refuses until the time `until`. The keys have the form
+        # TENANT/KEY, as in groups.idempotency_key.
         """CREATE TABLE refused_keys (
             idempotency_key TEXT PRIMARY KEY,
             tenant TEXT NOT NULL,
