@@ -232,7 +232,7 @@ def of_programs() -> dict[str, Kind]:
     """Return the kinds that run programs in a sandbox."""
 
     def bare(*argv: str, given: bytes = b"", times: int = 1) -> Callable[[str], Awaitable[None]]:
-        def run() -> None:  # not asyncio's subprocess, which copies the page tables of this process
+        def run() -> None:  # asyncio's subprocess is not used, because it copies the page tables of this process
             for _ in range(times):
                 subprocess.run(argv, input=given, stdout=subprocess.DEVNULL, check=True)
 

@@ -164,7 +164,7 @@ def session_result(
     other arguments are fields of `SessionResult`.
     """
     policy = {} if task is None else policy_of(task.branches)
-    order = list(BranchPolicy)  # from the policy that uses most of a session to the policy that uses least
+    order = list(BranchPolicy)  # the policy that uses most of a session comes first
     policy = {kind: max(chosen, at_most, key=order.index) for kind, chosen in policy.items()}
     counts = count_session(turns, policy)
     return SessionResult(

@@ -413,7 +413,7 @@ class _LiveSession:
             try:
                 await self._all.close()
                 await self._store.drop_turns(self.attempt.session.id, self.attempt.session.attempt)
-            except Conflict:  # completed meanwhile
+            except Conflict:  # the session was completed meanwhile
                 raise
             except OutriderError as error:
                 self._failure = error  # later calls are refused, so this attempt cannot continue

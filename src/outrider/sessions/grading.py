@@ -237,7 +237,7 @@ class Grading:
             try:
                 confirmed = await self._confirm_excess(failure, outcome, place)
             finally:
-                del failure  # breaks a cycle: see `_confirm_excess`
+                del failure  # the deletion breaks a cycle: see `_confirm_excess`
             self._stopwatch.lap("eval")
             return Grade(verdict=verdict or confirmed, excess=True)
         assert verdict is not None
@@ -361,7 +361,7 @@ class Grading:
         try:
             raise failure
         finally:
-            del failure  # breaks a cycle: see `_confirm_excess`
+            del failure  # the deletion breaks a cycle: see `_confirm_excess`
 
     @asynccontextmanager
     async def _place(self, agents: Runtime) -> AsyncIterator[Runtime]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 GENERATE = "generate"
-"""Name in the timeline of the action of a call that requests a reply."""
+"""The action of a call that requests a reply, as the timeline names the action."""
 INPROCESS = "inprocess"
 """The dialect of an agent in this process, which sends messages without HTTP."""
 

@@ -119,7 +119,7 @@ async def make_patch(runtime: Runtime, spec: DiffSpec, repository: str, archive:
     try:
         patch = await runtime.read(f"{repository}/.git/outrider-patch", limit=MAX_PATCH)
     except RuntimeFailure as error:
-        await runtime.exec(["true"], seconds=SECONDS)  # raises if the whole sandbox is broken
+        await runtime.exec(["true"], seconds=SECONDS)  # this call raises if the whole sandbox is broken
         message = f"the agent's changes in {repository} are more than {MAX_PATCH >> 20} MiB"
         raise EvaluatorError(message, inside=True) from error
     await _run(runtime, repository, TIDY)

@@ -315,7 +315,7 @@ class Rollout:
             await held.enter_async_context(grading)
             grading.start_ahead()
             ended = await self._run_and_collect(sandbox, harness, context)
-            if ended.reason is StopReason.SESSION_TIMEOUT:  # such a session is not graded
+            if ended.reason is StopReason.SESSION_TIMEOUT:  # a session that is out of time is not graded
                 return Ending(reason=ended.reason)
 
             place = await held.enter_async_context(HeldSlot(lanes.eval, *line))

@@ -209,7 +209,7 @@ class _Connection:
 
     def __init__(self, raw: asyncpg.Connection, limit: float | None = None) -> None:
         self._raw = raw
-        self._limit = limit  # in seconds; None for the connection's own limit
+        self._limit = limit  # the limit is in seconds; None for the connection's own limit
 
     async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
         # The server's reply ends with the number of rows, as in `UPDATE 3` or `INSERT 0 1`. Statements that work on no

@@ -153,8 +153,8 @@ async def _sessions(tx: Connection, column: str, ids: Sequence[str]) -> list[Ses
 
 
 def _chunks(ids: Sequence[str]) -> list[tuple[Sequence[str], str]]:
-    """Return the ids in chunks of one length, so that a database prepares one statement, and the placeholders. The last
-    chunk repeats its last id."""
+    """Return the ids in chunks, each with its placeholders. All chunks have one length, so that a database prepares one
+    statement. The last chunk repeats its last id."""
     found: list[tuple[Sequence[str], str]] = []
     for start in range(0, len(ids), AT_ONCE):
         some = list(ids[start : start + AT_ONCE])

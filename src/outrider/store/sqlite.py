@@ -178,7 +178,7 @@ class SqliteDatabase:
         target = ":memory:" if self._path is None else self._path
         raw = sqlite3.connect(target, timeout=BUSY_SECONDS, isolation_level=None)
         try:
-            raw.execute(f"PRAGMA auto_vacuum={INCREMENTAL}")  # has an effect only before the file has any content
+            raw.execute(f"PRAGMA auto_vacuum={INCREMENTAL}")  # this has an effect only before the file has any content
             raw.execute("PRAGMA journal_mode=WAL").fetchall()
             raw.execute(f"PRAGMA synchronous={NORMAL}")
             raw.execute("PRAGMA foreign_keys=ON")

@@ -91,7 +91,7 @@ class CheckForker:
             pidfd = os.pidfd_open(pid)
             self._pids[end.fileno()], self._ends[pidfd] = pid, end
             self._poll.register(pidfd, select.POLLIN)
-            self._poll.register(end, 0)  # reports only hang-ups
+            self._poll.register(end, 0)  # the poll reports only hang-ups
         return True
 
     def _ended(self, pidfd: int) -> None:

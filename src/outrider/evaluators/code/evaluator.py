@@ -294,7 +294,7 @@ async def probe(runtime: Runtime, python: str) -> None:
             return
         tail, late = done.log_tail(), done.timed_out
     except RuntimeFailure as error:  # for example, the program does not exist
-        await runtime.exec(["true"], seconds=PROBE_SECONDS)  # raises if the whole sandbox is broken
+        await runtime.exec(["true"], seconds=PROBE_SECONDS)  # this call raises if the whole sandbox is broken
         tail = error.message
     raise EvaluatorError(
         f"{python!r} does not run in the sandbox, and the evaluator 'code' needs it",

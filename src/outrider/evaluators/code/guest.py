@@ -152,7 +152,7 @@ class Checker:
                 return decode(answer["value"])
             except Exception as error:  # the candidate forged the output of `run_call`
                 self._said.put({"failed": f"the program gave no value: {error}"[:1000]})
-                self._answers.get()  # waits for ever, because the check must not hide the failure
+                self._answers.get()  # this wait never ends, because the check must not hide the failure
         name, message = answer["raised"]
         kind = getattr(builtins, name, None)
         # Other types, such as SystemExit or a class of the candidate, become RuntimeError. StopIteration also becomes

@@ -109,7 +109,7 @@ class SwebenchEvaluator:
             f". {shlex.quote(place)}/run.sh", cwd=options.folder, merged=True, seconds=self._seconds
         )
         outcome.log(done.stdout)
-        alive = await runtime.exec(["true"], seconds=FILE_SECONDS)  # raises if the whole sandbox is broken
+        alive = await runtime.exec(["true"], seconds=FILE_SECONDS)  # this call raises if the whole sandbox is broken
         if alive.exit_code != 0:
             raise EvaluatorError("the sandbox runs no program after the tests", log_tail=alive.log_tail(), inside=True)
         metrics = {
@@ -318,5 +318,5 @@ async def records_at(runtime: Runtime, path: str) -> str:
     except FileNotFoundError:
         return ""
     except (IsADirectoryError, RuntimeFailure) as error:
-        await runtime.exec(["true"], seconds=FILE_SECONDS)  # raises if the whole sandbox is broken
+        await runtime.exec(["true"], seconds=FILE_SECONDS)  # this call raises if the whole sandbox is broken
         return str(error)

@@ -30,8 +30,8 @@ CONFIGURATION = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
     *("pyproject.toml", "sitecustomize.py", "usercustomize.py", "entry_points.txt"),
 )
-"""Files in any folder of the repository that influence the tests and their results. The last file, beside a package on
-Python's path, names plugins for pytest to load."""
+"""Names of files that influence the tests and their results, in any folder of the repository. `entry_points.txt`,
+beside a package on Python's path, names plugins that pytest loads."""
 GIT = (".git", ".gitattributes")
 """Files of git that the script's `git` commands read. These files can name programs for git to run, and contain the
 original files that git restores."""

@@ -85,7 +85,7 @@ class RunIndex:
             while more:
                 began = time.monotonic()
                 more = await self._step() or await self._step_of_turns(None)
-                await asyncio.sleep(time.monotonic() - began)  # leaves half of the time to the service's other work
+                await asyncio.sleep(time.monotonic() - began)  # half of the time is left to the service's other work
 
     async def catch_up(self, *, turns: bool = False) -> None:
         """Return once the index has every change whose event is stored now, and with `turns` the turns of the sessions
