@@ -54,8 +54,8 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
         except (IsADirectoryError, UnicodeDecodeError) as error:
             raise NoAnswer(f"{file} is no text") from error
         except RuntimeFailure as error:
-            # The file is too large or not a regular file, or the sandbox is broken. The command raises if the whole
-            # sandbox is broken.
+            # The file is too large or not a regular file, or the sandbox is broken. If the sandbox is broken, this
+            # command raises.
             await outcome.runtime.exec(["true"], seconds=PROBE_SECONDS)
             raise NoAnswer(f"{file} cannot be read: {error.message}") from error
     if not text.strip():

@@ -40,7 +40,8 @@ class Endpoints:
         self._cache: OrderedDict[bytes, Any] = OrderedDict()
 
     def grader(self, name: str, *, field: str) -> GraderConfig:
-        """Return the grader with this name. For an unknown name, raises InvalidField with all known names."""
+        """Return the grader with this name. For an unknown name, raises InvalidField with a hint that lists the known
+        names."""
         if name not in self._graders:
             known = ", ".join(sorted(self._graders)) or "none"
             raise InvalidField(

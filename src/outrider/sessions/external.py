@@ -278,7 +278,7 @@ class ExternalSessions:
                 if following.done() and following.result() is None:
                     return await waiting
                 if not following.done():  # the session's clock has ended it, or a turn could not be stored.
-                    following.cancel()  # before the run is cancelled: a late PUT would start the run again
+                    following.cancel()  # this comes before `run.cancel`, because a late PUT would start the run again
                     await asyncio.wait({following})
                     await run.cancel()
                     return await waiting

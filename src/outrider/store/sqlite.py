@@ -373,5 +373,5 @@ def _translated(error: Exception) -> Exception:
         )
     if not isinstance(error, sqlite3.Error) or isinstance(error, sqlite3.IntegrityError):
         return error  # the statement is wrong, not the database: another try would fail in the same way.
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte of SQLite's extended codes
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte of an extended code is SQLite's code
     return ServiceError(f"the database failed: {error}", hint=HINTS.get(code))

@@ -293,7 +293,7 @@ async def probe(runtime: Runtime, python: str) -> None:
         if done.exit_code == 0 and done.stdout == READY.encode():
             return
         tail, late = done.log_tail(), done.timed_out
-    except RuntimeFailure as error:  # for example, the program does not exist
+    except RuntimeFailure as error:  # for example, the program does not exist.
         await runtime.exec(["true"], seconds=PROBE_SECONDS)  # this call raises if the whole sandbox is broken
         tail = error.message
     raise EvaluatorError(

@@ -98,8 +98,8 @@ class Guard:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: Any) -> None:
-        """Remember the plugins that pytest has before it imports tests. The package of such a plugin is not the code of
-        a candidate alone, but also part of pytest."""
+        """Remember the plugins that pytest has before it imports tests. A package with such a plugin is a part of
+        pytest here, and does not count as code under test."""
         self._plugins = session.config.pluginmanager.get_plugins()
         names = [each.__name__ for each in self._plugins if isinstance(each, types.ModuleType)]
         tops = [sys.modules.get(name.partition(".")[0]) for name in (*names, *OF_TESTING)]
