@@ -78,8 +78,8 @@ def fault_text(fault: ErrorDetails, kind: type[BaseModel] | None = None) -> str:
 def first_fault(
     error: ValidationError, kind: type[BaseModel] | None = None, *, below: str = "", hint: str | None = None
 ) -> InvalidField:
-    """Return the error for the first fault. `kind` is the model that refused the values, and `below` the path of these
-    values' field. Raises InvalidField for too many faults."""
+    """Return the error for the first fault. `kind` is the model that refused the values, and `below` is the path of the
+    field that holds these values. Raises InvalidField for too many faults."""
     first = complaints(error)[0]
     field = ".".join(map(str, (below, *first["loc"]) if below else first["loc"]))
     return InvalidField(fault_text(first, kind), field=field, hint=hint)

@@ -33,8 +33,8 @@ from outrider.messages import (
 
 Grids = Mapping[str, tuple[int, int, int] | str]
 PagesOf = Callable[[str], DocumentPages | str | None]
-"""Returns the pages of a document by its digest: the reason as text if the document cannot be read, and None if it is
-not known yet."""
+"""A function from a document's digest to the document's pages. The result is a text with the reason if the document
+cannot be read, and None if the document has not been read yet."""
 PDF = "application/pdf"
 
 MAX_USER_RUN = 64
@@ -141,7 +141,7 @@ def pixel_size(data: bytes) -> tuple[int, int] | None:
 
 
 class UnpreparedImages(Exception):
-    """The grids of these images of a message are not known yet."""
+    """Raised for a message with images whose grids are not known yet."""
 
     def __init__(self, images: Sequence[Image]) -> None:
         super().__init__(f"{len(images)} images")
@@ -149,7 +149,7 @@ class UnpreparedImages(Exception):
 
 
 class UnpreparedDocuments(Exception):
-    """The pages of these documents of a message are not known yet."""
+    """Raised for a message with documents whose pages are not known yet."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
         super().__init__(f"{len(documents)} documents")

@@ -42,7 +42,8 @@ View = Any
 
 
 class Column(ABC):
-    """A column of the field `name` of samples. `of` is the name in `Sample`, if it differs."""
+    """The column of one field of the samples. `name` is the column's name. `of` is the name of the field in `Sample`,
+    if it differs from the column's name."""
 
     def __init__(self, name: str, of: str = "") -> None:
         self.name = name
@@ -129,7 +130,8 @@ class ListColumn(Column):
 
 
 class PackedColumn(Column):
-    """A list of numbers for each row, from and to the bytes of packed numbers: no number becomes a Python object."""
+    """A list of numbers for each row. Lists are encoded from packed bytes and decoded to packed bytes, so no number
+    becomes a Python object."""
 
     def __init__(self, name: str, of: str, code: str = "i") -> None:
         super().__init__(name, of)
@@ -344,7 +346,7 @@ def batches(samples: Sequence[Sample]) -> Iterator[bytes]:
 
 
 def rows_of_batches(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """Yield the samples of each batch."""
+    """Divide samples among batches, and yield the samples of each batch."""
     some: list[Sample] = []
     size = 0
     for sample in samples:

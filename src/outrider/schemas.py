@@ -335,9 +335,10 @@ class RunDiff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChangedSessions(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a cancellation or a retry of sessions. `matched` sessions match; `changed` were cancelled or
-    submitted again, in the new `groups` for a retry. `skipped` counts the others by reason. `sessions` are the first
-    100 that match. With `dry_run` nothing was changed. `error` is the refusal at which a retry stopped."""
+    """The result of a cancellation or a retry of sessions. `matched` is the number of sessions that match, and
+    `changed` the number of sessions that were cancelled or submitted again. A retry submits them in the new `groups`.
+    `skipped` counts the matching sessions that were left as they are, by reason. `sessions` are the first 100 that
+    match. With `dry_run` nothing was changed. `error` is the refusal at which a retry stopped."""
 
     matched: int
     changed: int
@@ -360,8 +361,9 @@ class PauseView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueuePauses(msgspec.Struct, frozen=True, kw_only=True):
-    """The pauses of the queue, the oldest first. `held` sessions of the caller's tenant, or of all tenants, wait for
-    their end. `changed` is the number of sessions that this request has held or released."""
+    """The pauses of the queue, the oldest first. `held` is the number of sessions that the pauses hold: those of the
+    caller's tenant, or of all tenants for an admin. `changed` is the number of sessions that this request has held or
+    released."""
 
     pauses: tuple[PauseView, ...]
     held: int
@@ -690,7 +692,8 @@ class RunSeconds(msgspec.Struct, frozen=True, kw_only=True):
 class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """The report of the doctor of runs: the amount of data that was read, and the findings, the most severe first.
 
-    groups, sessions: the groups and the done sessions that were read. not_done: further sessions of these groups.
+    groups, sessions: the groups and the done sessions that were read. not_done: the number of sessions of these groups
+        that are not done.
     truncated: true if there are more groups, which are older and were not read.
     read_sessions, read_turns: the sessions and model calls of the sample whose turns and timelines are read.
     """

@@ -278,7 +278,7 @@ class NetworkSpec(Spec):
 
 
 DEFAULT_KIND = "namespace"
-"""The kind of sandbox where neither a task nor a node's setting names one."""
+"""Kind of sandbox if neither the task nor the node's settings name a kind."""
 
 
 class RuntimeSpec(Spec):
@@ -305,7 +305,8 @@ class RuntimeSpec(Spec):
 
     @property
     def sandbox_kind(self) -> str:
-        """The kind, or DEFAULT_KIND without one. Nodes fill in their own default before (`with_default_runtime`)."""
+        """The kind of the sandbox, or DEFAULT_KIND if none is set. A node has already put its own default into the task
+        (`with_default_runtime`)."""
         return self.kind or DEFAULT_KIND
 
     @model_validator(mode="after")
@@ -369,8 +370,9 @@ class McpServer(Spec):
         return self
 
     def secrets(self) -> list[tuple[str, str]]:
-        """Return the variables and headers, by names in which a search for secrets finds every header. A header's
-        credential, such as the token after `Bearer`, is listed as well."""
+        """Return the variables and headers as pairs of a name and a value, in which `redaction.secrets_in` looks for
+        secrets. Every header is named "secret header", so each counts as a secret. The credential in a header, such as
+        the token after `Bearer`, is a pair of its own."""
         headers = [value for text in self.headers.values() for value in (text, text.rpartition(" ")[2])]
         return [*self.env.items(), *(("secret header", value) for value in headers)]
 

@@ -25,10 +25,10 @@ MOST_ENTRIES = 1000
 MOST_CHARACTERS = 200
 """Maximum number of characters of an entry's name."""
 MOST_BYTES = 8 << 20
-"""Maximum size in bytes of a part. The maximum number of entries of all kinds, each with the longest text, fits into a
-part."""
+"""Maximum size of a `TimelinePart` in bytes. A part can hold the maximum number of entries of every kind, each with the
+longest text."""
 MOST_PARTS = 500
-"""Maximum number of parts that are stored at once."""
+"""Maximum number of parts that one call stores."""
 
 
 class EntryKind(StrEnum):
