@@ -108,7 +108,7 @@ class _Option(click.Option):
 
 
 class CliCommand(click.Command):
-    """A command. Its help is the docstring of its function, in the same lines."""
+    """A command. The help is the docstring of the command's function, with the same line breaks."""
 
     def __init__(
         self, callback: Callable[..., Any], params: Sequence[click.Parameter], *, help: str, name: str | None = None
@@ -117,8 +117,9 @@ class CliCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         if not gc.isenabled():
-            # In a process of its own, the garbage collector is off until now. Imported objects are never garbage, and
-            # scanning them during the imports and at the end of Python takes a quarter of the time of a short command.
+            # If the command line has a process of its own, `main` has turned the garbage collector off. Imported
+            # objects are never garbage, and scanning them during the imports and at the end of Python takes a quarter
+            # of the time of a short command.
             gc.freeze()
             gc.enable()
         return super().invoke(ctx)
@@ -130,9 +131,9 @@ class CliCommand(click.Command):
 
 
 class CliGroup(click.Group):
-    """Commands or groups by name. `load` returns the command or group with a name. It is called only for the command
-    that runs or whose help is shown. `lines` are the first lines of their help. If a line is None, it is read from the
-    command."""
+    """Commands or groups by name. `load` returns the command or group with a name, and is called only for the command
+    that runs or whose help is shown. `lines` has the first line of each member's help by the member's name. If a line
+    is None, the command is loaded to read the line."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-import outrider.tokens.rendering  # noqa: F401 - before `main` starts a thread: a process with threads imports more
+import outrider.tokens.rendering  # noqa: F401 - before `main` starts a thread: with threads, the import takes longer
 from outrider.cli.event_loop import run_service, short_pauses
 from outrider.cli.long_running import start_log
 from outrider.concurrency.chores import Failures
