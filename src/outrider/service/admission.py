@@ -134,13 +134,13 @@ async def stored_group(store: Store, group_id: str) -> StoredGroupSpec:
 
 
 def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
-    # The nesting is checked first, one level at a time, so that no value can overflow the stack.
+    # The nesting is checked first, one level at a time and without recursion, so that no value can overflow the stack.
     level: list[tuple[Location, Any]] = [((), value)]
     for _ in range(MAX_DEPTH):
         below: list[tuple[Location, Any]] = []
         for path, outer in level:
             if isinstance(outer, Mapping):
-                rewards = kind is ReportSpec and path in (("turns",), ("rows",))  # a list: one for each turn or row
+                rewards = kind is ReportSpec and path in (("turns",), ("rows",))  # lists: one reward per turn or row
                 if len(outer) > MAX_NAMES and "options" not in path and not rewards:
                     raise InvalidField(
                         f"has {len(outer)} fields; no object has more than {MAX_NAMES}", field=_shown(path)

@@ -1,7 +1,7 @@
 """Pushes finished groups from the outbox to their callback URLs, at least once.
 
-The body of a push is the reply to `GET /v1/groups/{id}`, or the form of the system whose client submitted the group
-(`GroupRow.translator`). The header `Idempotency-Key` is the group's id, so that a
+The body of a push is the reply to `GET /v1/groups/{id}`. If a client of another system has submitted the group
+(`GroupRow.translator`), the body has this system's form. The header `Idempotency-Key` is the group's id, so that a
 receiver recognises a repeated push. Invariant: a delivery leaves the outbox only after a 2xx reply, or when an admin
 discards the delivery. A delivery that is given up stays in the outbox as a dead letter.
 """
@@ -61,7 +61,7 @@ all be for one slow receiver."""
 MAX_FAULT = 300
 """Maximum length in characters of a stored failure description."""
 Translate = Callable[[GroupRow], Awaitable[bytes]]
-"""Makes the body of the callback of a finished group. Raises NotFound if the group was removed."""
+"""A function that makes the body of a finished group's callback. Raises NotFound if the group was removed."""
 NOT_REFUSED = frozenset({408, 425, 429})
 """Statuses below 500 after which a push should be tried again later."""
 
@@ -161,7 +161,8 @@ class Deliverer:
         return 1 if receiver in self._failing else MAX_PUSHES_EACH
 
     def _admit(self, due: Iterable[Delivery]) -> list[Delivery]:
-        """Select the deliveries to start now, within the limits, and record them as under way."""
+        """Select the deliveries to start now, within MAX_PUSHES and MAX_PUSHES_EACH, and record these deliveries as
+        under way."""
         pushes = Counter(self._under_way.values())
         admitted = []
         for delivery in due:

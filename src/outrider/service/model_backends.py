@@ -92,7 +92,7 @@ async def open_models(
                 follows=None if leader is None else partial(FollowedPolicy, leader=leader(serves)),
             )
             await stack.enter_async_context(pool)
-            # Documents have a process of their own, because an image is decoded faster than a document is read.
+            # Documents are read in a process of their own, so that no image waits for a document, which takes longer.
             images, decoding, reading = None, DecodingProcess(), DecodingProcess()
             stack.push_async_callback(decoding.close)
             stack.push_async_callback(reading.close)

@@ -24,7 +24,7 @@ Rewards = Mapping[str, Sequence[float]]
 
 def compare(a: Sequence[ListedRun], b: Sequence[ListedRun], *, names: tuple[str, str], passed: float = 1.0) -> RunDiff:
     """Compare the sessions of two runs, each in the order of their submission. A session is solved if its reward is at
-    least `passed`. `names` are the selectors of both."""
+    least `passed`. `names` are the selectors of the two runs."""
     rewards = _rewards(a), _rewards(b)
     common = [task for task in rewards[0] if task in rewards[1]]
     flips = _flips(a, b, passed)

@@ -173,7 +173,7 @@ class Scheduler:
 
     @property
     def under_way(self) -> int:
-        """Number of attempts under way, without external sessions, which the next service continues."""
+        """Number of attempts under way. External sessions are not counted, because the next service continues them."""
         return len(self._placements) - len(self._open_external)
 
     async def run_dry(self) -> None:
@@ -356,7 +356,7 @@ class Scheduler:
         finally:
             placement.give_back()
             self._under_way[session.bucket] -= session.id not in self._open_external
-            if not self._under_way[session.bucket]:  # deleted, because the number of buckets has no limit
+            if not self._under_way[session.bucket]:  # zeros are deleted, because the number of buckets has no limit
                 del self._under_way[session.bucket]
             # A requeued session may already run again, as another attempt.
             if self._placements.get(session.id) is placement:
