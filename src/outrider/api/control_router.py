@@ -69,8 +69,8 @@ def body(kind: type[Spec], *, empty: bytes = b"") -> Any:
 
 
 class ControlRouter:
-    """Routes below a version (`/v1`) and a prefix, which check the role of the caller. A handler returns a msgspec
-    struct, or a Response."""
+    """Routes whose paths begin with a version (`/v1`) and a prefix. Each route checks the role of the caller. A handler
+    returns a msgspec struct, or a Response."""
 
     def __init__(self, prefix: str = "", *, version: str = "/v1") -> None:
         self.routes = APIRouter(prefix=version + prefix, dependencies=[Depends(check_role)])
@@ -110,8 +110,8 @@ class ControlRouter:
         response_class: type[Response] = Response,
     ) -> Callable[[H], H]:
         """Return a decorator that adds a route. `errors` are the errors that the OpenAPI description cannot derive from
-        the route's path, parameters and body. `also` are descriptions of further replies, by status; `forms` are those
-        of the same reply in other media types."""
+        the route's path, parameters and body. `also` are the descriptions of further replies, by status. `forms` are
+        the descriptions of this reply in other media types."""
 
         def register(handler: H) -> H:
             self.roles[f"{method} {self.routes.prefix}{path}"] = role

@@ -111,9 +111,9 @@ class _Routes:
     async def _page(
         self, request: Request, fitting: Callable[[GroupSummary], Awaitable[list[T]]], *, limit: int
     ) -> tuple[list[T], str | None]:
-        """Return one page: the results of `fitting` for the groups after the request's `after`, and the value of
-        `after` for the next page (None for the last page). The page ends with the group that reaches the request's
-        limit."""
+        """Return one page of a list: the results of `fitting` for the groups after the group that the request's `after`
+        names. Also returns the value of `after` for the next page, which is None on the last page. The page ends with
+        the group that reaches the request's limit."""
         most, after = _number(request, "limit", limit), request.query_params.get("after")
         found: list[T] = []
         for _ in range(0, MOST_GROUPS, GROUPS_AT_ONCE):

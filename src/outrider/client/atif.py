@@ -40,7 +40,7 @@ def trajectory(sample: Sample, row: ChatRow) -> Trajectory:
                 step["is_copied_context"] = True
             steps.append(step)
         elif message["role"] == Role.TOOL.value:
-            if not steps or steps[-1]["source"] != "agent":  # the tool's call is not in the row
+            if not steps or steps[-1]["source"] != "agent":  # the row does not contain the call of this tool
                 steps.append({"source": "agent", "message": "", "llm_call_count": 0, "is_copied_context": True})
             step = steps[-1]
             calls = {call["tool_call_id"] for call in step.get("tool_calls", ())}

@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 MOST_RESAMPLED = 500
-"""Number of values above which an interval is the normal approximation, which is then as good and needs no
+"""For more values than this, an interval is computed by the normal approximation, which is then as good and needs no
 resamples."""
 NORMAL_QUANTILE = 1.959964
 """The quantile of the normal distribution for CONFIDENCE."""

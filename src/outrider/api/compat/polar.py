@@ -66,7 +66,7 @@ def routes(service: Service) -> list[CompatRoute]:
 
 
 class PolarServer:
-    """The handlers of the routes of Polar's rollout server. Tasks are those of the caller's tenant."""
+    """The handlers of the routes of Polar's rollout server. A caller sees only tasks of the caller's own tenant."""
 
     def __init__(self, service: Service, reader: PolarReader) -> None:
         self._service = service

@@ -72,7 +72,7 @@ def routes(service: Service) -> list[CompatRoute]:
 
 
 class VerlProxy:
-    """The handlers of the recipe's routes. Sessions are those of the caller's tenant."""
+    """The handlers of the recipe's routes. A caller sees only sessions of the caller's own tenant."""
 
     def __init__(self, service: Service) -> None:
         self.bound = BoundRuns(service)
@@ -157,7 +157,7 @@ class VerlProxy:
         for _ in range(MOST_PAGES):
             try:
                 page = await store.groups_before(before, limit=MOST_LISTED, harness="external", tenant=caller.tenant)
-            except NotFound:  # the group `before` was removed meanwhile: the list ends here
+            except NotFound:  # the last group of the previous page was removed meanwhile, so the list ends here
                 break
             for group in page:
                 if DELETED_LABEL in group.labels or len(found) == MOST_LISTED:

@@ -65,8 +65,8 @@ class SessionFacts(msgspec.Struct, kw_only=True):
 
     cut: turns whose reply ended at the token limit.
     calls: tool calls of the replies, malformed ones included.
-    tools: by name.
-    speeds: by engine.
+    tools: the results of tools, by the tool's name.
+    speeds: the speed of each engine, by the engine's name.
     engine: the engine of the first turn, at the time `began`.
     first_wait: the time from the request to the first token of the first turn, None if no token was sampled.
     waits: the time from the request to the first token, for each later turn during which the policy's version stayed
