@@ -77,8 +77,8 @@ class Section(BaseModel):
 
 
 class Setting(NamedTuple):
-    """The command-line option of a setting, such as "--port PORT", and its default in words, if the value of the field
-    does not show the default."""
+    """Describes a setting on the command line. `option` is the option, such as "--port PORT". `default` is a text about
+    the default, for a field whose value does not show the default."""
 
     option: str | None = None
     default: str | None = None

@@ -224,7 +224,7 @@ def _gpus() -> tuple[Finding, ...]:
 
 
 def _network(runtimes: Iterable[Finding]) -> Finding:
-    """Return whether tasks could have a network, and by which means."""
+    """Return the finding about networks: whether tasks can have a network, and by which means."""
     kinds = [one.name for one in runtimes if one.ok and getattr(resolve("runtime", one.name), "filters_network", False)]
     named = [name for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY") if environment(name)]
     way = f"through the proxy of {named[0]}" if named else "by direct connections"

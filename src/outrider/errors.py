@@ -174,8 +174,8 @@ def renamed_field(old: str, new: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def renamed_fields(names: Iterable[tuple[str, str]], *, whole: Collection[str] = ()) -> Iterator[None]:
-    """Like `renamed_field`, for pairs of an old and a new name. The first pair that matches is used. An error about a
-    field below a new name in `whole` has only the new name as its field."""
+    """Like `renamed_field`, for pairs of an old and a new name. The first pair that matches is used. If the new name is
+    in `whole`, the error names only the new name, without the rest of the path below it."""
     try:
         yield
     except OutriderError as error:

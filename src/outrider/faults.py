@@ -86,8 +86,8 @@ def first_fault(
 
 
 def known_names(kind: type[BaseModel], place: Sequence[int | str]) -> list[str]:
-    """Return the names of the fields that the object at `place` may have. `place` is the location of a fault below
-    `kind`."""
+    """Return the names of the fields that the object at `place` may have. `place` is the path from the model `kind` to
+    this object, as in the location of a fault."""
     models = [kind]
     for part in place:
         fields = [field.annotation for model in models for name, field in model.model_fields.items() if name == part]

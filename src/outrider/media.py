@@ -45,7 +45,7 @@ _MEDIA_TYPE = re.compile(r"[\w.+-]{1,32}/[\w.+-]{1,64}", re.ASCII)
 _ADDRESS = re.compile(rf"https?://[!-;=?-Z_a-z~]{{1,{MAX_ADDRESS}}}", re.ASCII)
 _MAX_SEGMENTS = 256
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-"""Markers of JPEG's segments with the image's size."""
+"""Markers of the JPEG segments that contain the image's size."""
 
 
 def carried_by_tool(messages: WireMessages, index: int) -> bool:
@@ -61,7 +61,7 @@ def carried_by_tool(messages: WireMessages, index: int) -> bool:
 
 def check_attachments(parts: Sequence[Part], messages: WireMessages, index: int) -> None:
     """Raise RequestError if there are attachments among the parts of message `index` and no tool sent them. Documents
-    are left to `ReadableMessages`."""
+    are not checked here, but by `ReadableMessages`."""
     for part in parts:
         if isinstance(part, Attachment) and not isinstance(part, Document) and not carried_by_tool(messages, index):
             raise RequestError(f"{part.field}: {part.reason}", field=part.field)

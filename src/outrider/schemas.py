@@ -21,8 +21,8 @@ Role = Literal["read", "submit", "node", "admin"]
 """The rights of a token. `submit` includes `read`, `node` only allows a node to join, `admin` allows everything."""
 
 Severity = Literal["error", "warning", "info"]
-"""The severity of a finding: `error` spoils what is trained on or fails sessions, `warning` wastes time or tokens,
-`info` is good to know."""
+"""The severity of a finding: an `error` spoils training data or makes sessions fail, a `warning` wastes time or tokens,
+an `info` is only worth knowing."""
 
 PolicyPause = Literal["finish", "abort"]
 """The effect of a policy pause on the generations in flight: they run to their end, or are cut off and continued
@@ -321,7 +321,7 @@ class RunDiff(msgspec.Struct, frozen=True, kw_only=True):
     """A comparison of two runs. `reward` and `pass_at` are the differences b - a. `paired` is the number of tasks that
     have graded sessions on both sides; the differences are over these tasks alone, or over all tasks as two independent
     sets if `paired` is 0. `gained` pairs of sessions are solved in `b` only, `lost` in `a` only, and `flips` are the
-    first of them."""
+    first of these pairs."""
 
     a: RunSide
     b: RunSide

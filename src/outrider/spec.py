@@ -654,7 +654,8 @@ def fields_of_step(step: int) -> Iterator[None]:
 
 
 def step_field(step: int) -> str:
-    """Return the path of the fields of a step. The first step is 0."""
+    """Return the path of a step in a request, such as `task.then.0`; the fields of the step are below this path. The
+    first step is 0, with the path `task`."""
     return f"task.then.{step - 1}" if step else "task"
 
 

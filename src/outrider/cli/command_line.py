@@ -25,7 +25,8 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 """Settings of every command: the options that show its help, and the help's maximum width in columns."""
 
 Callback = Callable[[click.Context, click.Parameter, Any], Any]
-"""Called when a value is read: with the context, the parameter and the value. Returns the value to be used."""
+"""A function that is called when the value of an option is read, with the context, the parameter and the value. Returns
+the value to be used instead."""
 
 
 class CliArgument:
@@ -203,7 +204,8 @@ class CliGroup(click.Group):
 
 
 def _single(kind: Any) -> tuple[Any, bool]:
-    """Return the type of a single value, and True for a list: `str` and True for `list[str] | None`."""
+    """Return the type of one value of a parameter, and whether the parameter takes a list of values. For `list[str] |
+    None`: `str` and True."""
     [given] = [each for each in get_args(kind) if each is not NoneType] if NoneType in get_args(kind) else [kind]
     return (get_args(given)[0], True) if get_origin(given) is list else (given, False)
 

@@ -75,8 +75,8 @@ COMMANDS = {
     "slurm": ("slurm:slurm", "Submit a job that runs a service and its nodes on a Slurm cluster."),
     "eval": ("evaluate:eval_", "Run the tasks of a source, and score the policy."),
 }
-"""The commands by name: each a module of this package and a command in the module, and the first line of the command's
-help, which the list of commands shows without the module."""
+"""The commands by name. The value has the command's place (`module:function`, in this package) and the first line of
+its help. So the list of commands can be shown without an import of the modules."""
 
 GROUPS = {
     "consumers": (

@@ -146,7 +146,7 @@ PATIENCE = 300.0
 REPORT_AFTER = 5.0
 """Seconds after which `patiently` logs a warning with the reason for its retries."""
 REPORT_EVERY = 30.0
-"""Minimum seconds between two such warnings of an event loop, however many calls are retried."""
+"""Minimum seconds between two warnings about retries in one event loop, however many calls are retried."""
 LATER = frozenset({408, 425, 429})
 """The statuses below 500 after which another try may help, also if a proxy sent them."""
 UNAVAILABLE = frozenset({502, 503, 504})
@@ -277,8 +277,8 @@ class AsyncClient:
     async def group_page(
         self, wanted: Mapping[str, Any] = {}, *, after: str | None = None, limit: int = 20
     ) -> GroupList:
-        """Return one page of the groups that match, newest first. `wanted` has arguments of `sessions` by name; the
-        bounds of the reward are those of a group's mean reward."""
+        """Return one page of the groups that match, newest first. `wanted` are filters, named as the arguments of
+        `sessions`. `min_reward` and `max_reward` apply to a group's mean reward."""
         return await self._call("GET", "/v1/groups", GroupList, query=_filter(wanted, after, limit))
 
     async def cancel(self, group_id: str) -> GroupView:

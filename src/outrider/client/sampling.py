@@ -425,7 +425,7 @@ class DynamicSampler:
                 else:
                     await wait_for_event(changed, full_since + patience - _now())
                 if full_since is not None and _now() >= full_since + patience:
-                    slow = next(iter(self._running), "GROUP")  # none while the group is being submitted
+                    slow = next(iter(self._running), "GROUP")  # empty while the slow group is still being submitted
                     log.warning(
                         "a full batch is held for slow groups (%d run): outrider show %s", len(self._running), slow
                     )

@@ -90,7 +90,8 @@ name to the location of an error."""
 NO_FIELDS = STEP_KINDS | {"[key]", "DiffSpec"}
 """Parts of an error's location that are not field names."""
 LIST_OF = "list["
-"""Prefix of the part that pydantic adds to an error's location where one alternative of a union is a list."""
+"""Prefix of a part of an error's location, such as `list[str]`. Pydantic adds this part if a field may be a list or a
+value of another type."""
 RESOURCES = ("cpus", "memory_mb", "gpus")
 """Resources of a node that are reserved for sessions."""
 CHECK_SECONDS = 120.0

@@ -120,7 +120,8 @@ class Deliverer:
             await chores.begin("callbacks", partial(self._push_due, sessions, chores))
 
     async def _push_due(self, sessions: AsyncExitStack, chores: Chores) -> None:
-        """Start the pushes that are due, and wait until more pushes may be due. `sessions` closes the HTTP session."""
+        """Start the pushes that are due, and wait until more pushes may be due. The HTTP session is entered into the
+        exit stack `sessions`."""
         self._work.clear()
         # A push that ends while the outbox is read may still be listed as due, but must not be sent again.
         busy = set(self._under_way)

@@ -198,7 +198,7 @@ class ViewReader:
         return found
 
     async def count_tokens(self, text: str) -> int:
-        """Return the number of the policy's tokens in a text."""
+        """Return the number of tokens of a text, counted with the policy's tokenizer."""
         if (tokenizer := self._tokenizer) is None:
             raise ServiceError("the policy's tokenizer is not known: tokens cannot be counted")
         return await self._offload.run(lambda: len(tokenizer.encode(text)))

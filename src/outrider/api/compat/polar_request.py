@@ -527,9 +527,9 @@ def _check_replayed(asked: PolarRuntime) -> None:
 
 
 def _agent_seconds(metadata: Mapping[str, Any], seconds: float) -> float:
-    """Return the limit of the agent's run. A limit below `seconds` ends the run, and the work is graded. Otherwise the
-    session's own limit ends the session without a grade; the run's limit is then set so high that it is never reached
-    first."""
+    """Return the time limit of the agent's run in seconds, from the request's `metadata`. `seconds` is the time limit
+    of the session. If the run reaches its limit first, the work is graded; a session that reaches its own limit has no
+    grade. For a limit of `seconds` or more, returns MAX_SECONDS, so that the session's limit is reached first."""
     given = metadata.get("agent_timeout", MAX_SECONDS)
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
         raise InvalidField("must be a number of seconds above 0", field="metadata.agent_timeout")

@@ -165,7 +165,7 @@ def asked_of(spec: ProcessSpec, job_id: str) -> Asked:
 
 
 class Handler(NamedTuple):
-    """A handler of the settings with its task file's table."""
+    """A handler of the settings, and the content of its task file (`table`)."""
 
     name: str
     settings: ProrlHandlerConfig

@@ -202,5 +202,5 @@ def _pieces(packed: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 def _findings(evidence: RunEvidence) -> Steps[list[RunFinding]]:
-    yield INLINE_BYTES + 1  # a size with which the thread applies the rules, which takes some milliseconds
+    yield INLINE_BYTES + 1  # a step of this size runs in the thread: the rules take some milliseconds
     return diagnose(evidence)
