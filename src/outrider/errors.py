@@ -68,8 +68,8 @@ class Boundary(StrEnum):
 
 
 CODES_WITHOUT_CLASS = ("internal_error", "expired", "lease_expired")
-"""Codes that belong to no class of exceptions: `internal_error` stands for any unexpected exception, and the others
-are in records that are made without an exception."""
+"""Codes that belong to no class of exceptions: `internal_error` stands for any unexpected exception. The other codes
+are used in records that are made without an exception."""
 
 NO_THREAD = "can't start new thread"
 """Text of Python's RuntimeError when no thread can be started."""

@@ -112,8 +112,8 @@ class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledImage(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of getting an image on one machine, through `node`: the image's digest and the bytes of its files, or
-    the error."""
+    """The result of getting an image on one machine. `node` is a node of the machine. The result has the image's digest
+    and the bytes of its files, or the error."""
 
     node: str
     digest: str | None = None
@@ -216,7 +216,7 @@ class GroupView(GroupFields, frozen=True, kw_only=True):
 
 
 class JsonGroupView(GroupFields, frozen=True, kw_only=True):
-    """A `GroupView` as it is in JSON."""
+    """A `GroupView` in the form that JSON has: the samples are `JsonSample`."""
 
     sessions: tuple[SessionView, ...]
     samples: tuple[JsonSample, ...] | None = None

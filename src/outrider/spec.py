@@ -731,8 +731,9 @@ class TranslatedSpec(Spec):
 
 
 class StoredGroupSpec(GroupSpec):
-    """A group as stored. `regrades`: by sample index, the sessions whose runs are graded again without running agents.
-    `regrades` is empty if the group runs agents. `translated` is set for the group of another system's client."""
+    """A group as stored. `regrades` are the ids of the sessions whose runs this group grades again, one for each of its
+    samples. `regrades` is empty for a group that runs agents. `translated` is set for the group of another system's
+    client."""
 
     regrades: list[str] = []
     translated: TranslatedSpec | None = None

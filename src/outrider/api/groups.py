@@ -270,7 +270,7 @@ async def _reply(service: Service, view: GroupView | SampleList, *, columns: boo
 
 def _in_form(pieces: Sequence[bytes], *, columns: bool) -> Response:
     reply = long_reply(pieces, MEDIA_TYPE) if columns else long_reply(pieces)
-    reply.headers["Vary"] = "Accept"  # for caches
+    reply.headers["Vary"] = "Accept"  # a cache must not give one client's form to another
     return reply
 
 

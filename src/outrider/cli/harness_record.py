@@ -53,7 +53,7 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
 
 class RecordedFiles(msgspec.Struct, frozen=True, kw_only=True):
     """The output of `outrider harness record --json`. `has_instruction` is false if the draft lacks {instruction}.
-    `refused` are the calls that were not answered with success, with their number: method, path, status, reason."""
+    `refused` counts the calls that were answered with an error, by method, path, status and reason."""
 
     task: str
     transcript: str

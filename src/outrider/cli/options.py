@@ -124,7 +124,7 @@ def command(function: Callable[..., None]) -> CliCommand:
         with ExitStack() as stack:
             for name, kind in made.items():
                 passed[name] = _made(kind, ctx, given)
-                if isinstance(passed[name], AbstractContextManager):  # a `Client`
+                if isinstance(passed[name], AbstractContextManager):  # a `Client`, which is closed after the command
                     stack.enter_context(passed[name])
             function(**passed)
 

@@ -772,7 +772,7 @@ class AsyncClient:
 
     def _unreachable(self, error: OSError) -> ServiceError:
         if self.url.startswith("https:"):
-            import ssl  # see wire/tls.py
+            import ssl  # late, for the reason given in wire/tls.py
 
             if isinstance(error, ssl.SSLCertVerificationError):
                 return ServiceUnusable(
@@ -1038,7 +1038,7 @@ class Client:
         with self.open(self.asynchronous.external_session(session)) as opened:
             try:
                 yield BlockingExternalSession(self, opened)
-            except BaseException as error:  # `open` does not pass the error of the block on
+            except BaseException as error:  # `open` does not report the block's error to the session
                 self.run(opened.fail(error))
                 raise
 

@@ -35,8 +35,8 @@ def bootstrap_interval(means: Sequence[float]) -> tuple[float, float] | None:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the confidence interval of the mean of `values`, as `bootstrap_interval`, or by the normal approximation
-    for more than MOST_RESAMPLED values. None for fewer than two values."""
+    """Return the confidence interval of the mean of `values`: that of `bootstrap_interval` for up to MOST_RESAMPLED
+    values, and by the normal approximation for more values. None for fewer than two values."""
     if len(values) <= MOST_RESAMPLED:
         return bootstrap_interval(values)
     half = NORMAL_QUANTILE * stdev(values) / math.sqrt(len(values))

@@ -397,7 +397,8 @@ class DynamicSampler:
             return self._deliver(began, held)
 
     async def _fill(self) -> float:
-        """Wait until a batch may be delivered. Returns the time for which the batch was full before, in seconds."""
+        """Wait until a batch may be delivered. Returns for how many seconds the batch was full, but had to wait for
+        older groups."""
         full_since: float | None = None
         patience = HELD_SECONDS
         self._wanted = True

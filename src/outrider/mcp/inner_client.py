@@ -72,7 +72,7 @@ class _InnerConnections(Connections):
 
 
 class _InnerResponse(Response):
-    """A whole response of an application in this process."""
+    """The response of an application in this process, received as a whole."""
 
     def __init__(self) -> None:
         self._status = 500

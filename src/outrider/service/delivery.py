@@ -255,7 +255,8 @@ class Deliverer:
         except TimeoutError:
             return Failure(f"the receiver did not answer within {TRY_SECONDS:.0f} s")
         except (aiohttp.InvalidURL, ValueError):
-            # aiohttp raises errors of both kinds. The error's text is left out, because it may contain a secret URL.
+            # aiohttp raises either error for an invalid URL. The error's text is left out, because it may contain a
+            # secret URL.
             return Failure("the callback URL cannot be used", refused=True)
         except (aiohttp.ClientError, OSError) as error:
             return Failure(storable((str(error) or type(error).__name__)[:MAX_FAULT]))

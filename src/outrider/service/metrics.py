@@ -233,7 +233,7 @@ FAMILIES = (
 
 
 class Value(NamedTuple):
-    """One value of a family."""
+    """One value of a metric. `family` is the name of the metric, and `labels` are the values of its labels."""
 
     family: str
     labels: Labels

@@ -172,7 +172,7 @@ class ServiceCounts:
         self._note_error(self.failed_attempts, error)
 
     def note_session(self, end: SessionEnd) -> None:
-        """Count a session that is done, and its group if that is done, too."""
+        """Count a session that is done. If its group is now done as well, also count the group."""
         result, session_id = end.result, end.session.id
         self.ended[result.stop_reason] += 1
         if result.error is not None:

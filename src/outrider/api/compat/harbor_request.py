@@ -45,7 +45,8 @@ ProxyUrl = Annotated[str, StringConstraints(min_length=1, max_length=2048), Afte
 
 
 class HarborServedAgent(HarborRunAgent):
-    """The agent: by `name`, or `import_path` with an agent class of Outrider as `module:Class`."""
+    """The agent of a run: the `name` of an agent program, or the `import_path` of an agent class for Outrider, as
+    `module:Class`."""
 
     name: RunText | None = None
     import_path: RunText | None = None

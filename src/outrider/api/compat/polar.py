@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 REFUSED_SECONDS = 300.0
 """A task that was cancelled before its submission cannot be submitted within these seconds."""
 SUBMIT_STATUSES = {400: 422, 413: 422, 429: 503, 501: 503}
-"""Statuses of a refused submission, by the status of the error's class. Polar's clients handle 409, 422 and 503."""
+"""Replacements for the HTTP status of a refused submission: the keys are statuses of Outrider's errors. Polar's clients
+handle 409, 422 and 503."""
 TASK_STATUSES = ("running", "completed", "failed", "cancelling", "cancelled")
 TASK_ID = TypeAdapter(TaskId)
 REFUSED_PATHS = ("/nodes/register", "/nodes/{node_id}/heartbeat", "/callbacks/session_result")

@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 SESSION_STATUSES = {422: 400, 413: 400, 429: 503, 501: 503}
-"""Statuses of a failed creation of a session, by the status of the error's class. Polar's clients handle 400 and
-409."""
+"""Replacements for the HTTP status if a session cannot be created: the keys are statuses of Outrider's errors. Polar's
+clients handle 400 and 409."""
 OPEN_SECONDS = 5.0
 """Maximum seconds that making a session waits until the session takes model calls."""
 PROXY_SESSION = "_proxy_session_id"

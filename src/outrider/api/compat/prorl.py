@@ -65,7 +65,8 @@ ENGINE_PREFIX = "prorl-"
 MOST_JOBS = 100_000
 """Maximum number of unfinished groups among which jobs are searched."""
 STATUSES = {501: 503, 502: 503}
-"""Replaces the status of an error: ProRL's clients get 503 if an engine, a runtime or a program is not available."""
+"""Replacements for the HTTP status of an error: the keys are statuses of Outrider's errors. ProRL's clients get 503 if
+an engine, a runtime or a program is not available."""
 
 
 def routes(service: Service) -> list[CompatRoute]:

@@ -133,7 +133,7 @@ class DoctorOfRuns:
                 if packed:
                     reader = FactsReader(session_id)
                     await self._offload.run_steps(_read(reader, packed, parts[:MOST_PARTS]))
-                    # The comparison of long prompts takes some time, so it runs in the thread, too.
+                    # The comparison of long prompts takes some time, so it runs in the offload thread.
                     await self._offload.run(partial(evidence.add_facts, group_id, reader.facts))
 
 
