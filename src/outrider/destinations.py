@@ -74,7 +74,8 @@ class Destination(NamedTuple):
         return bool(self.mirror) or not self.host.startswith("*")
 
     def matches(self, host: str, port: int) -> bool:
-        """Return whether the destination includes a host, as `host_name` returns it, and a port."""
+        """Return whether the destination includes this host at this port. `host` has the form that `host_name`
+        returns."""
         if self.mirror or (self.ports and port not in self.ports):
             return False
         return self.host in ("*", host) or (self.host[:2] == "*." and host.endswith(self.host[1:]))

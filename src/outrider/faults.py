@@ -51,7 +51,7 @@ WORDS: dict[str, Callable[[Context], str]] = {
     "too_long": lambda given: f"must have at most {_counted(given['max_length'], 'item')}",
     "string_pattern_mismatch": lambda given: f"must match the pattern {given['pattern']}",
 }
-"""The words by pydantic's kind of fault. Other kinds keep pydantic's words."""
+"""Functions that make the text of a fault, by pydantic's kind of fault. Faults of other kinds keep pydantic's text."""
 
 
 def complaints(error: ValidationError) -> list[ErrorDetails]:

@@ -79,7 +79,7 @@ def attachment(
 
 
 def document(data: bytes, field: str, reason: str, *, head: str = "") -> Document:
-    """Return a PDF document."""
+    """Return the message part for a PDF document. For `field` and `reason`, see `Attachment`."""
     text = f"[{PDF}, {len(data):,} bytes: this model does not read such files]"
     return Document(text, PDF, field, reason, hashlib.sha256(data).hexdigest(), data, head)
 

@@ -191,7 +191,7 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a group alone and of a group in a list."""
+    """The fields that a single group and a group in a list have in common."""
 
     id: str
     state: GroupState
@@ -502,8 +502,8 @@ class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpanView(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened in an attempt. `end` is None while it goes on. docs/timeline.md describes the kinds, and
-    the `data` of each."""
+    """An event or an activity in an attempt. `end` is None while the activity goes on. docs/timeline.md describes the
+    kinds, and the `data` of each."""
 
     kind: str
     name: str

@@ -68,7 +68,7 @@ Environment = Annotated[dict[EnvName, EnvValue], Field(max_length=1024)]
 Command = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
 TargetPath = Annotated[Name, AfterValidator(checked_target)]
 MAX_SECONDS = 7 * 86_400
-"""Maximum of a limit and of a pause."""
+"""Maximum seconds of a time limit or a pause in a request."""
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
 Pause = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
 
@@ -266,7 +266,7 @@ class NetworkSpec(Spec):
         return self.allow if own is None else own
 
     def lists(self) -> list[tuple[str, list[str]]]:
-        """Return the lists that are given, each with its field."""
+        """Return the lists of destinations that the spec sets, each with the name of its field."""
         named = [(phase.value, getattr(self, phase.value)) for phase in Phase]
         return [("allow", self.allow), *((name, given) for name, given in named if given is not None)]
 

@@ -97,7 +97,8 @@ class Timeline:
         return self.add(kind, name, self._clock(), None, **data)
 
     def end(self, number: int, *, at: float | None = None, **data: Any) -> None:
-        """Note the end of an entry that goes on, at the time `at` (default: now). Other numbers are ignored."""
+        """Note the end of an entry that goes on, at the time `at` (default: now). A number that belongs to no such
+        entry is ignored."""
         if (entry := self._open.pop(number, None)) is not None:
             end = self._clock() if at is None else at
             self._changed[number] = msgspec.structs.replace(entry, end=end, data=entry.data | data)

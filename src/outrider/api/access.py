@@ -87,8 +87,8 @@ class AccessControl:
                 check_local(headers)
         except OutriderError as error:
             # A call without a valid token is not in the audit log, because it changes nothing, and any program could
-            # fill the log with such calls. Starlette replies to a WebSocket request that is not yet accepted like to
-            # any other request.
+            # fill the log with such calls. To a WebSocket request that is not accepted yet, Starlette replies as to any
+            # other request.
             await self._refusal(scope, error)(scope, receive, send)
             return
         admin = caller.may("admin")

@@ -49,7 +49,8 @@ async def created_in(connection: HTTPConnection) -> Callable[..., None]:
 Serving = Annotated[Service, Depends(service_of)]
 Caller = Annotated[Principal, Depends(caller_of)]
 Created = Annotated[Callable[..., None], Depends(created_in)]
-"""Records the ids of created objects for the audit log: `created(group_id=...)`, before the handler returns."""
+"""A function that records the ids of created objects for the audit log. A handler calls this function before it
+returns: `created(group_id=...)`."""
 
 
 class _BodyReader:

@@ -46,7 +46,7 @@ async def serving_run(run: FinishedRun, port: int) -> AsyncIterator[str]:
 
 
 def run_app(run: FinishedRun) -> Callable[[Scope, Receive, Send], Any]:
-    """Return the ASGI application."""
+    """Return the ASGI application that serves the page over a run."""
     routes = _Routes(run)
     app = Starlette(
         routes=[
@@ -158,7 +158,7 @@ class _Routes:
 
 
 def _number(request: Request, name: str, default: float) -> float:
-    """Return a parameter as a number. Raises InvalidField."""
+    """Return the query parameter `name` as a number, or `default` without the parameter. Raises InvalidField."""
     text = request.query_params.get(name)
     if text is None:
         return default

@@ -162,7 +162,7 @@ GROUPS = {
         {"create": "token:create", "list": "token:list_tokens", "revoke": "token:revoke"},
     ),
 }
-"""The groups of commands: the help of each, and its commands by name."""
+"""The groups of commands by name. The value has the group's help, and the group's commands in the form of COMMANDS."""
 
 
 def run_command(argv: Sequence[str] | None) -> int:
@@ -225,7 +225,7 @@ def _command(name: str) -> click.Command:
 
 
 def _load(place: str) -> CliCommand:
-    """Import a command."""
+    """Import the command at `place`, such as `serve:serve`."""
     module, _, name = place.partition(":")
     loaded: CliCommand = getattr(import_module(f"outrider.cli.{module}"), name)
     return loaded

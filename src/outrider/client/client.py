@@ -152,7 +152,7 @@ LATER = frozenset({408, 425, 429})
 UNAVAILABLE = frozenset({502, 503, 504})
 """The statuses with which a proxy replies while the service behind the proxy restarts."""
 GZIP = 31
-"""zlib's number for data with the header of gzip."""
+"""The argument `wbits` with which zlib reads data in the gzip format."""
 SPREAD = 1.25
 """A client multiplies the wait that a busy service requests by a random factor from 1 to SPREAD, so that refused
 clients do not all retry at the same time."""
@@ -413,7 +413,7 @@ class AsyncClient:
                         refusal = _refusal(await reply.whole(), reply)
                         if reply.status not in UNAVAILABLE or clock() >= give_up_at:
                             raise refusal
-                    async for line in _lines(reply):  # none for a refusal, whose body has been read
+                    async for line in _lines(reply):  # no lines for an error reply, whose body is already read
                         give_up_at, tries = clock() + PATIENCE, 0
                         if line.startswith(b"data: "):
                             event = msgspec.json.decode(line[6:], type=EventView)
@@ -918,7 +918,7 @@ class ExternalSession:
 
     async def fail(self, error: BaseException) -> None:
         """Report an error, unless the session is completed. Raises nothing: the caller is about to raise `error`, and a
-        session without a report ends as an error by its own clock."""
+        session without a report ends as an error after its `idle_seconds`."""
         self.failed = True
         if not self.completed:
             with suppress(OutriderError):
@@ -1139,7 +1139,8 @@ def _encoded(body: Spec | Mapping[str, Any]) -> bytes:
 
 
 def _unpacked(body: bytes, reply: Response) -> bytes:
-    """Return the body of a reply, without the compression by a proxy. Raises ServiceUnusable for other compressions."""
+    """Return the body of a reply, decompressed if a proxy has compressed the body with gzip. Raises ServiceUnusable for
+    any other compression."""
     coding = (reply.header(b"content-encoding") or b"identity").decode("latin-1").strip().lower()
     if coding == "identity":
         return body

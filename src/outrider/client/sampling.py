@@ -287,7 +287,8 @@ class DynamicSampler:
         self._run = state.run
         self._next = state.next
         self._batches = state.batches
-        # The groups of the oldest versions come first: then no batch is full of newer groups before they are submitted.
+        # The prompts of the oldest versions are submitted first, because newer groups could otherwise fill a batch
+        # before the older groups are known to the sampler.
         self._waiting = deque(
             _Prompt(each.number, each.attempt, each.failures, each.version, protected=True)
             for each in sorted(state.pending, key=lambda each: math.inf if each.version is None else each.version)
@@ -347,7 +348,8 @@ class DynamicSampler:
 
     @property
     def counts(self) -> Counts:
-        """The outcomes of groups since the previous batch. After the last batch, these are in no batch."""
+        """The outcomes of groups since the previous batch. Outcomes after the last batch are only here, and in no
+        batch."""
         return self._counts
 
     def state(self) -> SamplerState:

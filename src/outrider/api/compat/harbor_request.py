@@ -117,7 +117,7 @@ WITHOUT_MODEL = ("oracle", "nop")
 """Harbor's agents that call no model."""
 SAMPLING = ("temperature", "top_p")
 TURNS = ("max_turns", "max_iterations", "step_limit")
-"""Names that agent programs have for the maximum number of model calls."""
+"""Settings by which agent programs limit the number of model calls."""
 ENV_KWARGS = ("extra_env", "sandbox_env_vars")
 RESOURCES = {"cpus": "cpus", "memory_mb": "memory_mb", "storage_mb": "disk_mb", "gpus": "gpus"}
 OVERRIDES = (*RESOURCES, *(f"override_{name}" for name in RESOURCES), "docker_image", "workdir", "env", "network_mode")

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 REFUSED_SECONDS = 300.0
-"""A task that was cancelled before its submission cannot be submitted within these seconds."""
+"""Seconds for which a task that was cancelled before its submission cannot be submitted."""
 SUBMIT_STATUSES = {400: 422, 413: 422, 429: 503, 501: 503}
 """Replacements for the HTTP status of a refused submission: the keys are statuses of Outrider's errors. Polar's clients
 handle 409, 422 and 503."""

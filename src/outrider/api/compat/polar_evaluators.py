@@ -42,7 +42,8 @@ class PolarEvaluator(Spec):
 
 
 class Strategy(NamedTuple):
-    """A strategy of Polar: the keys of its config, and the function that makes our spec."""
+    """A strategy of Polar's evaluators: the keys that its config may have, and the function that makes the spec of our
+    evaluator."""
 
     keys: frozenset[str]
     spec: Callable[[PolarEvaluator, str], dict[str, Any]]

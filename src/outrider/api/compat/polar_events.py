@@ -53,7 +53,7 @@ async def event_stream(
 
 async def _last_event_of(service: Service, request: Request, caller: Principal) -> int:
     """Return the cursor after which a client's stream begins: the last cursor that the client has received, or the
-    newest cursor."""
+    newest cursor if the client names none."""
     given = request.headers.get(LAST_EVENT_ID)
     if given is None:
         return await service.store.last_event(tenant=caller.tenant)
@@ -133,7 +133,7 @@ async def _translated(service: Service, entry: EventView, tasks: _TaskNames) -> 
     if (name := OF_TASK.get(kind)) is not None and not alone:
         try:
             status = status_of_task(await service.store.group(entry.group_id))
-        except NotFound:  # removed meanwhile
+        except NotFound:  # the group was removed meanwhile
             return []
         return [(name, {"type": name, **common, "status": status})]
     if kind not in OF_SESSION or entry.session_id is None:

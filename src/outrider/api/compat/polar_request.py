@@ -311,8 +311,8 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     },
     "mini_swe_agent": {"step_limit": "limits.turns"},
 }
-"""The part of our task for each of Polar's settings, by harness. Any other setting is an option of our preset, which
-refuses an unknown option by name."""
+"""The path in our task that each of Polar's settings sets, by harness, such as `limits.turns` for `max_turns`. Any
+other setting is an option of our preset, which refuses an unknown option by name."""
 
 FIELDS = (
     ("task.harness.env", "agent.env"),
@@ -357,7 +357,7 @@ def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
     harness, more = _harness(asked)
     runtime = _runtime(asked.runtime or PolarRuntime(), seconds, files)
     if asked.runtime is None:
-        del runtime["kind"]  # the node's default
+        del runtime["kind"]  # without a kind, the task gets the node's default
     if "agent" not in harness:
         folders = " ".join(f"{SESSION_DIR}/{folder}" for folder in FOLDERS.values())
         runtime["prepare"].insert(0, {"run": f"mkdir -p {folders}", "seconds": 60})

@@ -57,9 +57,9 @@ STATES: Mapping[SessionState, str] = {
     SessionState.RUNNING: "RUNNING",
     SessionState.EVALUATING: "EVALUATING",
 }
-"""The status of a session that is not done."""
+"""Polar's status of a session that is not done, by the session's state."""
 ENDINGS: Mapping[Ending, str] = {"completed": "COMPLETED", "failed": "ERROR", "timeout": "TIMEOUT"}
-"""The status of a session that is done."""
+"""Polar's status of a session that is done, by the kind of its ending."""
 MOST_LISTED = 1000
 """Maximum number of tasks or sessions in a list."""
 MOST_SEARCHED = 10_000

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("outrider.compat")
 
 Handler = Callable[[Request, Principal], Awaitable[Any]]
-"""Handles a request of a caller. Returns a Response, or a value for a JSON reply with status 200."""
+"""A function that handles a request of a caller. Returns a Response, or a value for a JSON reply with status 200."""
 
 
 class CompatRoute(NamedTuple):

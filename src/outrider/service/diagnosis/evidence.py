@@ -400,7 +400,7 @@ def _count(counts: Counter[str], more: Mapping[str, float]) -> None:
 
 
 def _keep_lowest(heap: list[tuple[int, str, T]], entry: tuple[int, str, T], most: int) -> None:
-    """Add an entry (-mark, id, value) to a heap that keeps the entries with the lowest marks."""
+    """Add an entry to a heap that keeps the `most` entries with the lowest marks. An entry is (-mark, id, value)."""
     if len(heap) < most:
         heapq.heappush(heap, entry)
     elif entry[:2] > heap[0][:2]:

@@ -90,7 +90,7 @@ def changed_line(before: str, after: str) -> ChangedLine | None:
 
 
 def _common(first: Sequence[str], second: Sequence[str]) -> int:
-    """Return the number of equal elements at the beginning."""
+    """Return the number of elements with which both sequences begin."""
     for at, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return at

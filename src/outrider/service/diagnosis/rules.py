@@ -562,8 +562,8 @@ def _odds(share: float) -> float:
 
 
 def _of_speeds(evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure each engine against all other engines. The number of units is the number of the engine's sessions, but at
-    most that of the other engines' sessions."""
+    """Measure each engine against all other engines. The number of units is the number of the engine's sessions or, if
+    that is smaller, the number of the other engines' sessions."""
     for name, own in sorted(evidence.speeds.items()):
         rest = [moments for other, moments in evidence.speeds.items() if other != name]
         others = _merged(rest)

@@ -54,7 +54,7 @@ class EngineSpeed(msgspec.Struct):
 
 
 class ToolResults(msgspec.Struct):
-    """How many results a tool had in a session, and how many of these show a failure."""
+    """The number of results of a tool in a session, and the number of these results that show a failure."""
 
     results: int = 0
     failed: int = 0
