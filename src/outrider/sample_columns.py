@@ -430,8 +430,8 @@ def _offsets(lengths: Iterable[int]) -> bytes:
 
 def _validity(values: Sequence[Any]) -> bytes:
     """Return the bitmap of the values that are not None."""
-    # The time for a conversion in base 2 is proportional to the number of digits. Shifts of one large number would take
-    # seconds for the turns of a page.
+    # The bits are converted from a text in base 2, which takes time proportional to their number. Shifting one large
+    # number for each bit would take seconds for the turns of a page.
     digits = "".join(["0" if value is None else "1" for value in reversed(values)])
     return int(digits, 2).to_bytes((len(values) + 7) // 8, "little")
 

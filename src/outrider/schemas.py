@@ -216,7 +216,7 @@ class GroupView(GroupFields, frozen=True, kw_only=True):
 
 
 class JsonGroupView(GroupFields, frozen=True, kw_only=True):
-    """A `GroupView` in the form that JSON has: the samples are `JsonSample`."""
+    """A `GroupView` as decoded from JSON: each sample is a `JsonSample`."""
 
     sessions: tuple[SessionView, ...]
     samples: tuple[JsonSample, ...] | None = None

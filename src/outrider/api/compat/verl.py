@@ -170,7 +170,7 @@ class VerlProxy:
         return {"count": len(found), "sessions": found}
 
     async def _listed(self, sid: str, group: GroupRow, caller: Principal) -> list[dict[str, Any]]:
-        """Return the entry of a session in the list, as a list. The list is empty for a removed session."""
+        """Return the entries of one session for the list of sessions: one entry, or none if the session was removed."""
         with suppress(NotFound):  # the group was removed meanwhile
             [session] = await self._service.store.sessions(group.id)
             turns = await self.bound.turns(session, caller)
