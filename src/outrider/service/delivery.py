@@ -220,7 +220,8 @@ class Deliverer:
 
     async def _put_off(self, delivery: Delivery, failure: Failure) -> None:
         group_id, tries, now = delivery.group_id, delivery.tries + 1, time.time()
-        # Both the number of tries and the time count, because the clock may be set forward by days.
+        # A push is given up only after enough tries and enough time. The time alone is no proof, because the clock may
+        # be set forward by days.
         if tries >= MIN_TRIES and (failure.refused or now - delivery.since >= self._patience):
             log.error("callback of %s given up after %d tries: %s", group_id, tries, failure.fault)
             await retry_store(lambda: self._store.give_up_delivery(group_id, fault=failure.fault), self._failures)
