@@ -13,7 +13,7 @@ from outrider.cli.terminal import Terminal
 from outrider.doctor import Finding, diagnose
 
 NAMES = {"gpus": "GPUs"}
-"""Names of parts that differ from the names of the fields."""
+"""Headings in the report for fields of a `Diagnosis` whose own name is not shown."""
 
 
 @command

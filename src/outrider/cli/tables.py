@@ -36,7 +36,7 @@ MAX_ERROR = 72
 """Maximum length of an error in a table, in characters."""
 
 STAGES = ("wait s>", "init s>", "run s>", "eval s>")
-"""The columns of `stage_seconds`."""
+"""The table's columns for the four numbers that `stage_seconds` returns."""
 
 UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 """Units for ages of at least a minute, the largest first, each with its length in seconds."""

@@ -105,7 +105,7 @@ def _timelines(service: Client, sessions: list[SessionView]) -> Iterator[tuple[s
 
 
 def _write(file: BinaryIO, timelines: Iterator[tuple[str, TimelineView]]) -> int:
-    """Write one event a line, as soon as it is known. Returns the number of events."""
+    """Write one event per line, each as soon as its timeline has been read. Returns the number of events."""
     count = 0
     file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
     for count, event in enumerate(trace_events(timelines), 1):
