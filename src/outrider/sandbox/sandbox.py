@@ -58,8 +58,9 @@ class Sandbox:
         starts: SandboxStarts,
         door: Door | None = None,
     ) -> None:
-        """`field` is the spec's field in the task. The start is counted in `starts`. `door` is the sandbox's network,
-        which listens at the context's `gateway_socket`, or None for a sandbox without a network."""
+        """`field` is the name, for errors, of the task's field that holds the spec. The start is counted in `starts`.
+        `door` is the sandbox's network, which listens at the context's `gateway_socket`, or None for a sandbox without
+        a network."""
         self.runtime = runtime
         self.door = door
         self._door_at = context.gateway_socket
@@ -115,7 +116,8 @@ class Sandbox:
         self._ready = True
 
     async def _point_apt(self) -> None:
-        """Write the settings of apt, in a sandbox whose user may write there."""
+        """Write apt's settings for the sandbox's network. In a sandbox whose user may not write the file, nothing is
+        written."""
         if self.door is not None:
             with suppress(RuntimeFailure, OSError):
                 await self.runtime.write(APT_CONFIG, APT_SETTINGS)
@@ -198,9 +200,10 @@ class Sandboxes:
         ahead: bool = False,
     ) -> Sandbox:
         """Make a sandbox without starting it. No other sandbox of this node has the same `name` and `attempt`. `field`
-        is the spec's field in the task. `ahead`: no session waits for the sandbox. Raises InvalidField if the runtime
-        is no longer installed, or if a path in the spec is not allowed here. This can happen to a path that was allowed
-        when the task was checked: the links in the path may lead elsewhere on this machine, or may have changed."""
+        is the name, for errors, of the task's field that holds the spec. `ahead` is True if no session waits for the
+        sandbox. Raises InvalidField if the runtime is no longer installed, or if a path in the spec is not allowed
+        here. This can happen to a path that was allowed when the task was checked: the links in the path may lead
+        elsewhere on this machine, or may have changed."""
         kind: RuntimeKind = resolve("runtime", spec.sandbox_kind)
         if names_paths(spec):
             with renamed_field(RUNTIME, field):

@@ -2,8 +2,8 @@
 
 A kind is a runtime spec, the files uploaded by its prepare steps, and the harness's mounts. Invariants: a sandbox of
 the pool is unused, and is either given to one session, alive and young, or stopped here; all ready, starting and
-stopping sandboxes together are within the memory limit; where a service elsewhere has no room for a session's sandbox,
-sandboxes of the pool give way.
+stopping sandboxes together are within the memory limit; if a service elsewhere, such as Kubernetes, has no room for a
+session's sandbox, a sandbox of the pool is stopped.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PAUSES = RetryPolicy(first=1.0, longest=300.0)
 """Waits between starts of a kind that fails."""
 
 WAY_SECONDS = 60.0
-"""Seconds for which no sandbox is started ahead where a session's sandbox found no room."""
+"""If a session's sandbox found no room, no warm sandbox of the same runtime is started for this many seconds."""
 
 
 class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +127,8 @@ class WarmPool:
         self._numbers = count()
         self._work = asyncio.Event()
         self._in_the_way: set[str] = set()
-        """Runtimes, by their kind, of which a sandbox must give way."""
+        """Kinds of the runtimes that had no room for a session's sandbox. For each, one warm sandbox is stopped
+        next."""
         self._taken = 0
         self._misses = 0
 

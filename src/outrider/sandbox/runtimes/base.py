@@ -141,7 +141,7 @@ class NoShell(RuntimeFailure):
 
 
 class PatchConflict(ValueError):
-    """A patch does not apply, and no file was changed. The text is git's."""
+    """A patch does not apply, and no file was changed. The error's text is the output of git."""
 
 
 class Availability(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,8 +153,8 @@ class Availability(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def found(cls, describe: Callable[[], str]) -> Availability:
-        """Return the availability of what `describe` describes, or the reason for which it raises
-        RuntimeUnavailable."""
+        """Call `describe`. Returns `ok` with its text as the detail, or, if it raises RuntimeUnavailable, not `ok` with
+        the error's message and hint."""
         try:
             return cls(ok=True, detail=describe())
         except RuntimeUnavailable as error:

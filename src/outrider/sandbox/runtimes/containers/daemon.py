@@ -226,8 +226,8 @@ class ContainerDaemon:
             raise self._failure("inspect a container", error) from error
 
     async def out_of_memory(self, name: str) -> bool | None:
-        """Return whether a process in the container was killed because the container reached its memory limit. None
-        when the daemon does not respond, or the container is missing because somebody has removed it."""
+        """Return whether a process in the container was killed because the container reached its memory limit. Returns
+        None when the daemon does not respond, or when the container is missing because somebody has removed it."""
         try:
             return (await self._api.state(name)).out_of_memory
         except self._error:
