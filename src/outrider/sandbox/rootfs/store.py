@@ -34,8 +34,8 @@ from outrider.sandbox.rootfs.unpack import UNREADABLE, BadImage, Contents, unpac
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64})?(@sha256:[0-9a-f]{64})?")
 PINNED = re.compile(r"@sha256:[0-9a-f]{64}")
-"""The digest at the end of a name, which is the digest of the registry's manifest. Only an image with this digest gets
-such a name."""
+"""Pattern of a digest at the end of an image's name. It is the digest of the registry's manifest, and only an image
+with this digest gets such a name."""
 
 
 class RootImage(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,7 +175,7 @@ class ImageStore:
                 # killed meanwhile, the next import removes the folder, which then has a draft's name.
                 gone = new_draft(place)
                 os.rename(place, gone / "image")
-            remove_tree(gone)  # other names can be given and removed during these seconds
+            remove_tree(gone)  # takes seconds, in which the names are not locked
         return True
 
     def _used(self) -> set[str]:

@@ -35,24 +35,24 @@ from outrider.sandbox.runtimes.e2b.api import (
 )
 
 USER = "root"
-"""The user of the processes: the sandbox is a machine of its own."""
+"""The user of all processes in a sandbox. It may be root, because an E2B sandbox is a machine of its own."""
 PIECE = 1 << 20
 """Maximum bytes of the input in one call."""
 MAX_FRAME = 16 << 20
 PING_SECONDS = 20
 SILENCE_SECONDS = 120.0
 """Seconds without a frame after which the stream counts as broken. The client asks for a keep-alive every PING_SECONDS;
-a service that ignores this sends one every 90 seconds."""
+a service that ignores this request sends a keep-alive every 90 seconds."""
 BUSY = RetryPolicy(first=0.2, longest=10.0, attempts=20)
 """Waits after the status 429. A call that gets this status has not been carried out."""
 END_SECONDS = 2.0
 """Seconds to wait for the end of the process after its input has failed."""
 COMPRESSED, LAST = 1, 2
-"""Flags of a frame."""
+"""Bits in the flags of a frame: the frame is compressed, and the frame is the last of its stream."""
 
 
 class DataEvent(msgspec.Struct, frozen=True):
-    """Output, in base64."""
+    """A piece of the process's output, in base64."""
 
     stdout: str | None = None
     stderr: str | None = None
@@ -159,7 +159,8 @@ class Envd:
     async def _called(
         self, method: str, body: bytes, headers: Mapping[str, str], timeout: aiohttp.ClientTimeout | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Call a method of processes, again while the service refuses it as one call too many. Raises E2BError."""
+        """Call a method of envd's process service. The call is repeated, as BUSY sets, while the reply has status 429.
+        Raises E2BError."""
         options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         refusals = 0
         while True:

@@ -21,7 +21,7 @@ CALL_SECONDS = 60.0
 CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
 OPEN_SECONDS = 10.0
-"""Seconds in which the server must begin a command."""
+"""Time limit in seconds for the server to start a command in a pod."""
 WATCH_SECONDS = 300
 """Seconds after which the server ends a watch by itself, and a new watch begins."""
 WATCH_SILENCE = 60.0

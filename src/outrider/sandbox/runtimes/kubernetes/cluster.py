@@ -46,7 +46,8 @@ FORBIDDEN = {
     "maximum ": "the namespace has a limit range: change task.runtime.resources",
     "minimum ": "the namespace has a limit range: change task.runtime.resources",
 }
-"""The hint for a request that the server forbids for another reason than RIGHTS, by words of its message."""
+"""Hints for requests that the server forbids although the account has all rights. Keys are words of the server's
+message."""
 
 log = logging.getLogger("outrider.runtime")
 
@@ -106,7 +107,7 @@ class PodCluster:
                     self._seen[event.pod.metadata.name] = event.pod
                 self._changed.send()
         except KubeApiError as error:
-            if error.status != 410:  # the server no longer has the changes since `version`
+            if error.status != 410:  # 410: the server no longer has the changes since `version`
                 raise self.failure("watch its pods", error) from error
         else:
             self._version = version
@@ -195,9 +196,9 @@ class PodCluster:
         """Remove the pod and wait until the server has no pod of this name. Raises RuntimeFailure if that fails; the
         next sweep tries again.
 
-        If the pod is `emptied`, no program is left to end, and the server forgets the pod at once. Otherwise the pod's
-        machine ends the programs first. A machine that does not respond within half of REMOVE_SECONDS is lost, and the
-        server forgets the pod without it."""
+        If `emptied` returns True, no program runs in the pod any more, and the server deletes its record of the pod at
+        once. Otherwise the pod's machine ends the programs first. If the machine does not do so within half of
+        REMOVE_SECONDS, the machine counts as lost, and the server deletes its record without waiting any longer."""
         begun, failures = time.monotonic(), 0
         try:
             while True:
@@ -231,7 +232,7 @@ class PodCluster:
         except KubeApiError as error:
             raise self.failure("list its pods", error) from error
         left = [pod for pod in found if pod.metadata.name not in self._ours and self._is_left(pod)]
-        # All at once, so that a pod whose machine is lost does not keep the others.
+        # The pods are removed concurrently, so that a pod whose machine is lost does not delay the other pods.
         ended = await asyncio.gather(*(self.remove(pod.metadata.name) for pod in left), return_exceptions=True)
         if failures := [each for each in ended if isinstance(each, BaseException)]:
             raise failures[0]
@@ -265,7 +266,8 @@ class PodCluster:
 
 
 def seconds_of(time_text: str) -> float:
-    """Return a time of the API, such as 2026-01-02T03:04:05Z, as seconds since the epoch; now, if it is not a time."""
+    """Return a time of the API, such as 2026-01-02T03:04:05Z, as seconds since the epoch. For a text that is not a
+    time, returns the current time."""
     try:
         return datetime.fromisoformat(time_text).timestamp()
     except ValueError:

@@ -94,7 +94,7 @@ class NamespaceRuntime:
 
 
 def _found() -> str:
-    """Return what sandboxes of this kind use of the machine. Raises RuntimeUnavailable."""
+    """Return a description of the machine's features that sandboxes of this kind use. Raises RuntimeUnavailable."""
     USER_NAMESPACES.get()
     return f"user namespaces; limits by {limits_in_words(cgroups.find())}"
 

@@ -116,10 +116,10 @@ def names_in(fd: int) -> list[str]:
 
 
 def walk(descent: Descent, above: str) -> Iterator[tuple[str, str]]:
-    """Yield two names for everything below the current folder of `descent`, parents first: the name in the folder that
-    is current at that moment, and the path, which begins with `above`. If a folder on the way up was moved meanwhile,
-    the walk ends there."""
-    # Not by recursion: a tree may be deeper than Python's stack.
+    """Yield a name and a path for each file and folder below the current folder of `descent`, parents first. The name
+    is relative to the folder that is current at that moment. The path begins with `above`. If a folder on the way up
+    was moved meanwhile, the walk ends there."""
+    # The walk uses no recursion, because a tree may be deeper than Python's stack.
     levels = [(names_in(descent.fd), len(above))]
     while levels:
         names, length = levels[-1]

@@ -1,8 +1,8 @@
 """The filter of system calls: the calls that a sandbox's programs may not make.
 
 DENIED and DENIED_EVERYWHERE have the calls that container engines deny by default, and the calls that container engines
-allow only with certain capabilities. Invariant: a call with the numbers of another machine is never allowed. Pure,
-except for `core_limit`, `confine` and `install`.
+allow only with certain capabilities. Invariant: a call by the call numbers of another architecture is never allowed.
+Pure, except for `core_limit`, `confine` and `install`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ host's network."""
 STREAM, SEQUENCED, KIND = 1, 5, 0xF
 TCP = 6
 FASTOPEN = 0x20000000
-"""MSG_FASTOPEN: sending with this flag connects, and Landlock checks only `connect`."""
+"""The flag MSG_FASTOPEN. Sending with this flag opens a connection that Landlock does not check, because Landlock
+checks only `connect`."""
 PRIORITY_OF_USER, IO_PRIORITY_OF_USER = 2, 3
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 F_SETPIPE_SZ = 1031
@@ -98,8 +99,8 @@ UNCOUNTED = {"x86_64": (216, 278, 319, 447), "aarch64": (75, 234, 279, 447)}
 or pipe, or is missing in the process's /proc, so memory_watch.py cannot count it."""
 
 CLONE3 = 435
-"""clone3 is refused with ENOSYS, because its flags are in memory, which a filter cannot read. After ENOSYS the C
-library falls back to `clone`."""
+"""Number of the call clone3. The call is refused with ENOSYS, because its flags are in memory, which a filter cannot
+read. After ENOSYS the C library uses `clone` instead."""
 
 DENIED_EVERYWHERE = {
     "io_uring_setup": 425,
@@ -242,11 +243,12 @@ def denied(machine: str) -> dict[str, int]:
 def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: bool = False, ipc: bool = True) -> bytes:
     """Return the filter, a BPF program, for a machine by its name of `uname -m`.
 
-    Programs cannot slow down or limit process 1 and `server`. `tcp_only` is for programs that run beside the host's
-    programs: these can slow down and limit only themselves, cannot make the calls of HOST_WIDE, and can open only pairs
-    of Unix sockets, TCP sockets, and sockets for queries to the kernel. `counted` means that the memory of processes is
-    counted and bounded: the calls of UNCOUNTED and a change of a pipe's size are then refused. Without `ipc`, the calls
-    of HOST_WIDE are refused. Raises KeyError for a machine without a list.
+    Programs cannot slow down or limit the processes with the ids 1 and `server`. `tcp_only` is for a sandbox without
+    namespaces, whose programs run beside the host's programs. Such programs can slow down and limit only themselves,
+    cannot make the calls of HOST_WIDE, and can open only pairs of Unix sockets, TCP sockets, and sockets for queries to
+    the kernel. `counted` means that the memory of processes is counted and bounded: the calls of UNCOUNTED and a change
+    of a pipe's size are then refused. Without `ipc`, the calls of HOST_WIDE are refused. Raises KeyError for a machine
+    without a list.
     """
     steps = [
         step(LOAD, AT_MACHINE),

@@ -32,8 +32,9 @@ DISPLAY_MAX = 8 << 20
 DISPLAYS_MAX = 1000
 FORMS_MAX = 60
 MIME_MAX = 100
-"""Maximum numbers of displays of an input, forms of a display, and characters of a MIME type: the host decodes all of
-them at once, so there must be few. Further displays and forms are dropped."""
+"""These three constants are the maximum numbers of displays of one input, of forms of one display, and of characters of
+a MIME type. They are small because the host decodes all displays of an input at once. Further displays and forms are
+dropped."""
 BINARY = ("image/png", "image/jpeg", "image/gif", "image/webp", "application/pdf")
 BACKEND = "module://matplotlib_inline.backend_inline"
 SPECIAL = re.compile(r"[%!?]|^\s*(?:[,;/]|>>>|\.\.\.|In ?\[)|\A\s", re.MULTILINE)
@@ -84,8 +85,8 @@ class Gallery:
 
 
 class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in full
-    """Shows the value of a last expression without IPython's `Out[n]:`. Only `_`, `__` and `___` are kept: IPython
-    keeps every result in `Out`, which grows without end in a long session."""
+    """Prints the value of an input's last expression, without IPython's `Out[n]:`. Only the last three values are kept,
+    as `_`, `__` and `___`. IPython itself keeps every value in `Out`, which grows without end in a long session."""
 
     kept: tuple[Any, ...] = ("", "", "")
 
@@ -101,7 +102,8 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
         self.rich_printers = [one for one in self.rich_printers if one is not text]
 
     def compute_format_data(self, result: object) -> tuple[Any, Any]:
-        """Format a plain value. Such a value has no form but text, so IPython's dozen formatters are not tried."""
+        """Format a value. A plain value, such as a number, has only a text form, so IPython's dozen formatters are not
+        tried for it."""
         kind = type(result)
         if (
             kind in self.plain
@@ -112,8 +114,8 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
         return super().compute_format_data(result)  # type: ignore[no-any-return]  # IPython is not typed in full
 
     def update_user_ns(self, result: object) -> None:
-        """Make the result `_`, and move the two results before to `__` and `___`. Does nothing if the user has assigned
-        one of these names."""
+        """Assign the result to `_`, and the two results before it to `__` and `___`. Does nothing if the user has
+        assigned one of these names."""
         names = self.shell.user_ns
         if all(names.get("_" * length, "") is self.kept[length - 1] for length in (1, 2, 3)):
             self.kept = (result, *self.kept[:2])
