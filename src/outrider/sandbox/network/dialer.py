@@ -26,7 +26,8 @@ from outrider.sandbox.network.requests import MAX_HEAD, NotAllowed, Unreachable,
 CONNECT_SECONDS = 30.0
 
 Resolve = Callable[[str, int, bool], Awaitable[Sequence[Address]]]
-"""Returns the addresses of a name, for a port. The last argument is `ProxiedServer.named`. Raises OSError."""
+"""Function that returns the addresses of a host. The arguments are the host's name, the port, and
+`ProxiedServer.named`. Raises OSError."""
 
 
 class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,9 +62,9 @@ class ServerConnection(msgspec.Struct, frozen=True):
 
 class Dialer:
     """Opens the connections of one proxy. `environ`, by default this process's variables, may name the operator's own
-    proxy (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts that do not need it (NO_PROXY). `own` are the places of the
-    service, as `host:port`, to which no connection is made: addresses, names, and `*` for every address of this
-    machine."""
+    proxy (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts that are reached without this proxy (NO_PROXY). `own` are
+    the places of the service, as `host:port`, to which no connection is made: addresses, names, and `*` for every
+    address of this machine."""
 
     def __init__(
         self, resolve: Resolve, *, environ: Mapping[str, str] | None = None, own: Collection[str] = frozenset()

@@ -24,7 +24,7 @@ NOT_PASSED = frozenset(
         *("proxy-connection", "te", "trailer", "upgrade"),
     }
 )
-"""Headers of one connection, which the proxy removes or replaces."""
+"""Headers that apply to a single connection. The proxy removes or replaces these headers."""
 
 COOKIES = frozenset({"set-cookie", "set-cookie2"})
 PERSONAL = frozenset({"authorization", "cookie", "cookie2"})

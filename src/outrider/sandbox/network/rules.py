@@ -1,6 +1,7 @@
 """The rules of sandboxes' networks: the destinations that a task asks for, limited to those that the operator allows.
 
-Pure, except for the settings. Invariant: an allow-list of the settings covers every destination of a sandbox.
+Pure: results depend only on the arguments and the settings. Invariant: an allow-list of the settings covers every
+destination of a sandbox.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ class NetworkRules:
         return found
 
     def check(self, spec: NetworkSpec | None, *, tenant: str | None, whose: str | None, field: str) -> None:
-        """Raise InvalidField for a destination that a tenant's tasks may not ask for. `whose` is the tenant in the
-        message, None for a message without the allowed destinations."""
+        """Raise InvalidField for a destination that a tenant's tasks may not ask for. `whose` is the tenant's name in
+        the error message. If `whose` is None, the message does not list the allowed destinations."""
         if spec is None:
             return
         may = self.may_ask(tenant)

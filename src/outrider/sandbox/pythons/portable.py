@@ -26,7 +26,8 @@ from outrider.errors import RuntimeUnavailable
 
 PORTABLE_AT = "/run/outrider-python"
 FORMAT = "1"
-"""Part of the digest. Change this value when `_build` changes, so that existing folders are no longer used."""
+"""The version of the folder's structure, which is part of the digest. Change this value when `_build` changes, so that
+existing folders are no longer used."""
 LEFT_OUT = frozenset(
     [
         "test",

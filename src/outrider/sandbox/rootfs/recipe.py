@@ -23,7 +23,8 @@ from outrider.sandbox.rootfs.store import ImageStore
 from outrider.text_files import read_toml_file
 
 FORMAT = "2"
-"""Part of every key. Change this value when `render` changes, so that earlier builds are no longer used."""
+"""The version of the rendered text, which is part of every build's key. Change this value when `render` changes, so
+that earlier builds are no longer used."""
 REQUIREMENTS_AT = "/opt/outrider-requirements.txt"
 PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]*(:[a-z0-9]+)?([=/][A-Za-z0-9.+:~-]+)?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -157,8 +157,8 @@ def variables(names: Sequence[str]) -> Mapping[str, str]:
 
 
 def is_nvidia(name: str) -> bool:
-    """Return whether a name in the setting sandboxes.gpus names an NVIDIA GPU: plain, or prefixed with NVIDIA's CDI
-    kind."""
+    """Return whether a name in the setting sandboxes.gpus names an NVIDIA GPU. Such a name is plain, such as `0`, or
+    begins with CDI_KIND."""
     return "/" not in name or name.startswith(CDI_KIND)
 
 

@@ -29,7 +29,7 @@ TERM_SECONDS = 300
 EXTEND_SECONDS = 60.0
 REMOVE_SECONDS = 60.0
 ROOM_SECONDS = 3600.0
-"""Seconds for which a start waits until the service has room."""
+"""Maximum seconds that a start waits for room at the service."""
 REFUSALS = (400, 401, 403, 404, 422, 429)
 """Statuses of a request for a new sandbox that mean that no sandbox was created."""
 CREATE = RetryPolicy(first=1.0, longest=10.0, attempts=3)
@@ -151,8 +151,8 @@ class E2BService:
             return None
 
     async def remove(self, start: Start) -> None:
-        """Kill the sandbox, and wait until the service has none. Raises RuntimeFailure if that fails; the next sweep
-        tries again."""
+        """Kill the sandbox, and wait until the service has removed the sandbox. Raises RuntimeFailure if that fails;
+        the next sweep tries again."""
         try:
             if start.sandbox:
                 await self._delete(start.sandbox)
@@ -188,7 +188,7 @@ class E2BService:
             raise failure("list its sandboxes", error) from error
         left = [one.id for one in listed if self._is_left(one.metadata or {})]
         refused: E2BError | None = None
-        for sandbox in left:  # one that cannot be removed does not keep the others
+        for sandbox in left:  # a failed removal does not prevent the other removals
             try:
                 await self.api.delete(sandbox)
             except E2BError as error:
@@ -204,7 +204,8 @@ class E2BService:
 
 
 class Start:
-    """The start of one sandbox. `key` names its last request. `sandbox` is the sandbox's id, "" before a reply."""
+    """The start of one sandbox. `key` is the random name of the last request to create the sandbox. `requested` is True
+    if this request may have created a sandbox. `sandbox` is the sandbox's id, or "" before the reply."""
 
     def __init__(self) -> None:
         self.key = ""

@@ -89,8 +89,8 @@ class Kubeconfig(msgspec.Struct, rename="kebab"):
 
 
 def find_access() -> ClusterAccess:
-    """Return the access of the file that the variable KUBECONFIG names, otherwise of this process's pod, otherwise of
-    `~/.kube/config`. Blocks. Raises RuntimeUnavailable."""
+    """Return the access to an API server: from the file that the variable KUBECONFIG names, otherwise from this
+    process's pod, otherwise from `~/.kube/config`. Blocks. Raises RuntimeUnavailable."""
     if named := environment("KUBECONFIG"):
         first, *more = named.split(os.pathsep)
         if more:
@@ -196,7 +196,8 @@ def tls_of(cluster: KubeCluster, user: KubeUser, path: Path) -> ssl.SSLContext:
 
 
 def content(data: str | None, file: str | None, folder: Path) -> bytes | None:
-    """Return the bytes given as base64 or, relative to the kubeconfig's folder, as a file."""
+    """Return the bytes that `data` gives in base64, or the content of `file`, whose path is relative to the
+    kubeconfig's folder. Returns None if neither is given."""
     if data is not None:
         return base64.b64decode(data, validate=True)
     return None if file is None else (folder / file).read_bytes()

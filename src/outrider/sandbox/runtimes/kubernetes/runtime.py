@@ -43,7 +43,8 @@ from outrider.sandbox.runtimes.tool_server.launch import (
 from outrider.spec import RuntimeSpec
 
 SETTLE_SECONDS = 2.0
-"""Seconds after which the state of a pod is asked for again, before its programs are blamed."""
+"""Seconds between two requests for the state of a pod. The pod's programs are blamed for the end of the tool server
+only after both requests."""
 ENTER_SECONDS = 30.0
 """Seconds for which a failed command to start the tool server is repeated: a pod may be reported as running before its
 machine takes commands."""
@@ -138,9 +139,9 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, clock: QueueClock) 
 
 
 async def ended_inside(cluster: PodCluster, name: str, stream: ExecStream) -> bool:
-    """Return whether programs in the pod ended the tool server: they exceeded a limit of the pod, or the server reports
-    the exit of the tool server and nothing has ended the pod. Without such a report, as after a broken connection, the
-    cause was outside."""
+    """Return whether programs in the pod ended the tool server: they exceeded a limit of the pod, or the API server
+    reports the exit of the tool server and nothing has ended the pod. Without such a report, as after a broken
+    connection, the cause was outside."""
     try:
         verdict = verdict_of(await cluster.state(name), exited=stream.exited)
         if verdict:  # a machine that ends a pod may report the exit before the reason
@@ -152,8 +153,8 @@ async def ended_inside(cluster: PodCluster, name: str, stream: ExecStream) -> bo
 
 
 def verdict_of(pod: Pod | None, *, exited: bool) -> bool:
-    """Return whether programs in the pod ended the tool server, by the state of the pod. `exited`: the server has
-    reported the exit of the tool server."""
+    """Return whether programs in the pod ended the tool server, by the state of the pod. `exited` is True if the API
+    server has reported the exit of the tool server."""
     if pod is None or pod.metadata.deletion_timestamp is not None:
         return False
     if pod.out_of_memory or pod.evicted_for_own_use:
@@ -196,8 +197,8 @@ def of_image(env: dict[str, str]) -> dict[str, str]:
 
 
 def in_pod(setup: ToolServerSetup, *, own_user: bool) -> ToolServerSetup:
-    """Return the set-up of a server that is not the first process of its pid namespace, and that reaches the gateway
-    by a tunnel. A user other than root has another home folder."""
+    """Return the set-up of a server that is not the first process of its pid namespace, and that reaches the gateway by
+    a tunnel. If `own_user` is True, the pod's user is not root, and has another home folder."""
     changes: dict[str, Any] = {"subreaper": True, "bridge_port": 0}
     if own_user:
         env = {**setup.env, "HOME": OWN_HOME, "USER": "outrider"}

@@ -21,8 +21,8 @@ from typing import Any
 INPUTS = 3
 RESULTS = 4
 ECHO_MAX = 1 << 15
-"""Maximum characters of the echo in a frame. A longer echo is printed: the tool server cuts long output in the middle,
-but not frames."""
+"""Maximum characters of the echo in a frame. A longer echo is printed instead, because the tool server cuts long output
+in the middle, but does not cut frames."""
 
 
 class InputResults:
