@@ -31,7 +31,8 @@ INDEXES = (
     *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_DEFAULT_INDEX"),
     *("NPM_CONFIG_REGISTRY", "npm_config_registry", "GOPROXY", "CARGO_REGISTRIES_CRATES_IO_INDEX"),
 )
-"""Variables with the URL of a package index. RUN gets each of them whose value in this process has an allowed host."""
+"""Names of variables with the URL of a package index. RUN gets the variables of this process whose URL has an allowed
+host."""
 
 
 def checked_hosts(hosts: Iterable[str]) -> frozenset[str]:
@@ -72,7 +73,7 @@ def allowed(hosts: frozenset[str], host: str, port: int) -> bool:
 
 class BuildProxy:
     """The proxy of one build. The variables `environ`, by default this process's, may name the operator's own proxy
-    (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts that do not need it (NO_PROXY)."""
+    (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts that are reached without this proxy (NO_PROXY)."""
 
     def __init__(self, hosts: frozenset[str], environ: Mapping[str, str] | None = None) -> None:
         self._hosts = hosts

@@ -132,7 +132,7 @@ class NotRecorded(NotAllowed):
 
 
 def record_file(records: Iterable[NetworkRecord]) -> bytes:
-    """Return the file of the records of a session's sandboxes, within MAX_BYTES."""
+    """Return one file with the records of all sandboxes of a session. The records are cut at MAX_BYTES."""
     lines, left = [], MAX_BYTES
     for one in (reply for record in records for reply in record.replies):
         left -= one.size

@@ -18,8 +18,8 @@ WITH_DOCUMENTS = frozenset({"RUN", "COPY", "ADD"})
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-+])([^{}]*))?\})")
 MAX_VALUES = 128 << 10
 """Maximum characters of all variables of one kind together (ARG before FROM, ARG, ENV), and of the values filled into
-one instruction. Linux allows no longer variable. Without a bound, values that refer to other values could double in
-length with each line."""
+one instruction. A longer variable is not possible in Linux. Without a bound, values that refer to other values could
+double in length with each line."""
 LITERAL = "\0"
 """Placeholder for a literal $ until variables are filled in."""
 

@@ -24,7 +24,8 @@ IGNORE_FILES = ("Dockerfile.dockerignore", ".dockerignore")
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """A pattern: an expression for each name of the path, or None for `**`, any number of folders."""
+    """A pattern. `names` has a regular expression for each name of the path, or None for `**`, which matches any number
+    of folders. `takes_back` is True for a pattern that begins with `!`."""
 
     names: tuple[re.Pattern[str] | None, ...]
     takes_back: bool

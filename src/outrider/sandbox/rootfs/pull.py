@@ -29,14 +29,14 @@ from outrider.sandbox.rootfs.unpack import BadImage
 
 PULL_SECONDS = 3600
 LOOK_SECONDS = 0.2
-"""Seconds between looks at whether another pull has ended."""
+"""Seconds between two attempts to lock the file that all pulls of a reference share."""
 
 
 async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
     """Import the image of a reference such as `docker.io/library/python:3.12`. A cancellation kills skopeo. If another
-    process or task of this user is pulling the same reference, wait for the end of this pull, and use its image or fail
-    with its error. Only failures on this machine count, because another machine may have another network and other
-    credentials.
+    process or task of this user is already pulling the same reference, this function waits for the end of that pull,
+    and then uses its image or raises its error. An error on another machine is ignored, because that machine may have
+    another network and other credentials.
 
     Raises InvalidField, RuntimeUnavailable without skopeo, and BadImage if skopeo fails (with its messages), if skopeo
     needs more than PULL_SECONDS, or if the image cannot be imported. Raises OSError if the disk is

@@ -30,7 +30,7 @@ SQUASHFS = 1
 SYSTEM_PARTITION = 2
 MAX_DESCRIPTORS = 4096
 UNSQUASHFS_SECONDS = 3600.0
-"""Time limit of the listing of an image, and of its unpacking."""
+"""Time limit in seconds for each of the two runs of unsquashfs, which list an image and then unpack it."""
 MAX_LINE = 64 << 10
 """Maximum bytes read as one line of a listing. A path has at most 4096 bytes."""
 

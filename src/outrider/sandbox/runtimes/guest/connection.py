@@ -110,7 +110,7 @@ class Calls:
         self.running: dict[int, Callable[[], object]] = {}
         self.base_env: dict[str, str] = {}
         self.sandbox_mark = ""
-        """Distinguishes this sandbox's processes from others on the host."""
+        """The mark that distinguishes this sandbox's processes from all others on the host."""
         self.python: list[str] = []
         """The command that starts Python in a sandbox that has none itself."""
         self.known_shell = ""
@@ -124,9 +124,9 @@ class Calls:
         return env
 
     def mark(self, owner: int) -> bytes:
-        """Return the entry that `environment` adds. When a time limit expires, this entry identifies the owner's
-        descendants that have left their session and their parent. Such a process becomes a child of this server, and
-        has no other trace of its owner."""
+        """Return the entry that `environment` adds to the environment of the owner's programs. When a time limit
+        expires, this entry identifies the owner's descendants that have left their session and their parent. Such a
+        process becomes a child of this server, and has no other trace of its owner."""
         return f"OUTRIDER_CALL={self.sandbox_mark}:{owner}\0".encode()
 
     def shell(self) -> str:

@@ -38,8 +38,8 @@ SHARED_AREAS = (b"/dev/zero (deleted)", b"[anon_shmem:")
 
 class ProcessMemory:
     """The memory of one process, in bytes: `own` memory, and `mapped` memory in addition. Mapped memory consists of
-    libraries, reserved address space, and memory shared with other processes. It counts, because `own` lacks the shared
-    pages that exist but that this process has not touched yet."""
+    libraries, reserved address space, and memory shared with other processes. Mapped memory is counted, because `own`
+    lacks the shared pages that exist but that this process has not touched yet."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

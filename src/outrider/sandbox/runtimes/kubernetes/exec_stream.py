@@ -41,7 +41,7 @@ class ExecStream:
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, theirs: socket.socket, chores: Chores) -> None:
         self.exited = False
-        """True once the server has reported that the command has exited, by itself or by a signal."""
+        """True once the API server has reported that the command has exited, by itself or by a signal."""
         self._socket = socket
         self._theirs = theirs
         self._chores = chores

@@ -24,7 +24,7 @@ from outrider.sandbox.runtimes.guest.filesystem.trees import Packer
 OPAQUE = "user.overlay.opaque"
 """overlayfs's mark of a folder that hides the folder below, for mounts with the option `userxattr`."""
 OPAQUE_HEADER = "SCHILY.xattr." + OPAQUE
-"""The same mark in an archive, in the form of GNU tar and star."""
+"""The name of the mark OPAQUE in an archive, in the form of GNU tar and star."""
 
 
 def save_layers(out: int, layers: list[int]) -> None:
@@ -36,7 +36,8 @@ def save_layers(out: int, layers: list[int]) -> None:
 
 
 def describe(member: tarfile.TarInfo, folder: int, name: str) -> None:
-    """Remove the owner from a member. If the member is a folder that overlayfs has marked, add the mark."""
+    """Remove the owner from a member. If the member is a folder that overlayfs has marked, add this mark to the
+    member."""
     member.uid = member.gid = 0
     if member.isdir():
         os.fchdir(folder)  # no attribute call takes a descriptor and a name
