@@ -266,7 +266,7 @@ def _kept(config: Config) -> Iterator[Kept]:
     """Yield the existing files and folders of this machine that tasks may not read."""
     key = config.tls.key or config.tls.certificate  # without a key file, the certificate's file holds the key
     homes = []
-    with suppress(RuntimeError):  # there is no home
+    with suppress(RuntimeError):  # this user has no home folder
         homes.append(Path.home())
     with suppress(KeyError):  # this user has no entry in the user database
         homes.append(Path(pwd.getpwuid(os.geteuid()).pw_dir))

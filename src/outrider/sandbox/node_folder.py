@@ -105,7 +105,7 @@ class NodeFolder:
                     elif entry.name != LOCK:
                         os.unlink(entry.path)
             remove_tree(self.path)
-        finally:  # also if /proc cannot be read for lack of a descriptor: the next sweep must get the lock
+        finally:  # the lock is released even if /proc cannot be read, so that the next sweep gets the lock
             os.close(self.lock)
             if self.keeper is not None:
                 self.keeper.kill()

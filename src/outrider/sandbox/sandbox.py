@@ -106,7 +106,7 @@ class Sandbox:
                 async with self.network(Phase.PREPARE):
                     await self._point_apt()
                     await prepare(self.runtime, self._spec.prepare, paths=self._paths, field=f"{self._field}.prepare")
-        except BaseException as error:  # also a cancellation
+        except BaseException as error:  # BaseException includes CancelledError
             if isinstance(error, Exception):
                 self._starts.note(self._spec.sandbox_kind, None)
             await self.stop()

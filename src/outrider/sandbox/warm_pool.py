@@ -168,7 +168,7 @@ class WarmPool:
             good = False
             try:
                 good = not self._too_old(warm, kind) and await usable(warm.sandbox)
-            finally:  # also if `take` is cancelled
+            finally:  # the sandbox is stopped even if `take` is cancelled
                 if not good:
                     await self._stop(warm, kind)
             if good:

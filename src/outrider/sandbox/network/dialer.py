@@ -153,7 +153,7 @@ class Dialer:
             status = first.partition(" ")[2]
             if not status.startswith("200"):
                 raise Unreachable(f"this machine's proxy does not reach {server.place}: {status[:200]}")
-        except BaseException:  # includes a cancellation
+        except BaseException:  # BaseException includes CancelledError
             writer.close()
             raise
         return await self._secured(connection, server.host) if server.tls else connection
@@ -178,7 +178,7 @@ class Dialer:
             secure.connection_made(transport)
             transport.resume_reading()
             await begun
-        except BaseException:  # includes a cancellation
+        except BaseException:  # BaseException includes CancelledError
             connection.writer.close()
             raise
         return ServerConnection(reader, writers[0], beneath=connection.writer)

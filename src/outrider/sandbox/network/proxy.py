@@ -219,7 +219,7 @@ class Proxy:
                 flow.end_wait()
             if isinstance(error, CutShort):
                 passage.failed(str(error), blameless=is_plain_read(request, route) and error.by_server)
-            passage.judge()  # before the client gets the error
+            passage.judge()  # a failure is noted before the client gets the error
             if isinstance(error, TimeoutError) and not (request.tunnel or flow.answered or flow.exceeded):
                 text = f"{request.place} did not answer"
                 await say(reader, writer, NotPassedOn("504 Gateway Timeout", text), name=self._name)
@@ -240,7 +240,7 @@ class Proxy:
         HTTP."""
         server = route.server
         origin = place_of(server.host, server.port, hidden=443 if server.tls else 80)
-        # The target is written anew, because a server may read the client's text differently.
+        # The request's target is built from its parsed parts, because a server may read the client's text differently.
         target = f"http://{origin}{request.path}" if connection.absolute else request.path
         only = INDEX_FIELDS if route.methods else None
         head = request.head(target, origin, *connection.header, only=only)
@@ -336,7 +336,7 @@ async def put(writer: asyncio.StreamWriter, data: bytes) -> None:
     """Write bytes, and wait until there is room for more. Raises OSError."""
     try:
         writer.write(data)
-    except RuntimeError as error:  # uvloop raises this for a closed connection
+    except RuntimeError as error:  # uvloop raises RuntimeError for a closed connection
         raise ConnectionResetError(str(error)) from error
     await writer.drain()
 

@@ -95,7 +95,7 @@ class NetworkReplay:
                 raise RuntimeUnavailable(f"{file.name} is larger than any record of a network")
             return cls([msgspec.json.decode(line, type=RecordedReply) for line in data.splitlines()], phase)
         except (OSError, msgspec.MsgspecError) as error:
-            why = error.strerror if isinstance(error, OSError) else error  # without the path of the folder
+            why = error.strerror if isinstance(error, OSError) else error  # strerror lacks the folder's path
             raise RuntimeUnavailable(
                 f"{file.name} is no record of a network: {why}",
                 hint="a session with task.runtime.network.record keeps one as its artifact outrider:network.jsonl",

@@ -65,7 +65,7 @@ class Lookups:
         if key not in self._running:
             pool, slots = self._kinds[named]
             await slots.acquire()
-            if key in self._running:  # begun by another request meanwhile
+            if key in self._running:  # another request has begun this look-up meanwhile
                 slots.release()
             else:
                 self._begin(key, pool, slots)

@@ -66,7 +66,7 @@ def portable_command(at: str = PORTABLE_AT) -> list[str]:
     return [f"{at}/lib/{loader.name}", "--library-path", f"{at}/lib", program]
 
 
-@functools.lru_cache(maxsize=8)  # called for every sandbox; a built folder never changes
+@functools.lru_cache(maxsize=8)  # cached, because every sandbox needs the folder, and a built folder never changes
 def _built(home: Path) -> Path:
     return build_once(home / portable_digest(), _build)
 

@@ -427,7 +427,7 @@ class Reader:
 
     def read_env(self, one: Instruction) -> None:
         words = self._words(one)
-        if not words or "=" not in words[0]:  # the older form: ENV NAME and a text
+        if not words or "=" not in words[0]:  # the older form: ENV NAME VALUE
             words = [f"{words[0]}={' '.join(words[1:])}"] if len(words) > 1 else [""]
         for word in words:
             name, given, value = word.partition("=")

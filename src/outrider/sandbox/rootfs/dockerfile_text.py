@@ -133,7 +133,7 @@ def filled_words(words: Iterable[str], variables: Mapping[str, str]) -> list[str
         else:
             found = known or ""
         room -= len(found)
-        if room < 0:  # checked before the word is built
+        if room < 0:  # the limit is checked before the word is built
             raise ValueError(f"its variables have more than {MAX_VALUES} characters")
         return found
 

@@ -94,7 +94,7 @@ def patterns(lines: Iterable[str], file: Path) -> Iterator[Pattern]:
         if not path:
             if takes_back or bare == "/":
                 continue
-            path = "**"  # a dot is the whole context
+            path = "**"  # the pattern `.` stands for the whole context
         count += 1
         try:
             if count > MAX_PATTERNS:

@@ -77,11 +77,11 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
             with tempfile.TemporaryDirectory(prefix="outrider-pull-") as folder:
                 layout = Path(folder, "layout")
                 await _download(tool, reference, layout)
-                # Shielded, because a thread cannot be cancelled, and needs the folder and the lock.
+                # The import is shielded, because its thread cannot be cancelled, and needs the folder and the lock.
                 image = await shielded(lambda: asyncio.to_thread(store.import_, layout, name, pulled=True))
         except (BadImage, OSError) as error:
             if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise  # not recorded: a lack of descriptors, for example, concerns this process alone
+                raise  # the error is not recorded: a lack of descriptors, for example, concerns this process alone
             hint = error.hint if isinstance(error, BadImage) else None
             record.write(msgspec.json.encode(PullOutcome(failure=described(error), hint=hint, host=host_id())))
             raise
@@ -127,7 +127,7 @@ async def _download(tool: str, reference: str, layout: Path) -> None:
         raise BadImage(f"skopeo did not get {reference} within {PULL_SECONDS} s") from error
     finally:
         if process.returncode is None:
-            with suppress(ProcessLookupError):  # it has just exited
+            with suppress(ProcessLookupError):  # the process has just exited
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     if process.returncode != 0:

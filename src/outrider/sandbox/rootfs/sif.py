@@ -117,7 +117,7 @@ def _check_size(tool: str, path: Path, offset: int, target: Path, seconds: float
         finally:
             limit.cancel()
             said.kill()
-    if time.monotonic() >= until:  # the listing may have been cut
+    if time.monotonic() >= until:  # the listing may be incomplete, because unsquashfs was killed
         raise _too_slow(path, seconds)
     room.take(total)
 

@@ -164,7 +164,7 @@ class ImageStore:
         """Remove a name, and the image if it has no other name. Returns True if the image was removed. Sandboxes that
         run on the image break. Raises NotFound."""
         with ExitStack() as held:
-            with locked(self._names):  # so that the image gets no new name meanwhile
+            with locked(self._names):  # locked, so that the image gets no new name meanwhile
                 image = self.image(name)
                 self._name(name).unlink()
                 if _hex(image.digest) in self._used():
@@ -175,7 +175,7 @@ class ImageStore:
                 # killed meanwhile, the next import removes the folder, which then has a draft's name.
                 gone = new_draft(place)
                 os.rename(place, gone / "image")
-            remove_tree(gone)  # takes seconds, in which the names are not locked
+            remove_tree(gone)  # the removal takes seconds, and the names are not locked meanwhile
         return True
 
     def _used(self) -> set[str]:

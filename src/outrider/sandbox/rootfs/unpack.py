@@ -64,9 +64,9 @@ UNREADABLE = (
     gzip.BadGzipFile,
     zlib.error,
     lzma.LZMAError,
-    ValueError,  # a header field that must be a number is not one
-    OverflowError,  # a number is larger than any offset in a file
-    RecursionError,  # tarfile reads the header after an extended header by recursion
+    ValueError,  # A header field is not a number.
+    OverflowError,  # A number is larger than any offset in a file.
+    RecursionError,  # tarfile reads the header after an extended header by recursion.
 )
 """Exceptions from reading a broken archive, besides OSError."""
 
@@ -228,7 +228,7 @@ class _Layer:
                 self._contents.entries += 1
             else:
                 self._contents.left_out += 1
-        for place, mode, changed in reversed(folders):  # last, because writing an entry changes its folder's time
+        for place, mode, changed in reversed(folders):  # set last, because writing an entry changes its folder's time
             if os.path.isdir(place) and not os.path.islink(place):
                 os.chmod(place, mode & PERMISSIONS | stat.S_IRWXU)
                 _set_time(place, changed)

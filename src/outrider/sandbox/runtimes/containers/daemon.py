@@ -154,7 +154,7 @@ class ContainerDaemon:
         self.socket = await asyncio.to_thread(self.engine.find)
         try:
             self.limits = await asyncio.to_thread(limits_hold, self.socket)
-            self.sized = not await asyncio.to_thread(rootless, self.socket)  # until the daemon refuses
+            self.sized = not await asyncio.to_thread(rootless, self.socket)  # True until the daemon refuses a size
         except OSError as error:
             raise RuntimeFailure(
                 f"there is no {self.engine.name} daemon at {self.socket}: {error}", hint=self.engine.hint
@@ -162,7 +162,7 @@ class ContainerDaemon:
         self._api = DockerApi(self.socket)
         try:
             await self.sweep()
-        except BaseException:  # also a cancellation
+        except BaseException:  # BaseException includes CancelledError
             await shielded(self._api.close)
             raise
         return self
@@ -190,8 +190,8 @@ class ContainerDaemon:
 
     async def run(self, name: str, plan: ContainerRequest) -> None:
         """Create and start a container. `remove` must follow, even when this method raises or is cancelled. A request
-        once sent is awaited, because only the response shows whether there is a container to remove. Raises
-        RuntimeUnavailable if the daemon cannot give the container its GPUs, and RuntimeFailure."""
+        that was sent is awaited to its end, because only the response shows whether there is a container to remove.
+        Raises RuntimeUnavailable if the daemon cannot give the container its GPUs, and RuntimeFailure."""
         self._ours.add(name)
         sized = self.sized
         try:
@@ -238,7 +238,7 @@ class ContainerDaemon:
         fails; the next sweep tries again."""
         try:
             async with asyncio.timeout(REMOVE_SECONDS):
-                while await self._is_there(name):  # noqa: ASYNC110  # no event reports another remover's end
+                while await self._is_there(name):  # noqa: ASYNC110 # no event reports a removal by another client
                     await asyncio.sleep(PAUSE_SECONDS)
         except TimeoutError as error:
             message = f"{self.engine.name} did not remove {name} within {REMOVE_SECONDS:.0f} s"

@@ -56,7 +56,7 @@ class E2BService:
         self.api = E2BApi(E2BSettings.read(), seconds=self._call_seconds)
         try:
             await self.sweep()
-        except BaseException:  # includes a cancellation
+        except BaseException:  # BaseException includes CancelledError
             await shielded(self.api.close)
             raise
         return self

@@ -140,7 +140,7 @@ class Bridge:
             self._refuse(client)
             return
         client.setblocking(False)
-        # Otherwise Nagle's algorithm holds each small piece of a streamed reply until the previous piece is
+        # Without TCP_NODELAY, Nagle's algorithm holds each small piece of a streamed reply until the previous piece is
         # acknowledged.
         client.setsockopt(self.socket.IPPROTO_TCP, self.socket.TCP_NODELAY, 1)
         self._connect(client, CONNECT_TRIES)
@@ -169,7 +169,7 @@ class Bridge:
                 self.loop.at(client, RETRY_SECONDS, lambda: self._connect(client, tries - 1))
             else:
                 self._refuse(client)
-        except OSError:  # no listener
+        except OSError:  # no gateway listens
             upstream.close()
             self._refuse(client)
         else:

@@ -88,7 +88,8 @@ class MemoryWatch:
         me = posix.getpid()
         found = [ProcessMemory(pid) for pid in descendants(processes(), {me}) - {me}]
         total = sum(one.own + max(0, one.mapped) for one in found)
-        # Each step is more exact than the previous one, and costs more. In most scans no step is needed.
+        # Each of the two refinements is more exact than the count before it, and costs more. Most scans need no
+        # refinement.
         for refine in (ProcessMemory.find_areas, ProcessMemory.divide):
             if total > self.limit:
                 for one in found:

@@ -115,7 +115,7 @@ class ProcessWatch:
                 break
             self._look_at(process)
         since_boot = time.clock_gettime(CLOCK_BOOTTIME)
-        for pid in pids - self.living.keys() - {self.me, 1}:  # the first process is the sandbox's own
+        for pid in pids - self.living.keys() - {self.me, 1}:  # process 1 belongs to the sandbox itself
             if time.monotonic() > deadline:
                 self.newest = b""
                 break

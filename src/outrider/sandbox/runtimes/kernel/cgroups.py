@@ -71,7 +71,8 @@ def find(*, mount: Path = MOUNT, own: str | None = None) -> Hierarchies:
             if name in CONTROLLERS and os.access(folder, os.W_OK):
                 found[name] = folder
         return Hierarchies(1, dict(sorted(found.items()))) if found else NONE
-    # Version 2: the group of this process, or its parent if this process has moved into OWN before.
+    # With version 2, `folder` is the group of this process, or this group's parent if the process has already moved
+    # into OWN.
     folder = mount / paths.get(UNIFIED, "/").lstrip("/")
     folder = folder.parent if folder.name == OWN else folder
     try:

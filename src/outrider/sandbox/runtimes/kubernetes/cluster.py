@@ -97,7 +97,7 @@ class PodCluster:
             found, self._version = await self.api.list_pods(self.namespace, selector)
             self._seen = {pod.metadata.name: pod for pod in found}
             self._changed.send()
-        version, self._version = self._version, ""  # after any failure, list again
+        version, self._version = self._version, ""  # after any failure, the pods are listed again
         try:
             async for event in self.api.watch_pods(self.namespace, selector, version):
                 version = event.pod.metadata.resource_version or version
@@ -123,7 +123,8 @@ class PodCluster:
             try:
                 with clock.waiting():
                     await self.queue.turn()
-                    # A request once sent is awaited, because only the response shows whether there is a pod to remove.
+                    # A request that was sent is awaited to its end, because only the response shows whether there is a
+                    # pod to remove.
                     await shielded(lambda: self.api.create_pod(self.namespace, body))
             except KubeApiError as error:
                 if error.status == 409 and error.reason == "AlreadyExists" and failures:

@@ -56,7 +56,7 @@ class ExecStream:
     async def __aenter__(self) -> Self:
         try:
             reader, self._writer = await asyncio.open_unix_connection(sock=self._theirs)
-        except BaseException:  # includes a cancellation
+        except BaseException:  # BaseException includes CancelledError
             self._theirs.close()
             await self._socket.close()
             raise

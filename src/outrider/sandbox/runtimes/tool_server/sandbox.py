@@ -352,7 +352,7 @@ class ToolServerSandbox:
                     while data := await asyncio.to_thread(os.pread, fd, PIECE, offset):
                         await self._write(place, data, mode, append=offset > 0)
                         offset += len(data)
-                    if offset == 0:  # create an empty file too
+                    if offset == 0:  # an empty file is created, too
                         await self._write(place, b"", mode, append=False)
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
@@ -367,14 +367,14 @@ class ToolServerSandbox:
         args: dict[str, Any] = {"key": secrets.randbits(62), "roots": roots, "limit": MAX_SNAPSHOT}
         tools = self.server.tools
         async with opened_in_thread(partial(os.open, archive, os.O_RDONLY | os.O_CLOEXEC), os.close) as fd:
-            offset, data = 0, b"-"  # any data but b"", which is the end of the archive
+            offset, data = 0, b"-"  # any data except b"", which means the end of the archive
             try:
                 while data:
                     data = await asyncio.to_thread(os.pread, fd, PIECE, offset)
                     offset += len(data)
                     part = {**args, "data": data, "last": not data}
                     await tools.call("restore", part, Done, seconds=RESTORE_SECONDS)
-            except BaseException:  # also a cancellation
+            except BaseException:  # BaseException includes CancelledError
                 tools.send("drop_restore", {"key": args["key"]})
                 raise
 

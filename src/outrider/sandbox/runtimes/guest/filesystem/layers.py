@@ -40,7 +40,7 @@ def describe(member: tarfile.TarInfo, folder: int, name: str) -> None:
     member."""
     member.uid = member.gid = 0
     if member.isdir():
-        os.fchdir(folder)  # no attribute call takes a descriptor and a name
+        os.fchdir(folder)  # no call for extended attributes takes a folder's descriptor and a name
         if OPAQUE in os.listxattr(name, follow_symlinks=False):
             member.pax_headers = {OPAQUE_HEADER: os.getxattr(name, OPAQUE, follow_symlinks=False).decode("ascii")}
 
@@ -68,8 +68,8 @@ def restore_layers(source: int, folders: list[str]) -> None:
             os.lseek(source, 0, os.SEEK_SET)
             unpack(source, f"{number}/")
             os.fchdir(old)
-            os.chroot(".")  # a descriptor from outside is the way back out of a chroot
-    except BaseException as error:  # any error is raised by the parent, and this fork ends
+            os.chroot(".")  # A descriptor from outside is the way back out of a chroot.
+    except BaseException as error:  # Any error is raised by the parent, and this fork ends.
         os.write(writer, f"{type(error).__name__}: {error}"[:4000].encode("utf-8", "replace"))
     finally:
         os._exit(0)

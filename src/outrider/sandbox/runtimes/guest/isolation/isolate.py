@@ -172,7 +172,7 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
         tree = None if there or not source else clone_inner(source)
         covered = not source or (not there and tree is None)
         inner.append((covered, tree, syscalls.clone_tree("/dev/null", DEVICE_MOUNT), target))
-    # The /proc is made before the root changes, because the kernel mounts a new /proc only for a process that still
+    # The new /proc is made before the root changes, because the kernel mounts a new /proc only for a process that still
     # sees one.
     proc = syscalls.new_mount("proc", PROC_MOUNT)
     os.chdir(f"{base}/root")
@@ -186,7 +186,7 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     for tree, target in shown:
         attach_at(tree, target)
     make_dev(devices)
-    make_proc(proc)  # attached last, because links in /proc lead to the descriptors held here, and so to the host
+    make_proc(proc)  # Attached last, because links in /proc lead to the descriptors held here, and so to the host.
     # If a plan named `/` itself as a target, paths would resolve in another root than the confined root.
     if not os.path.samestat(os.stat("/.."), os.stat("/")):
         raise OSError(errno.EINVAL, "something is mounted over the sandbox's root")
@@ -253,7 +253,7 @@ def make_proc(proc: int) -> None:
     make_root_folder("/proc")
     syscalls.attach(proc, "/proc")
     write("/proc/sys/user/max_inotify_instances", str(INOTIFY_MAX))
-    with open("/proc/sys/fs/inotify/max_user_watches") as file:  # the limit of one user
+    with open("/proc/sys/fs/inotify/max_user_watches") as file:  # this file has the limit of one user
         write("/proc/sys/user/max_inotify_watches", str(max(int(file.read()) // WATCHES_SHARE, MIN_WATCHES)))
 
 

@@ -281,7 +281,8 @@ def confine(tcp_only: bool = False, *, counted: bool = False, ipc: bool = True) 
     """Install the filter on this process, the tool server, and on all its descendants, for good, and protect this
     process from its descendants. Raises OSError, and KeyError as `program` does."""
     install(program(os.uname().machine, tcp_only, os.getpid(), counted=counted, ipc=ipc))
-    # Otherwise programs of the same user could read and change this process's memory and descriptors through /proc.
+    # This process is made undumpable. Otherwise programs of the same user could read and change this process's memory
+    # and descriptors through /proc.
     prctl(PR_SET_DUMPABLE, 0)
 
 

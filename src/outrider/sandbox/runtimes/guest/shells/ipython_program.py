@@ -244,7 +244,7 @@ class RichEngine:
         if self.may_be_special(source):
             try:
                 cell = shell.transform_cell(source)
-            except Exception:  # raised by the input: the exception is shown
+            except Exception:  # the input has raised an exception, which is shown
                 failed = sys.exc_info()
         given = {"transformed_cell": cell, "preprocessing_exc_tuple": failed}
         work = shell.run_cell_async(source, **given)
@@ -253,7 +253,7 @@ class RichEngine:
         try:
             result = shell.loop_runner(work) if waits else finished(work)
             return result.error_before_exec or result.error_in_exec
-        except BaseException as error:  # raised by the input: the exception is shown
+        except BaseException as error:  # the input has raised an exception, which is shown
             work.close()
             shell.showtraceback()
             return error

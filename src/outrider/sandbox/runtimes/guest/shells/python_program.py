@@ -80,7 +80,7 @@ class PlainEngine:
             return 0
         except SystemExit as stop:
             return left_with(stop)
-        except BaseException as error:  # raised by the input: the exception is shown
+        except BaseException as error:  # the input has raised an exception, which is shown
             self.session.interruptible = False
             trace = error.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename != name:
