@@ -53,9 +53,9 @@ def checked_hosts(hosts: Iterable[str]) -> frozenset[str]:
 
 
 def index_variables(hosts: frozenset[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables of `environ` (by default this process's) with the URL of an index on one of the hosts. A URL
-    with a user name or a password is left out, because the author of a Dockerfile must not read the operator's
-    passwords."""
+    """Return the variables of `environ` (by default this process's) whose value is the URL of a package index on one of
+    the hosts. A URL with a user name or a password is left out, because the author of a Dockerfile must not read the
+    operator's passwords."""
     environ = variables() if environ is None else environ
     found = {}
     for name in INDEXES:
@@ -103,7 +103,7 @@ class BuildProxy:
         return BuildPassage(ProxyRoute(server=ProxiedServer(host=request.host, port=request.port, internal=True)))
 
     def refuse(self, request: RequestHead, reason: str) -> None:
-        """See `ProxyGate`. Only hosts that no option names are recorded."""
+        """See `ProxyGate`. Nothing is recorded here: `refused` has only the hosts that no `--allow-host` names."""
 
 
 class BuildPassage:

@@ -69,8 +69,9 @@ class Located(NamedTuple):
 
 
 class Named(NamedTuple):
-    """A folder or file that tasks may read because of `setting`. `at` are the path and all mounts below the path. If
-    `shown` is true, the folder is one of `SHOWN`, and `setting` is the kind of sandbox that shows it."""
+    """A folder or file that tasks may read because of `setting`. `at` are the targets of the path and of all mounts
+    below the path. If `shown` is true, the folder is one of `SHOWN`, and `setting` is the kind of sandbox that shows
+    it."""
 
     path: Path
     setting: str
@@ -218,9 +219,9 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         """Raise InvalidField for a virtual environment that needs forbidden paths of the host. `shown` are the host's
         paths that programs of the environment need.
 
-        An allowed environment does not make the targets of its links allowed: whoever made the environment chose the
-        links. The service's own interpreter is always allowed, because it is visible in the sandbox of every harness
-        preset.
+        The targets of an environment's links are checked even if the environment itself is allowed, because whoever
+        made the environment chose the links. The service's own interpreter is always allowed, because it is visible in
+        the sandbox of every harness preset.
         """
         own = Path(sys.base_prefix).resolve()
         roots = (*self.allow, own)

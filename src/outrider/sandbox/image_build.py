@@ -68,9 +68,9 @@ def build_image(
     note: Callable[[str], None] = lambda text: None,
 ) -> RootImage:
     """Build the image of a folder's Dockerfile in sandboxes of kind `namespace`, unless the image exists. The image
-    gets the name used by Harbor tasks, and `name`. RUN may reach `hosts` (see build_proxy.py). `seconds` bounds each
-    RUN; `note` is called with a line before each step. Blocks, and must be called outside of an event loop. Raises
-    InvalidField for the Dockerfile, BadImage with the line that failed, and RuntimeUnavailable."""
+    gets the name used by Harbor tasks, and also `name` if given. RUN may reach `hosts` (see build_proxy.py). `seconds`
+    bounds each RUN; `note` is called with a line before each step. Blocks, and must be called outside of an event loop.
+    Raises InvalidField for the Dockerfile, BadImage with the line that failed, and RuntimeUnavailable."""
     if name is not None and "@" in name:
         raise InvalidField(
             f"{name!r} has a digest, which only images of a registry have", field="name", hint="give a name without @"
@@ -160,7 +160,7 @@ def run_hint(context: Path, refused: frozenset[str], hosts: frozenset[str]) -> s
 
 
 async def carry_out(runtime: Runtime, step: BuildStep, *, env: Mapping[str, str], drafts: Path, seconds: float) -> None:
-    """Carry out one step. RUN gets the variables `env` in addition to its own, which take precedence, and is killed
+    """Carry out one step. A RUN gets the variables `env` in addition to its own, which take precedence. A RUN is killed
     after `seconds`. Raises RuntimeFailure, also if a command fails."""
     match step:
         case RunInstruction():
@@ -296,8 +296,9 @@ async def checked(runtime: Runtime, command: list[str]) -> None:
 
 
 def as_image_layer(saved: Path, target: Path) -> None:
-    """Write the root's part of a sandbox's layer archive as an image layer. The archive marks removals as overlayfs
-    does, by devices and attributes. The image layer marks them by file names."""
+    """Convert an archive of a sandbox's writable layers into an image layer, which has only the changes to the root.
+    The archive marks removals as overlayfs does, by devices and attributes. The image layer marks them by file
+    names."""
     with tarfile.open(saved, "r:") as archive, tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as layer:
         for member in archive:
             top, _, name = member.name.partition("/")

@@ -185,8 +185,8 @@ def remove_tree(path: Path) -> None:
 
 
 async def sweep(host: Host, failures: Failures) -> dict[str, int]:
-    """Remove the leftovers of killed nodes: folders, processes, control groups, and what the parts of `host` find. Call
-    this function every SWEEP_EVERY_SECONDS.
+    """Remove the leftovers of killed nodes: folders, processes, control groups, and the leftovers that the parts of
+    `host` find. Call this function every SWEEP_EVERY_SECONDS.
 
     Returns the number of things removed, by kind. Failures are recorded and never raised: a failed sweep must not end
     the node's sessions, and the next sweep tries again.

@@ -112,8 +112,8 @@ class Dialer:
         return found
 
     async def _services(self, port: int) -> frozenset[Address]:
-        """Return the addresses of the service's own names with this port. A name that this machine cannot resolve has
-        none."""
+        """Return the addresses of the service's own names with this port. A name that this machine cannot resolve adds
+        no address."""
         found: set[Address] = set()
         for host, _, own in (place.rpartition(":") for place in self._own):
             if own == str(port) and host != "*" and not host.startswith("[") and not is_address(host):
@@ -163,8 +163,8 @@ class Dialer:
         return ServerConnection(reader, writer)
 
     async def _secured(self, connection: ServerConnection, name: str) -> ServerConnection:
-        """Return the connection with TLS. asyncio's TLS is used: uvloop's (0.23) drops the end of a reply that is
-        longer than the reader's buffer, if the server closes the connection behind the reply."""
+        """Return the connection with TLS. The TLS of asyncio is used, because the TLS of uvloop 0.23 drops the end of a
+        reply that is longer than the reader's buffer, if the server closes the connection after the reply."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(MAX_HEAD)
         writers: list[asyncio.StreamWriter] = []

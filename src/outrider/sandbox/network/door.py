@@ -38,7 +38,8 @@ from outrider.spec import MEBIBYTE
 CONNECTIONS = 32
 """Maximum number of connections to other machines at once."""
 MAX_CLIENTS = 256 + CONNECTIONS
-"""Maximum number of connections of a sandbox's programs: those of the bridge to the model gateway, and the others."""
+"""Maximum number of connections to the door of one sandbox: 256 for the model gateway, and CONNECTIONS for other
+machines."""
 MAX_PLACES = 256
 """Maximum number of servers that are counted by name in each phase. A program may ask for any number of names."""
 OTHERS = "other servers"
@@ -98,9 +99,9 @@ class Door:
         replay: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`gateway` is the model gateway's socket. `endpoint` is its URL in the sandbox. `pace` and `connections` are
-        shared by all sandboxes of the node. If `record` is true, the door keeps replies. If `replay` is given, the door
-        answers from this file. Blocks while the file is read. Raises RuntimeUnavailable."""
+        """`gateway` is the model gateway's socket. `endpoint` is the gateway's URL in the sandbox. `pace` and
+        `connections` are shared by all sandboxes of the node. If `record` is true, the door keeps replies. If `replay`
+        is given, the door answers from this file. Blocks while the file is read. Raises RuntimeUnavailable."""
         self._allowed = allowed
         self._gateway = gateway
         self._endpoint = endpoint
@@ -141,7 +142,8 @@ class Door:
                 os.unlink(self._path)
 
     async def enter(self, phase: Phase | None) -> None:
-        """Begin a phase, None for a time without a network. Connections of an earlier phase are closed."""
+        """Begin a phase. If `phase` is None, the sandbox has no network until the next phase. Connections of an earlier
+        phase are closed."""
         if phase is self._phase:
             return
         self._phase = phase
@@ -252,7 +254,7 @@ class Door:
             self._refused(self._use(self._phase, request.place), reason)
 
     def count(self, use: ServerUse, name: str, number: int) -> None:
-        """Count bytes. Raises LimitExceeded."""
+        """Count `number` bytes of a server's use as `sent` or `received`, as `name` states. Raises LimitExceeded."""
         self._totals[name] += number
         setattr(use, name, getattr(use, name) + number)
         use.end = self._clock()
@@ -355,7 +357,7 @@ class ServerWait(msgspec.Struct, frozen=True):
 
 
 async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy bytes from `reader` to `writer`, and at their end pass the end on to the receiver."""
+    """Copy bytes from `reader` to `writer`. When `reader` has ended, the receiver gets an end of file."""
     with suppress(OSError):
         while data := await reader.read(CHUNK):
             await put(writer, data)

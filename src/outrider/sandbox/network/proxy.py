@@ -67,8 +67,7 @@ class LimitExceeded(Exception):
 
 class ProxyRoute(msgspec.Struct, frozen=True, kw_only=True):
     """The route of an allowed request. `replaced` are pairs of texts: the first one is replaced by the second one in
-    the pages and redirects of a package index. `methods` are the allowed methods; all methods are allowed if it is
-    empty."""
+    the pages and redirects of a package index. `methods` are the allowed methods; an empty set allows all methods."""
 
     server: ProxiedServer
     replaced: Sequence[tuple[str, str]] = ()
@@ -314,7 +313,7 @@ class Proxy:
 
 
 async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: NotPassedOn, *, name: str) -> None:
-    """Answer a request that is not passed on, and throw away the rest of the request for a moment."""
+    """Answer a request that is not passed on, and discard the rest of the request for up to LINGER_SECONDS."""
     body = f"{name}: {error}\n".encode()
     lines = [f"HTTP/1.1 {error.status}", "Content-Type: text/plain; charset=utf-8", f"Content-Length: {len(body)}"]
     with suppress(OSError, TimeoutError):
@@ -526,9 +525,9 @@ class Flow:
         count: Callable[[int], None],
         limit: int | None = None,
     ) -> None:
-        """Copy bytes from `reader` to `writer`, to the end or up to `limit` bytes. If there is no `limit`, the end of
-        the bytes is then passed on to the receiver. If the sandbox exceeds one of its limits, the block of `watched` is
-        ended."""
+        """Copy bytes from `reader` to `writer`, until `reader` ends or `limit` bytes are copied. If there is no
+        `limit`, the receiver then gets an end of file. If the sandbox exceeds one of its limits, the block of `watched`
+        is ended."""
         taken = 0
         with suppress(OSError):
             while limit is None or taken < limit:

@@ -20,7 +20,7 @@ from outrider.sandbox.network.requests import NotAllowed, RequestHead, place_of
 from outrider.spec import RUNTIME, NetworkSpec
 
 READS = frozenset({"GET", "HEAD"})
-"""The methods for mirrors: packages are fetched, and not published."""
+"""The HTTP methods that mirrors allow: packages can be fetched, but not published."""
 MIRROR_SETTINGS = {"pip": "pip_index", "npm": "npm_registry", "apt": "apt_hosts"}
 """The settings of [network] that name the servers of mirrors. Without its setting, a mirror is not available."""
 INSIDE = "{}.mirror.internal"
@@ -32,8 +32,8 @@ HINT = (
 
 
 class Mirror(msgspec.Struct, frozen=True, kw_only=True):
-    """A package index. `servers` are the server of the index and further servers, by their names inside a sandbox.
-    `variables` point package managers at the mirror."""
+    """A package index. `servers` are the server of the index and further servers; keys are the servers' names inside a
+    sandbox. `replaced` is the field of `ProxyRoute`. `variables` point package managers at the mirror."""
 
     servers: Mapping[str, ProxiedServer]
     replaced: tuple[tuple[str, str], ...]

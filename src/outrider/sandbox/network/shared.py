@@ -17,10 +17,11 @@ from outrider.sandbox.network.addresses import Address
 from outrider.sandbox.runtimes.node_host import Host
 
 LOOKUP_THREADS = 64
-"""Maximum number of threads that resolve the hosts named by tasks, and also of the threads that resolve other hosts."""
+"""Maximum number of threads in each of two pools. One pool resolves the hosts that tasks name, and the other pool
+resolves all other hosts."""
 LOOKUPS = 2
-"""Maximum number of hosts named by its task, and also of other hosts, that one sandbox resolves at once. A hostile name
-server may answer slowly, and each look-up occupies a thread of the node until the answer."""
+"""Maximum number of hosts that one sandbox resolves at once in each of the two pools of threads. A hostile name server
+may answer slowly, and each look-up occupies a thread of the node until the answer."""
 NODE_RATE = 192 << 20
 """Maximum bytes per second of all sandboxes of a node. A chunk of 64 KiB takes about 0.1 ms of the event loop's
 time."""

@@ -162,8 +162,8 @@ def _interpreter_of(program: Path) -> str | None:
 
 
 def _libraries(loader: Path, programs: Iterable[Path]) -> dict[str, Path]:
-    """Return the libraries loaded by the programs, by requested name. A library missing on this host is left out: the
-    host cannot import the module that needs it either."""
+    """Return the paths of the libraries that the programs load. Keys are the names by which the programs request the
+    libraries. A library missing on this host is left out: the host cannot import the module that needs it either."""
     found: dict[str, Path] = {}
     for program in programs:
         # The loader lists the libraries of a program, in lines `NAME => PATH (ADDRESS)`. The kernel's vDSO has no path.

@@ -88,7 +88,7 @@ Open = Callable[[str], BinaryIO]
 
 @contextmanager
 def layered(path: Path) -> Iterator[Layered]:
-    """Open the image in a folder or a tar file, which stays open during the context. Raises BadImage."""
+    """Open the image in a folder or a tar file. A tar file stays open until the context ends. Raises BadImage."""
     if path.is_dir():
 
         def below(name: str) -> BinaryIO:

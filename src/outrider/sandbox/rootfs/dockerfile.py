@@ -88,7 +88,8 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
 
 
 class CopyFrom(msgspec.Struct, frozen=True, kw_only=True, tag="CopyFrom"):
-    """Copies `sources`, absolute paths or patterns of another image, like Copy."""
+    """Copies files of the image `origin`, in the way of `Copy`. `sources` are absolute paths or patterns in this
+    image."""
 
     line: int
     origin: BaseImage

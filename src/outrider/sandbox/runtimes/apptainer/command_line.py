@@ -143,8 +143,8 @@ def program_environment(folder: Path) -> dict[str, str]:
 
 
 def in_groups(entrances: Sequence[str], command: Sequence[str]) -> list[str]:
-    """Return a command that enters the control groups and then runs `command`, so that all its processes are in the
-    groups."""
+    """Return a command that enters the control groups and then runs `command`, so that all processes of `command` are
+    in the groups."""
     return ["/bin/sh", "-c", ENTER_GROUPS, "sh", *entrances, "--", *command] if entrances else list(command)
 
 
