@@ -279,7 +279,8 @@ async def prepare(
     paths: HostPaths,
     field: str = f"{RUNTIME}.prepare",
 ) -> None:
-    """Run a task's prepare steps in a started sandbox, in order. `field` is the field of the steps in the request.
+    """Run a task's prepare steps in a started sandbox, in order. `field` is the name, for errors, of the task's field
+    that holds the steps.
 
     Raises RuntimeFailure. The error of a command names the step, and includes the end of the command's output.
     """

@@ -41,8 +41,8 @@ ASSUMED_MB = 64
 files written by its prepare steps, because a sandbox keeps its files in memory."""
 
 MAX_STARTING = 2
-"""Maximum number of warm sandboxes starting at once. A small number, because these starts compete with the starts of
-sandboxes for waiting sessions."""
+"""Maximum number of warm sandboxes starting at once. The number is small, because these starts compete with the starts
+of sandboxes for waiting sessions."""
 
 START_SECONDS = 3600.0
 CHECK_SECONDS = 30.0

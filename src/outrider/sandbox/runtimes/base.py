@@ -117,7 +117,7 @@ class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ShellKind = Literal["bash", "python", "ipython"]
-"""bash (sh in a sandbox without bash), Python as at its prompt, or IPython as in a notebook."""
+"""Kinds of live shells: bash (sh in a sandbox without bash), Python as at its prompt, or IPython as in a notebook."""
 
 
 class Shell(Protocol):

@@ -136,8 +136,8 @@ NVIDIA = NvidiaDriver()
 
 
 def driver_libraries(listing: str, machine: str) -> dict[str, str]:
-    """Parse the output of `ldconfig -p` into the driver's libraries: path by name. If a library is listed several
-    times, the first path is kept, because programs load the first."""
+    """Return the paths of the driver's libraries from the output of `ldconfig -p`. Keys are the libraries' names. If a
+    library is listed several times, the first path is kept, because programs load the first."""
     found: dict[str, str] = {}
     for line in listing.splitlines():
         if (match := LISTED.match(line)) and LIBRARY.fullmatch(match[1]) and machine in match[2].split(","):

@@ -69,8 +69,8 @@ def is_orphan(label: str) -> bool:
 
 
 def _machine() -> str:
-    """Return a name of this machine's boot. Other machines of a service have other names, although their process ids
-    and namespaces may be the same."""
+    """Return a name for this machine that changes with each boot. Other machines of a service have other names,
+    although their process ids and namespaces may be the same."""
     boot = host_id().partition(" ")[0]
     return hashlib.sha256(boot.encode()).hexdigest()[:MACHINE_CHARACTERS]
 

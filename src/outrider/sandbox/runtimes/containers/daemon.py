@@ -59,7 +59,8 @@ class ContainerEngine:
     libpod: bool = False
 
     def daemon(self, host: Host) -> ContainerDaemon:
-        """Make the daemon's part of a node's host, not yet entered. For use in `await host.part(engine.daemon)`."""
+        """Make the part of a node's host that runs containers with this engine. The part is not entered yet. For use in
+        `await host.part(engine.daemon)`."""
         return ContainerDaemon(self, host)
 
     def find(self) -> Path:

@@ -69,7 +69,7 @@ class StartEvent(msgspec.Struct, frozen=True):
 
 
 class ProcessEvent(msgspec.Struct, frozen=True):
-    """At most one field is set. None is set for a keep-alive."""
+    """An event of a process. At most one field is set. In a keep-alive no field is set."""
 
     start: StartEvent | None = None
     data: DataEvent | None = None
@@ -90,7 +90,7 @@ class LastFrame(msgspec.Struct, frozen=True):
 
 
 class Envd:
-    """The program `envd` of one sandbox."""
+    """A client of the program `envd` in one sandbox."""
 
     def __init__(self, api: E2BApi, sandbox: MadeSandbox) -> None:
         settings = api.settings
@@ -104,7 +104,7 @@ class Envd:
             self._headers["E2B-Traffic-Access-Token"] = sandbox.traffic_access_token
 
     async def is_closed(self) -> bool:
-        """Return whether the service reports that the sandbox runs, and envd does not."""
+        """Return whether the service reports that the sandbox runs, but envd does not."""
         try:
             async with translated(), self._get("/health") as answer:
                 return answer.status == 502 and PORT_CLOSED in str(refusal(answer, await bounded(answer)))
@@ -218,8 +218,8 @@ async def frames(stream: aiohttp.StreamReader) -> AsyncIterator[ProcessEvent]:
 
 
 class ProcessSocket:
-    """The process `command` of a sandbox. `end` is the socket of its input and output. `exit` is set when `run` ends:
-    the way in which the process ended, or None if the stream broke earlier."""
+    """A process in a sandbox, which `run` starts. `end` is the socket of the process's input and output. `exit` is set
+    when `run` ends: the way in which the process ended, or None if the stream broke earlier."""
 
     def __init__(self, envd: Envd) -> None:
         self.end, self._far = socket.socketpair()

@@ -72,10 +72,10 @@ class E2BService:
     async def create(
         self, start: Start, template: str, labels: Mapping[str, str], queued: QueueClock, *, ahead: bool = False
     ) -> MadeSandbox:
-        """Create a sandbox, after the wait for its turn and for room. These waits and the service's own time are off
-        the session's clock. A sandbox made `ahead` does not wait for room. `remove` must follow, even when this method
-        raises or is cancelled. Raises RuntimeUnavailable if the service refuses the key or the template, and
-        RuntimeFailure."""
+        """Create a sandbox, after the wait for its turn and for room. Neither these waits nor the service's own time
+        count as time of the session. A sandbox made `ahead` does not wait for room. `remove` must follow, even when
+        this method raises or is cancelled. Raises RuntimeUnavailable if the service refuses the key or the template,
+        and RuntimeFailure."""
         failures = waits = 0
         while True:
             self._begin(start)

@@ -25,8 +25,8 @@ SIGINT, SIGKILL, SIGSTOP = _signal.SIGINT, _signal.SIGKILL, _signal.SIGSTOP
 OTHER_ERROR = 255
 """Exit code of a child of `fork_with_pipe` that ended by an exception without an errno."""
 SWIFT_LOOKS = 3
-"""Number of the first scans in one `kill_tree`, which kill every process that they find at once. Later scans stop a new
-process before they kill the process."""
+"""The first scans of one `kill_tree`, up to this number, kill every process at once. Later scans stop a new process
+before they kill the process."""
 LOOKS = 200
 """Maximum number of scans in one `kill_tree`. A process that forks faster than it is killed would otherwise keep
 `kill_tree` busy forever."""

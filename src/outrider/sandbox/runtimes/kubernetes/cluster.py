@@ -113,10 +113,10 @@ class PodCluster:
             self._version = version
 
     async def create(self, name: str, body: Mapping[str, Any], clock: QueueClock, *, ahead: bool = False) -> None:
-        """Create a pod. `remove` must follow, even when this method raises or is cancelled. All waits are off the
-        session's clock: for the node's turn, for a slow server, and while the namespace's quota has no room or the
-        server is overloaded. A pod made `ahead` does not wait for quota. Raises RuntimeUnavailable for a pod that the
-        server refuses, and RuntimeFailure."""
+        """Create a pod. `remove` must follow, even when this method raises or is cancelled. No wait counts as time of
+        the session: neither for the node's turn, nor for a slow or overloaded server, nor for room in the namespace's
+        quota. A pod made `ahead` does not wait for quota. Raises RuntimeUnavailable for a pod that the server refuses,
+        and RuntimeFailure."""
         self._ours.add(name)
         limit, failures = time.monotonic() + self.pods.queue_seconds, 0
         while True:
@@ -144,7 +144,7 @@ class PodCluster:
                 return
 
     async def running(self, name: str, clock: QueueClock, *, ahead: bool = False) -> Pod:
-        """Wait until the pod's container runs. The wait for a machine is off the session's clock. Raises
+        """Wait until the pod's container runs. The wait for a machine does not count as time of the session. Raises
         RuntimeUnavailable and RuntimeFailure with the cluster's own message."""
         limit = time.monotonic() + self.pods.queue_seconds
         trouble = None

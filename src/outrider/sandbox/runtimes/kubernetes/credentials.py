@@ -31,7 +31,7 @@ HINT = "set KUBECONFIG to a kubeconfig, or run the node in a pod with a service 
 class ClusterAccess:
     """The address of one API server and the credentials for it. `headers` returns the headers that authenticate a
     request. `headers` reads the file of a token again each time, because a service account's token is replaced about
-    once an hour, and raises OSError."""
+    once an hour. `headers` raises OSError."""
 
     url: str
     namespace: str
@@ -107,7 +107,8 @@ def find_access() -> ClusterAccess:
 
 
 def of_pod(host: str, port: str, folder: Path) -> ClusterAccess:
-    """Return the access of a pod's service account, whose files are in `folder`. Raises RuntimeUnavailable."""
+    """Return the access that a pod's service account gives. The account's files are in `folder`. Raises
+    RuntimeUnavailable."""
     try:
         tls = ssl.create_default_context(cafile=str(folder / "ca.crt"))
         namespace = (folder / "namespace").read_text().strip() or DEFAULT_NAMESPACE
@@ -124,7 +125,7 @@ def bearer(path: Path) -> dict[str, str]:
 
 
 def read_kubeconfig(path: Path) -> ClusterAccess:
-    """Return the access of the current context of a kubeconfig. Raises RuntimeUnavailable."""
+    """Return the access that the current context of a kubeconfig describes. Raises RuntimeUnavailable."""
     try:
         config = msgspec.yaml.decode(path.read_bytes(), type=Kubeconfig)
     except ImportError as error:
@@ -179,7 +180,8 @@ def headers_of(user: KubeUser, folder: Path) -> Callable[[], dict[str, str]]:
 
 
 def tls_of(cluster: KubeCluster, user: KubeUser, path: Path) -> ssl.SSLContext:
-    """Return the context that checks the server's certificate and presents the user's. Raises RuntimeUnavailable."""
+    """Return the context that checks the server's certificate and presents the user's certificate. Raises
+    RuntimeUnavailable."""
     try:
         authority = content(cluster.certificate_authority_data, cluster.certificate_authority, path.parent)
         tls = ssl.create_default_context(cadata=None if authority is None else authority.decode("ascii"))

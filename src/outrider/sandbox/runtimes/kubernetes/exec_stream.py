@@ -22,7 +22,7 @@ from outrider.sandbox.runtimes.kubernetes.api import StatusReply
 STDIN, STDOUT, STDERR, ERROR = range(4)
 """Numbers of the channels. The channel ERROR carries one `Status` object at the end of the command."""
 LAST = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.ERROR)
-"""Types of the last message of a WebSocket."""
+"""Types of messages after which a WebSocket carries no further message."""
 PIECE = 1 << 16
 """Maximum bytes of one message: proxies before API servers refuse large messages."""
 PING_SECONDS = 20.0

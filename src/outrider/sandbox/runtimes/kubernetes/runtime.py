@@ -1,8 +1,8 @@
 """The kind `kubernetes`: a sandbox is a pod. Its tool server runs as a command in the pod, through the API server.
 
 Calls, files and the agent's model calls travel over one WebSocket to this command. So a pod needs no network, and the
-node needs no address that pods can reach. Invariant: when `stop` returns, the API server has no such pod; if that
-failed, the pod's programs end within IDLE_SECONDS, because their tool server has ended.
+node needs no address that pods can reach. Invariant: when `stop` returns, the API server has no such pod; if the
+removal failed, the pod's programs end within IDLE_SECONDS, because their tool server has ended.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ async def enter(cluster: PodCluster, name: str) -> ClientWebSocketResponse:
 
 
 async def end_programs(tools: ToolClient) -> bool:
-    """Let the tool server kill all programs. Returns whether it has confirmed that none is left."""
+    """Let the tool server kill all programs. Returns whether the server has confirmed that no program is left."""
     tools.fail_all("the sandbox was stopped")
     with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):
         async with asyncio.timeout(STOP_SECONDS):

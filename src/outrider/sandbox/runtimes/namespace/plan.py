@@ -89,8 +89,8 @@ def image_root(folder: Path) -> Root:
 
 
 def host_root(skeleton: Path) -> Root:
-    """Return the host's system folders over a skeleton made by `make_skeleton`. /usr gets a throw-away writable layer
-    only if this user owns /usr: an overlay over another user's files cannot be written to."""
+    """Return a root that consists of a skeleton (see `make_skeleton`) and the host's system folders. /usr gets a
+    throw-away writable layer only if this user owns /usr: an overlay over another user's files cannot be written to."""
     own = os.stat("/usr").st_uid == os.geteuid()
     usr = ("/usr", "/usr")
     folders = [f"/{name}" for name in SYSTEM_FOLDERS if Path("/", name).is_dir() and not _link(name)]

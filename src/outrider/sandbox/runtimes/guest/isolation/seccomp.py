@@ -91,12 +91,13 @@ HOST_WIDE = {
     "x86_64": (29, 30, 31, *range(64, 67), *range(68, 72), 220, *range(240, 246)),
     "aarch64": (*range(180, 197),),
 }
-"""System V's shared memory, semaphores and messages, and POSIX's messages. Outside of namespaces all programs of the
-host share these objects, which outlive their makers. `shmdt` is not in the list, because it only releases memory."""
+"""Numbers of the calls for System V's shared memory, semaphores and messages, and for POSIX's messages. Outside of
+namespaces all programs of the host share these objects, which outlive their makers. `shmdt` is not in the list, because
+it only releases memory."""
 
 UNCOUNTED = {"x86_64": (216, 278, 319, 447), "aarch64": (75, 234, 279, 447)}
-"""`remap_file_pages`, `vmsplice`, `memfd_create`, `memfd_secret`. The memory from these calls belongs to a descriptor
-or pipe, or is missing in the process's /proc, so memory_watch.py cannot count it."""
+"""Numbers of `remap_file_pages`, `vmsplice`, `memfd_create` and `memfd_secret`. The memory from these calls belongs to
+a descriptor or pipe, or is missing in the process's /proc, so memory_watch.py cannot count it."""
 
 CLONE3 = 435
 """Number of the call clone3. The call is refused with ENOSYS, because its flags are in memory, which a filter cannot
@@ -165,7 +166,7 @@ DENIED: Numbers = {
     "bpf": (321, 280),
     "userfaultfd": (323, 282),
 }
-"""Numbers of the denied calls."""
+"""Numbers of the denied calls whose numbers differ between machines."""
 
 
 def step(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
@@ -235,7 +236,7 @@ def numbers_on(machine: str, calls: Numbers) -> dict[str, int]:
 
 
 def denied(machine: str) -> dict[str, int]:
-    """Return the numbers of all calls that are refused with any arguments."""
+    """Return the numbers of all calls that are refused whatever their arguments are."""
     return {**DENIED_EVERYWHERE, **numbers_on(machine, DENIED)}
 
 

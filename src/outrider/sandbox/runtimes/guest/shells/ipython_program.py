@@ -153,7 +153,7 @@ class DisplayKeeper(DisplayPublisher):  # type: ignore[misc]  # IPython is not t
 
 
 class Leave(ExitAutocall):  # type: ignore[misc]  # IPython is not typed in full
-    """`exit` ends the input, not the shell, as in the plain Python."""
+    """The `exit` of the live IPython. It ends the input and not the shell, as in the live Python."""
 
     def __call__(self, code: object = None) -> None:
         raise SystemExit(code)
@@ -201,8 +201,8 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
         self.system_raw(cmd)
 
     def showtraceback(self, exc_tuple: object = None, *args: object, **options: object) -> None:
-        """Show an exception without interrupts, because showing it takes longer than the pause between two
-        interrupts."""
+        """Show an exception. Interrupts are ignored meanwhile, because showing an exception takes longer than the pause
+        between two interrupts."""
         self.session.interruptible = False
         error = sys.exc_info()[1]
         if exc_tuple is None and isinstance(error, SystemExit):
@@ -283,7 +283,7 @@ class RichEngine:
 
 
 def finished(work: object) -> object:
-    """Return the result of a coroutine that awaits nothing, without a loop."""
+    """Run a coroutine that awaits nothing, without an event loop, and return its result."""
     try:
         work.send(None)  # type: ignore[attr-defined]  # it is a coroutine
     except StopIteration as stop:
