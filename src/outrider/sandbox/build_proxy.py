@@ -1,7 +1,7 @@
-"""The network of the RUN steps of a build: the hosts that the operator allows.
+"""The proxy through which the RUN steps of an image build reach the hosts that the operator allows.
 
-The sandbox of a build has no network. A program in the sandbox reaches this proxy at the sandbox's endpoint. The proxy
-connects to an allowed host directly, or through the operator's own proxy, which this process's variables name.
+The sandbox of a build has no other network. A program in the sandbox reaches this proxy at the sandbox's endpoint. The
+proxy connects to an allowed host directly, or through the operator's own proxy, which this process's variables name.
 """
 
 from __future__ import annotations

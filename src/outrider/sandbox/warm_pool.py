@@ -321,7 +321,7 @@ def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], paths: HostPaths) -> s
                 try:
                     state = ImageStore().image(root).digest
                 except RequestError:
-                    state = ""  # an image of a container engine: `usable` compares images
+                    state = ""  # a container engine has the image, and `usable` compares such images
             digest.update(state.encode())
     except (RuntimeFailure, InvalidField, OSError):
         return None

@@ -313,7 +313,8 @@ class Proxy:
 
 
 async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: NotPassedOn, *, name: str) -> None:
-    """Answer a request that is not passed on, and discard the rest of the request for up to LINGER_SECONDS."""
+    """Send `error` in reply to a request that is not passed on, and discard the rest of the request for up to
+    LINGER_SECONDS."""
     body = f"{name}: {error}\n".encode()
     lines = [f"HTTP/1.1 {error.status}", "Content-Type: text/plain; charset=utf-8", f"Content-Length: {len(body)}"]
     with suppress(OSError, TimeoutError):

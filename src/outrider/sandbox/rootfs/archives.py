@@ -33,7 +33,7 @@ MAX_MEMBERS = 10_000
 are searched, because a root file system may have millions of them."""
 CHUNK = 1 << 20
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""Names of machines in image indexes, by the name that `uname -m` prints."""
+"""Names of processor architectures in image indexes. Keys are the names that `uname -m` prints."""
 NESTED = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
 
 

@@ -137,7 +137,7 @@ class BaseImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """The check of HEALTHCHECK. Times are in seconds."""
+    """The command and the settings of a HEALTHCHECK. Times are in seconds."""
 
     command: str
     interval: float = 30.0
@@ -539,7 +539,7 @@ class Reader:
         stage.steps.append(Copy(line=one.line, sources=sources, target=target, into=into, mode=mode, without=without))
 
     def _origin(self, one: Instruction, value: str) -> BaseImage:
-        """Return the image that COPY takes files from: an earlier stage's, or one of the store."""
+        """Return the image from which COPY takes files: the image of an earlier stage, or an image of the store."""
         [name] = self._words(Instruction(one.line, one.name, value)) or [""]
         stage = self._named_stage(name)
         if stage is self._stage:

@@ -88,7 +88,7 @@ def _documents(text: str, lines: Iterator[tuple[int, str]], begin: int) -> Itera
     words.whitespace_split, words.commenters = True, ""
     try:
         opened = list(words)
-    except ValueError:  # unbalanced quotes, which the sandbox's shell reports
+    except ValueError:  # the quotes are unbalanced, which the sandbox's shell reports
         opened = text.split()
     for word in opened:
         if not (match := HERE_DOCUMENT.fullmatch(word)):

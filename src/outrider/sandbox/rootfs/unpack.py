@@ -75,10 +75,10 @@ class ArchiveMember(tarfile.TarInfo):
     """An entry of a tar archive, with checks of its sizes. Without these checks, tarfile seeks back for a negative
     size, and reads a header of any size into memory."""
 
-    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:  # tarfile's method for extensions
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:  # tarfile calls this method for each entry
         if self.size < 0 or (self.type in HEADERS and self.size > MAX_HEADER):
             raise tarfile.ReadError(f"an entry has the impossible size of {self.size} bytes")
-        member: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]  # the stub lacks it
+        member: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]  # the stub lacks this method
         if member.size < 0:
             raise tarfile.ReadError(f"the entry {member.name!r} has {member.size} bytes")
         return member

@@ -31,7 +31,7 @@ match the kernel module."""
 LIBRARY = re.compile(r"(?:libcuda|libcudadebugger|libnvcuvid|libnvoptix|libnvidia-[\w-]+)\.so\.[\w.]+")
 LISTED = re.compile(r"\s*(\S+) \(([^)]*)\) => (/\S+)")
 MACHINES = {"x86_64": "x86-64", "aarch64": "AArch64"}
-"""Names of the processor architectures in the output of `ldconfig -p`."""
+"""Names of processor architectures in the output of `ldconfig -p`. Keys are the names that `uname -m` prints."""
 
 
 class Gpu(msgspec.Struct, frozen=True):

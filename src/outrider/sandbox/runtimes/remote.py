@@ -88,7 +88,7 @@ class StartQueue:
         """Wait until the next start may be requested. A cancelled wait takes no turn."""
         clock = asyncio.get_running_loop().time
         async with self._turns:
-            while (wait := self._next - clock()) > 0:  # noqa: ASYNC110 # `hold` may move `_next` meanwhile
+            while (wait := self._next - clock()) > 0:  # noqa: ASYNC110  # `hold` may move `_next` meanwhile
                 await asyncio.sleep(wait)
             self._next = clock() + self._pause
 

@@ -29,7 +29,7 @@ from outrider.sandbox.runtimes.containers.create_request import ContainerRequest
 from outrider.sandbox.runtimes.containers.libpod_request import libpod_body
 from outrider.sandbox.runtimes.node_host import Host, lives
 
-if TYPE_CHECKING:  # needs aiodocker, which is optional
+if TYPE_CHECKING:  # the module needs aiodocker, which is optional
     from outrider.sandbox.runtimes.containers.docker_api import LocalImage
 
 NODE_LABEL = "outrider.node"
@@ -239,7 +239,7 @@ class ContainerDaemon:
         fails; the next sweep tries again."""
         try:
             async with asyncio.timeout(REMOVE_SECONDS):
-                while await self._is_there(name):  # noqa: ASYNC110 # no event reports a removal by another client
+                while await self._is_there(name):  # noqa: ASYNC110  # no event reports a removal by another client
                     await asyncio.sleep(PAUSE_SECONDS)
         except TimeoutError as error:
             message = f"{self.engine.name} did not remove {name} within {REMOVE_SECONDS:.0f} s"

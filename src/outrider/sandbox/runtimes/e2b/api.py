@@ -227,5 +227,5 @@ async def translated() -> AsyncIterator[None]:
         yield
     except TimeoutError as error:
         raise E2BError(0, "no reply in time") from error
-    except (aiohttp.ClientError, OSError, ValueError) as error:  # includes a reply of an unexpected form
+    except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: the reply has an unexpected form
         raise E2BError(0, f"{type(error).__name__}: {error}") from error

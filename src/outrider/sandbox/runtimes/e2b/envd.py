@@ -230,7 +230,7 @@ class ProcessSocket:
         self.exit: EndEvent | None = None
 
     def log_tail(self) -> str:
-        """Return the end of the standard error, and why the connection has ended."""
+        """Return the end of the process's standard error, and the reason for which the connection has ended."""
         parts = [self._log.decode("utf-8", "replace").strip(), self._reason]
         return "\n".join(filter(None, parts))
 

@@ -140,7 +140,7 @@ class E2BService:
         try:
             await self.api.extend(start.sandbox, TERM_SECONDS)
         except E2BError as error:
-            if error.status != 404:  # the tool server's client detects a sandbox that is gone
+            if error.status != 404:  # 404: the sandbox is gone, which the tool server's client detects
                 raise failure("extend the term of a sandbox", error) from error
 
     async def exists(self, start: Start) -> bool | None:

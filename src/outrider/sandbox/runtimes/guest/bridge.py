@@ -52,7 +52,7 @@ class Stream:
             return
         if self.ended and not self.closed:
             self.closed = True
-            self.sink.shutdown(1)  # SHUT_WR
+            self.sink.shutdown(1)  # 1 is SHUT_WR: the receiver gets an end of file
 
 
 class BridgedConnection:

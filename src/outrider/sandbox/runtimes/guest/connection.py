@@ -40,7 +40,7 @@ class HostConnection:
         if not self.open:
             return
         start = len(self.outgoing)
-        self.outgoing += b"\0\0\0\0"  # placeholder for the length, filled in after packing
+        self.outgoing += b"\0\0\0\0"  # after packing, these bytes are replaced by the length
         pack(message, self.outgoing)
         self.outgoing[start : start + 4] = (len(self.outgoing) - start - 4).to_bytes(4, "big")
         if start == 0:  # otherwise the descriptor is full, and the loop already waits for room

@@ -103,7 +103,7 @@ class MemoryWatch:
 
 
 def total_memory(found: list[ProcessMemory]) -> int:
-    """Return the bytes of all processes, each shared area counted once."""
+    """Return the bytes of memory that all processes use together. Each shared area is counted once."""
     areas: dict[bytes, int] = {}
     for one in found:
         for inode, size in one.areas.items():

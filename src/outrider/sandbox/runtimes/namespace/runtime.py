@@ -207,7 +207,7 @@ def _root(spec: RuntimeSpec, host_root: Root) -> tuple[Root, dict[str, str]]:
 
 
 def _has_python(root: Root) -> bool:
-    if root.folders or root.layers[1:]:  # a root made of the host's folders, not of an image
+    if root.folders or root.layers[1:]:  # the root is made of the host's folders, not of an image
         return True
     folder = root.layers[0][0]
     return any(os.path.lexists(f"{folder}/{path}") for path in PYTHONS)

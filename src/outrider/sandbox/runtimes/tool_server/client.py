@@ -333,6 +333,6 @@ class ToolClient(asyncio.Protocol):
         self._lost, self.loss = reason, loss
         if self._transport is not None:
             self._transport.abort()
-        elif self._end is not None:  # None: `open` has taken the socket
+        elif self._end is not None:  # None if `open` has taken the socket
             self._end.close()
         self.fail_all(reason)

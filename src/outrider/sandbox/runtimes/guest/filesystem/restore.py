@@ -99,7 +99,7 @@ class Restore:
 def restore_archive(reader: int, roots: list[list[str]], limit: int) -> None:
     """Empty the roots and fill them from the archive. Each root is a pair `[path, name in the archive]`. Runs in the
     child."""
-    import tarfile  # slow to load; only a fork needs it
+    import tarfile  # tarfile is slow to load, and only a fork needs the module
 
     with open(reader, "rb") as source:
         restored = RestoredRoots(roots, limit)

@@ -285,7 +285,7 @@ class RichEngine:
 def finished(work: object) -> object:
     """Run a coroutine that awaits nothing, without an event loop, and return its result."""
     try:
-        work.send(None)  # type: ignore[attr-defined]  # it is a coroutine
+        work.send(None)  # type: ignore[attr-defined]  # `work` is a coroutine
     except StopIteration as stop:
         return stop.value
     raise RuntimeError("the input waited for something outside a loop")
@@ -294,7 +294,7 @@ def finished(work: object) -> object:
 def settings() -> object:
     from IPython import version_info
 
-    if hasattr(interactiveshell, "PickleShareDB"):  # before IPython 9; PickleShareDB would make a folder
+    if hasattr(interactiveshell, "PickleShareDB"):  # IPython before 9 has PickleShareDB, which would make a folder
         interactiveshell.PickleShareDB = lambda path: {}
     config = Config()
     config.HistoryManager.enabled = False

@@ -67,13 +67,13 @@ class PlainEngine:
 
     def display(self, value: object) -> None:
         if value is not None:
-            builtins._ = value  # type: ignore[attr-defined]  # as in the interactive shell
+            builtins._ = value  # type: ignore[attr-defined]  # the interactive shell sets `_`, too
             self.session.show(repr(value) + "\n")
 
     def run(self, source: str, number: int) -> int:
         """Execute one input. Returns 0 on success, 1 after an exception, else the status of the input's `exit`."""
         name = f"<input {number}>"
-        # Tracebacks read the input's lines from this cache.
+        # Tracebacks read the input's lines from `linecache.cache`.
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         try:
             self.execute(source, name)
@@ -92,7 +92,7 @@ class PlainEngine:
         tree = ast.parse(source, name)
         last = None
         if tree.body and isinstance(tree.body[-1], ast.Expr):
-            last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]  # an Expr, as checked above
+            last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]  # it is an Expr, as checked above
         self.session.interruptible = True
         if tree.body:
             exec(compile(tree, name, "exec"), self.scope)
