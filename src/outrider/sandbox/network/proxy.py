@@ -487,8 +487,8 @@ class Flow:
         return data
 
     async def read_chunked(self, server: asyncio.StreamReader) -> bytes:
-        """Return the next bytes of a chunked reply without the marks of its chunks, b"" at its end. Raises
-        LimitExceeded, and CutShort for a reply that ends too early or is not HTTP."""
+        """Return the next bytes of a chunked reply's content, without the lines that state the sizes of the chunks; b""
+        at the end. Raises LimitExceeded, and CutShort for a reply that ends too early or is not HTTP."""
         if not self._left_in_chunk:
             self.begin_wait()
             try:

@@ -103,8 +103,8 @@ HEADERS = (
 
 
 class Room:
-    """The remaining space for an image in `folder`. `archived` is the size of its archives so far, in bytes. The
-    methods raise BadImage."""
+    """The remaining space for an image in `folder`. `archived` is the size, in bytes, of the image's archives so far.
+    The methods raise BadImage."""
 
     def __init__(self, folder: Path, archived: int = 0) -> None:
         self._folder = folder

@@ -127,7 +127,7 @@ class Bridge:
 
     def _accept(self, events: int) -> None:
         try:
-            fd, _ = self.listener._accept()  # type: ignore[attr-defined]  # missing in the stub; `accept` is `socket`'s
+            fd, _ = self.listener._accept()  # type: ignore[attr-defined]  # `_socket` has `_accept`, which its stub lacks
         except BlockingIOError:
             return
         except OSError:  # no descriptor is free, and `poll` would report the same client again at once

@@ -144,7 +144,7 @@ def main():
 """
 
 
-@functools.lru_cache(maxsize=8)  # pure: our own files do not change
+@functools.lru_cache(maxsize=8)  # cached, because our own files do not change
 def confined(modules: Sequence[str], server: bytes) -> bytes:
     """Return bytecode that confines the process and then runs the tool server's bytecode.
 
@@ -193,7 +193,7 @@ def compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> 
         return _compiled(enter, interpreter, stamp)
 
 
-@functools.lru_cache(maxsize=64)  # pure: `stamp` changes with the interpreter
+@functools.lru_cache(maxsize=64)  # cached, because `stamp` changes with the interpreter
 def _compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
     command = [*enter, interpreter, *FLAGS, "-c", COMPILE]
     try:
