@@ -186,7 +186,7 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     for tree, target in shown:
         attach_at(tree, target)
     make_dev(devices)
-    make_proc(proc)  # Attached last, because links in /proc lead to the descriptors held here, and so to the host.
+    make_proc(proc)  # /proc is attached last, because its links lead to the descriptors held here, and so to the host.
     # If a plan named `/` itself as a target, paths would resolve in another root than the confined root.
     if not os.path.samestat(os.stat("/.."), os.stat("/")):
         raise OSError(errno.EINVAL, "something is mounted over the sandbox's root")

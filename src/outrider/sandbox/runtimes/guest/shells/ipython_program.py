@@ -224,7 +224,7 @@ class RichEngine:
             config=settings(), display_pub_class=DisplayKeeper, displayhook_class=EchoHook
         )
         self.shell.displayhook.record_plain_printers()
-        self.shell.builtin_trap.__enter__()  # never exited: threads of an input outlive the input
+        self.shell.builtin_trap.__enter__()  # the trap is never exited, because threads of an input outlive the input
         self.shell.display_trap.__enter__()
         self.transformers = self.count_transformers()
 
