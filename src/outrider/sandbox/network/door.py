@@ -2,8 +2,8 @@
 other machines.
 
 A request with a whole address, or a CONNECT, goes through the proxy, by the rules of the sandbox's phase. All other
-connections go to the model gateway, unread. Invariants: no connection to another machine is open between the phases; no
-door exceeds the limits of the settings; the records of a door are bounded in size.
+requests go to the model gateway; the door reads only their heads. Invariants: no connection to another machine is open
+between the phases; no door exceeds the limits of the settings; the records of a door are bounded in size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider.sandbox.network.proxy import (
     put,
 )
 from outrider.sandbox.network.record import NetworkRecord, NetworkReplay
-from outrider.sandbox.network.requests import MAX_HEAD, NotAllowed, NotPassedOn, RequestHead
+from outrider.sandbox.network.requests import MAX_HEAD, NotAllowed, NotPassedOn, RequestHead, body_length
 from outrider.sandbox.network.rules import Allowed, NetworkRules
 from outrider.sandbox.network.shared import LEAST_PAUSE, SANDBOX_RATE, BytePace
 from outrider.spec import MEBIBYTE
@@ -185,8 +185,10 @@ class Door:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
         if (own := self._gateways_head(head)) is not None:
-            await self._to_gateway(reader, writer, own)
-            return
+            other = await self._to_gateway(reader, writer, own)
+            if other is None:
+                return
+            head = other
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
@@ -206,23 +208,60 @@ class Door:
             return method + b" " + rest[len(url) - 1 :]
         return head if rest.startswith(b"/") else None
 
-    async def _to_gateway(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+    async def _to_gateway(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes
+    ) -> bytes | None:
         """Forward a connection to the model gateway, after sending `head` to the gateway. An empty `head` means a
-        tunnel."""
+        tunnel. Return the head of the first request to another server, None if there is none.
+
+        HTTP lets a client send requests for the model gateway and for the proxy over one connection, because both have
+        one address. Bun does so. The client has then got all replies of the model gateway."""
         try:
             server_reader, server_writer = await asyncio.open_unix_connection(self._gateway, limit=MAX_HEAD)
         except OSError:
-            return
+            return None
         try:
-            if head:
-                await put(server_writer, head)
-            else:
-                await put(writer, b"HTTP/1.1 200 Connection established\r\n\r\n")
             async with asyncio.TaskGroup() as group:
-                group.create_task(relay(reader, server_writer))
-                group.create_task(relay(server_reader, writer))
+                replies = group.create_task(relay(server_reader, writer))
+                other = await self._send_requests(reader, writer, server_writer, head)
+                if other is not None:
+                    replies.cancel()
         finally:
             server_writer.close()
+        return other
+
+    async def _send_requests(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: asyncio.StreamWriter, head: bytes
+    ) -> bytes | None:
+        """Send the requests of a connection to the model gateway; see `_to_gateway`. After a tunnel, and after a
+        request whose end is not known from its head, the rest of the connection is sent unread."""
+        try:
+            while head:
+                await put(server, head)
+                left = body_length(head)
+                if left is None:
+                    break
+                while left and (data := await reader.read(min(CHUNK, left))):
+                    left -= len(data)
+                    await put(server, data)
+                try:
+                    following = await reader.readuntil(b"\r\n\r\n")
+                except asyncio.IncompleteReadError as error:
+                    await put(server, error.partial)
+                    break
+                except asyncio.LimitOverrunError:
+                    break
+                own = self._gateways_head(following)
+                if own is None:
+                    return following
+                head = own
+            else:
+                await put(writer, b"HTTP/1.1 200 Connection established\r\n\r\n")
+        except OSError:
+            end_input(server)
+        else:
+            await relay(reader, server)
+        return None
 
     def admit(self, request: RequestHead) -> DoorPassage:
         """See `ProxyGate`."""
@@ -361,6 +400,10 @@ async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     with suppress(OSError):
         while data := await reader.read(CHUNK):
             await put(writer, data)
+    end_input(writer)
+
+
+def end_input(writer: asyncio.StreamWriter) -> None:
     with suppress(OSError, RuntimeError):
         if writer.can_write_eof():
             writer.write_eof()

@@ -158,6 +158,17 @@ def read_request(head: bytes) -> RequestHead:
     return RequestHead(line[1], host, port, path, line[3], _passed(fields, named), length)
 
 
+def body_length(head: bytes) -> int | None:
+    """Return the size of the body after the head of a request to the model gateway, in bytes. None if the head does not
+    tell where the next request begins: the body is chunked, the protocol may change, or the length is not clear."""
+    named = _named(head[:-4].decode("latin-1").split("\r\n")[1:])
+    lengths = {value for name, value in named if name == "content-length"}
+    unclear = len(lengths) > 1 or not all(map(LENGTH.fullmatch, lengths))
+    if unclear or any(name in ("transfer-encoding", "upgrade") for name, _ in named):
+        return None
+    return int(lengths.pop()) if lengths else 0
+
+
 def _named(fields: list[str]) -> list[tuple[str, str]]:
     return [(name.lower(), value.strip(" \t")) for name, _, value in (field.partition(":") for field in fields)]
 
