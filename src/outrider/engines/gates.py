@@ -66,7 +66,7 @@ class PauseGate:
         await wait_for_event(self._idle, seconds)
 
     def cut_off(self) -> None:
-        """Call the `cut` of every generation in flight. A generation without a `cut` continues."""
+        """Call the `cut` callback of every generation in flight. A generation without this callback continues."""
         for cut in tuple(self._cuts):
             cut()
 

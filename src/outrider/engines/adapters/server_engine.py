@@ -38,8 +38,8 @@ from outrider.wire.http_connections import Buffer
 
 WEIGHTS_SECONDS = 600.0
 ABORT_SECONDS = 1.0
-"""Seconds to wait, after the server has aborted replies for a pause, until their ends arrive. Replies still in flight
-are then cut off here."""
+"""Time limit in seconds for the ends of aborted replies to arrive, after a pause with mode "abort". The adapter then
+cuts off the replies that are still in flight."""
 
 
 class ServerEvent(msgspec.Struct):
@@ -226,12 +226,12 @@ class ServerEngine(Generic[ReplyT]):
                     self._gate.passage(cut.now),
                     aclosing(self._http.events(route, body, headers, cut)) as batches,
                 ):
-                    closings = self._gate.closings  # earlier pauses are not counted: they cannot abort this request
+                    closings = self._gate.closings  # only later pauses can abort this request
                     async for payloads in batches:
                         if (chunk := reply.read(payloads)) is not None:
                             yield chunk
                 reply.check_finished()
-            except Exception as error:  # for any error, the tokens read before it are yielded first
+            except Exception as error:  # whatever the error, the tokens read before it are yielded first
                 aborted = isinstance(error, WasCut) or self.aborted(
                     error, reply, paused=self._gate.closings != closings
                 )
@@ -311,7 +311,7 @@ class ServerEngine(Generic[ReplyT]):
     async def resume(self) -> None:
         try:
             await self.order_resume()
-        finally:  # also if the order fails, because a server that is still paused holds back new generations itself
+        finally:  # even if the order fails: a server that is still paused holds back new generations itself
             self._gate.open()
 
     async def order_pause(self, mode: str) -> None:

@@ -45,7 +45,7 @@ from outrider.wire.http_connections import Buffer
 log = logging.getLogger("outrider.engine")
 
 CONSTRAINT_FIELDS = {
-    ConstraintKind.JSON_OBJECT: "json_schema",  # with the schema of any object, as SGLang's chat route sends
+    ConstraintKind.JSON_OBJECT: "json_schema",  # the schema allows any object, as in SGLang's chat route
     ConstraintKind.JSON_SCHEMA: "json_schema",
     ConstraintKind.REGEX: "regex",
     ConstraintKind.GRAMMAR: "ebnf",
@@ -59,8 +59,8 @@ OLD_IMAGES = (
     " with SGLANG_VLM_CACHE_SIZE_MB=0"
 )
 IDS_PER_TOKEN = 4096
-"""With images, each event of a stream repeats the ids of the whole prompt. So the server sends an event for several
-tokens, such that an event has at most about this number of ids of the prompt for each token."""
+"""Approximate maximum of repeated prompt ids per sampled token, for a prompt with images. Each event of such a stream
+repeats the ids of the whole prompt, so for a long prompt one event covers several tokens."""
 SETTINGS_SECONDS = 5.0
 """Timeout of the request for the server's settings. SGLang 0.5.17 took 1.3 s to answer."""
 INCREMENTAL = (
@@ -90,7 +90,8 @@ class _Event(ServerEvent):
     output_ids: list[int] = msgspec.field(default_factory=list)
     meta_info: _Meta | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
-    """The ids of the prompt, in every event, if they are requested. Only those of the first event are decoded."""
+    """The ids of the prompt, which every event has if the request asks for ids. Only the first event's ids are
+    decoded."""
 
 
 class _SGLangReply(ServerReply[_Event]):
@@ -164,7 +165,7 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
     logprob_kind = LogprobKind.SAMPLING
     route = "/generate"
     label_route = "/model_info"
-    session_header = "X-SMG-Routing-Key"  # for routers, which drop the body's field `routing_key`
+    session_header = "X-SMG-Routing-Key"  # a header, because routers drop the body's field `routing_key`
     pause_modes: ClassVar[dict[PauseMode, str]] = {"finish": "abort", "abort": "abort", "keep": "retract"}
     """The server's name for each pause mode. "finish" maps to `abort`, because our generations have ended before the
     server is paused. "keep" maps to `retract` and not to `in_place`, because the server exits if its cache is flushed
@@ -337,7 +338,8 @@ def collapsed(ids: Ids, images: Sequence[RequestImage], engine: str) -> Ids:
 
 
 def _image_data(images: Sequence[RequestImage]) -> list[Buffer]:
-    """Return the beginning of a body with the images of a prompt, in pieces, because they are many megabytes."""
+    """Return the first part of a request body, which has the images of the prompt. The part consists of several pieces,
+    because the images are many megabytes."""
     pieces: list[Buffer] = [b'{"image_data":']
     for at, image in enumerate(images):
         pieces += [b',"data:image/png;base64,' if at else b'["data:image/png;base64,', image.item, b'"']
@@ -345,7 +347,7 @@ def _image_data(images: Sequence[RequestImage]) -> list[Buffer]:
 
 
 def _check_read(request: GenerateRequest, chunk: Chunk, engine: str) -> None:
-    """Raise EngineMisbehaved unless the server reports the ids of the request as those of the prompt."""
+    """Raise EngineMisbehaved if the prompt's ids as reported by the server differ from the request's ids."""
     if chunk.prompt_ids is None:
         raise EngineMisbehaved(
             f"engine {engine!r} does not report the ids of a prompt with images",

@@ -65,8 +65,9 @@ UNCOUNTED = "does not say how many tokens of a prompt it had cached: start vLLM 
 
 
 class VLLMOptions(ServerOptions, frozen=True, kw_only=True):
-    """The options of a vLLM server. `logprobs_mode` is the server's `--logprobs-mode`, which no route reports. With
-    `control` false, the server's owner pauses it and changes its weights, and no route for these is called."""
+    """The options of a vLLM server. `logprobs_mode` is the server's `--logprobs-mode`, which no route reports. If
+    `control` is False, the server's owner pauses the server and changes its weights, and the adapter calls no route for
+    pauses or weights."""
 
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     control: bool = True
@@ -114,7 +115,8 @@ class _Event(ServerEvent):
 
 
 class _VLLMReply(ServerReply[_Event]):
-    """Reads the events of both routes. The usage arrives in a later event than the finish."""
+    """Reads the events of the generate route and of `/v1/completions`. The token counts arrive after the finish, in a
+    later event."""
 
     event = msgspec.json.Decoder(_Event)
     events = msgspec.json.Decoder(list[_Event])
@@ -240,7 +242,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         if route == GENERATE:
             body["sampling_params"] = params
             if request.images:
-                body["return_token_ids"] = True  # otherwise the server does not report the images
+                body["return_token_ids"] = True  # without this field the server does not report the images
                 return [
                     *_features(request.images, mark),
                     b"," + orjson.dumps(body)[1:-1] + b',"token_ids":',
@@ -281,7 +283,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         await self.control(f"/pause?mode={mode}", seconds=None)
 
     async def order_resume(self) -> None:
-        if self._control:  # otherwise the server's owner may have paused it to change its weights
+        if self._control:  # else the owner controls the server, and may have paused it
             await self.control("/resume")
 
     async def set_version(self, version: int) -> None:

@@ -236,7 +236,7 @@ class PoolReply(Generic[T]):
                 context = calls.context or member.health.context_tokens
                 fault = overflow_fault(member.name, asked, context, error)
                 try:
-                    if fault is None:  # the engine is right to refuse the prompt
+                    if fault is None:  # the prompt is really too long
                         raise
                     if not self._note_misbehaviour(attempt, fault):
                         raise fault from error
@@ -271,7 +271,8 @@ class PoolReply(Generic[T]):
     def _is_cut(self, attempt: _Attempt, chunk: Any) -> bool:
         """Note the last chunk of an engine's reply. Returns True if the reply was cut off and goes on as a new
         request."""
-        ours = attempt.cuts != self._calls.gate.cuts  # a pause of this pool: the chunk's version may be old
+        # This pool was paused meanwhile, so the chunk's version may be old.
+        ours = attempt.cuts != self._calls.gate.cuts
         if chunk.finish is FinishReason.ABORT and attempt.member.takes_tokens:
             # If something other than this pool has aborted the generation, the request is repeated only if no token is
             # lost.
@@ -297,13 +298,13 @@ class PoolReply(Generic[T]):
         """Note that the engine has failed. Returns True if another engine can take over."""
         calls, member, gate, now = self._calls, attempt.member, self._calls.gate, loop_time()
         silent = isinstance(error, EngineSilent)
-        if silent:  # not marked as failed here: the silence watch does this, unless only this call was lost
+        if silent:  # if the whole engine is silent, the silence watch marks it as failed
             calls.placement.leave(self._request.session_key, member)
             self._avoid = member.name
         else:
             calls.health.mark_failed(member, error)
         self._failed += 1
-        if attempt.begun or self._give_up_at is None:  # the patience begins anew once an engine has replied
+        if attempt.begun or self._give_up_at is None:  # after the first chunk of an engine the patience begins anew
             self._give_up_at = now + calls.patience
         ended_it = gate.mode is not None or attempt.cuts != gate.cuts
         if (ended_it or (silent and self._failed <= FAILOVERS)) and self._cuttable is not None:
@@ -312,7 +313,8 @@ class PoolReply(Generic[T]):
         return not attempt.begun and now < self._give_up_at and self._failed <= max(FAILOVERS, len(calls.members))
 
     def _mistake(self, member: EngineRecord, error: Exception) -> EngineMisbehaved:
-        """Note that the engine's code has raised an error of its own, and return the error to raise."""
+        """Mark an engine as suspect because its code raised an unexpected exception. Returns the EngineMisbehaved to
+        raise instead."""
         mistake = mistake_of(member.name, error)
         self._calls.health.mark_suspect(member, mistake, self._request)
         return mistake
@@ -466,7 +468,7 @@ class Flight:
         else:
             wait.since = None
             wait.waited += seconds
-        if self.error is not None:  # true if the engine's code has suppressed the cancellation
+        if self.error is not None:  # the engine's code has suppressed the cancellation
             self._raise_if_cut()
         member = self.member
         member.last_sign = wait.last = now

@@ -83,7 +83,7 @@ def max_characters(sampling: SamplingParams) -> int:
 def overflow_fault(
     engine: str, request: AnyRequest, context: int | None, error: ContextOverflow
 ) -> EngineMisbehaved | None:
-    """Return an error if an engine has refused a prompt as too long although the prompt fits the model's context.
+    """Return the error of an engine that has refused a prompt as too long although the prompt fits the model's context.
     Returns None if the refusal may be right. The check is needed because a prompt that is too long counts as the
     agent's fault, and ends the session with a grade.
 

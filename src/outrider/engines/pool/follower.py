@@ -220,7 +220,8 @@ def apply_state(pool: EnginePool, state: EngineState, known: EngineState | None 
     state applied to the engine, None if there is none."""
     member = pool.members[state.name]
     member.health, member.draining = state.health, state.draining
-    # The version here may be newer than the leader's, unless the leader has gone back.
+    # This process may have received a newer version than the leader. Only if the leader has gone back to an older
+    # version is the newer version replaced.
     gone_back = known is not None and state.version < known.version
     member.version = state.version if gone_back else max(member.version, state.version)
     member.read_constraints()

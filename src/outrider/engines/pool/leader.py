@@ -15,7 +15,7 @@ from outrider.engines.pool.checks import check_ids, mistake_of
 from outrider.engines.pool.placement import EngineUse, PoolState, state_of
 from outrider.errors import EngineUnavailable, OutriderError
 
-if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes none
+if TYPE_CHECKING:  # imported only for annotations, because this module makes no pools
     from outrider.engines.pool.pool import EnginePool
 
 

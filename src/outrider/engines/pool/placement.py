@@ -114,7 +114,8 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 LASTING = ("generated_tokens", "failures", "misbehaved")
-"""The counts that the leader adds to its own counts when a follower ends, so that they are not lost."""
+"""Names of the counts that outlast a follower: when a follower ends, the leader adds the follower's values to its
+own."""
 COUNTS = ("in_flight", "sessions", "assigned_tokens", *LASTING)
 """The fields of `EngineUse` that the status adds up over all processes."""
 

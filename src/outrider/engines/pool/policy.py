@@ -194,7 +194,7 @@ class Policy:
                 await self._remember(known)
                 if meanwhile is not None:
                     await meanwhile()
-            finally:  # also after an error, because the engines have the new weights and must resume with their version
+            finally:  # even after an error: the engines have the new weights and must resume with their version
                 await shielded(lambda: self._resume_engines(known, loaded))
 
     async def catch_up(self, member: EngineRecord, health: EngineHealth) -> int:
@@ -206,7 +206,7 @@ class Policy:
                 return member.version
             version = self.version_of(engine, health)
             if (outdated := self.outdated(engine, health)) is not None:
-                member.behind = True  # the next update then includes the engine, even if the load below fails
+                member.behind = True  # so the next update includes the engine even if the load below fails
                 known, load = self._known, weights_loader(engine)
                 # A busy engine must not load weights: its generations began before the engine failed, and may not have
                 # been paused.
@@ -294,7 +294,8 @@ class Policy:
         failures = await self._order_all(reached, load)
         if len(failures) == len(reached):
             for failure in failures:
-                if isinstance(failure.error, EngineUnavailable):  # not for a refusal: the engine still has old weights
+                # An engine that only refuses still has its old weights.
+                if isinstance(failure.error, EngineUnavailable):
                     self._lost(failure.member, failure.error)
             if failures:
                 raise failures[0].error
@@ -345,7 +346,7 @@ class Policy:
                 self._lost(failure.member, failure.error)
         finally:
             self.gate.open()
-            self._changed()  # also if the gate was already open, because the version may be new
+            self._changed()  # published even if the gate was already open, because the version may be new
 
     def _warn_of_old_keys(self, member: EngineRecord) -> None:
         """Warn once for each engine that the engine may reuse keys and values of the old weights. Called when the

@@ -293,7 +293,7 @@ class RelayEngine:
         attached()
 
     async def _bring_up(self, worker: AttachedWorker) -> None:
-        """Apply the engine's pause and weights to a new worker, and repeat this until both are up to date. Raises the
+        """Apply the engine's pause and weights to a new worker. Repeat this while they change meanwhile. Raises the
         worker's errors."""
         paused: PauseMode | None = "finish" if worker.hello.paused else None
         while True:
