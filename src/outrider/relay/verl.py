@@ -56,7 +56,7 @@ PING_SECONDS = 30.0
 SILENT_SECONDS = 90.0
 """A connection is closed after this many seconds without a message. Both sides send a ping every PING_SECONDS."""
 MAX_FRAME = 100 << 20
-"""Maximum bytes of a message, by the protocol."""
+"""Maximum bytes of a message. The protocol sets this limit."""
 NO_HELLO, NOT_SERVED = 4001, 4002
 REFUSALS: dict[int, type[OutriderError]] = {
     NO_HELLO: EngineMisbehaved,
@@ -168,7 +168,7 @@ class ProxyWorker:
                 failed += 1
 
     async def _serve(self, http: aiohttp.ClientSession) -> None:
-        """Run one connection to its end. Raises _Ended, aiohttp.ClientError and OSError. At that time the calls of the
+        """Run one connection to its end. Raises _Ended, aiohttp.ClientError and OSError, but only once all calls of the
         connection have ended."""
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
@@ -344,12 +344,12 @@ class ProxyWorker:
         return msgspec.structs.replace(last, ids=ids, logprobs=logprobs)
 
     def _spoken(self, ids: list[int]) -> list[int]:
-        """Return the ids before the family's stop id at their end, if there is one."""
+        """Return the ids without the last id if this is a stop id of the family."""
         return ids[:-1] if ids and ids[-1] in self._renderer.stop_ids else ids
 
 
 def _decoded(data: str | bytes) -> _Frame:
-    """Return the head of a message. Raises _Ended for a message that cannot be read."""
+    """Return the type and the request id of a message. Raises _Ended for a message that cannot be read."""
     try:
         return msgspec.json.decode(data, type=_Frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

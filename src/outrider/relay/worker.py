@@ -137,7 +137,7 @@ class Worker:
 
     @property
     def running(self) -> bool:
-        """True from the start of `run` to its end: False once the worker has given up. Can be read in any thread."""
+        """True while `run` runs, and False once the worker has given up. Can be read in any thread."""
         return self._loop is not None
 
     async def run(self) -> None:
@@ -154,7 +154,7 @@ class Worker:
             connector = aiohttp.TCPConnector(ssl=self._trusted or True)
             async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as tasks:
                 await self._stay_attached(session, tasks)
-        except ExceptionGroup as group:  # the task group puts the error of its block into a group
+        except ExceptionGroup as group:  # a task group wraps its block's error in an ExceptionGroup
             if len(group.exceptions) > 1:
                 raise
             self._set_attached(group.exceptions[0])
