@@ -210,7 +210,7 @@ class JoinedNode:
         try:
             await socket.send(encode(NodeWelcome(self.socket.received)))
             end = await self.socket.carry(socket, arrived, replaced)
-            if end.code == Close.NONSENSE:  # if the service found the error, no close code was sent yet
+            if end.code == Close.NONSENSE:  # the service itself may have found the error
                 await socket.close(end.code, close_reason(end.reason))
         except Disconnected as error:
             end = error

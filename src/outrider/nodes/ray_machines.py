@@ -134,7 +134,7 @@ class RayFleet:
                     await asyncio.wait([stopping, *runs], timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     if any(run.done() for run in runs):
                         refusal = self._refusal()
-                        # Without a pause, actors that fail at once would be made again and again.
+                        # The pause limits how often an actor that fails at once is made again.
                         await asyncio.wait([stopping], timeout=LOOK_SECONDS)
                 if refusal is None:
                     await self._leave()
