@@ -37,7 +37,7 @@ Buffer = bytes | memoryview
 LARGE = 1 << 16
 """Requests of more bytes are sent piece by piece, because joining the pieces would copy a long prompt."""
 PATH_CHARACTERS = "/%:@!$&'()*+,;=~"
-"""Characters of a URL's path that are sent as they are."""
+"""Characters of a URL's path that are sent without percent-encoding."""
 HIGH_WATER = 128 << 10
 """While more than this number of bytes of a response are unread, the connection does not read from its socket."""
 
@@ -110,7 +110,7 @@ class Connections:
             if opened is not None:
                 opened(response)
             await connection.begin(pieces)
-        except BaseException:  # also for a cancellation: a connection with half a request cannot be reused
+        except BaseException:  # includes a cancellation: a connection with half a request cannot be reused
             response.close()
             raise
         return response

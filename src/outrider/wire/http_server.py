@@ -141,8 +141,8 @@ class ConnectionLimit:
         self._group(connection).refresh(connection)
 
     def claim(self, connection: _Protocol, owner: str, *, keep: bool) -> None:
-        """Set the owner of a connection. With `keep`, the connection is not closed to accept another before its reply
-        is complete."""
+        """Set the owner of a connection. If `keep` is True, the connection is not closed in favour of a new connection
+        until its reply is complete."""
         if not connection.claimed or connection.owner != owner or keep:
             self._group(connection).discard(connection)
             connection.owner, connection.claimed = owner, True
@@ -150,7 +150,7 @@ class ConnectionLimit:
                 self._claimed.add(connection)
 
     def replied(self, connection: _Protocol) -> None:
-        """Record that a reply is complete, so that the connection may be closed to accept another."""
+        """Record that a reply is complete. The connection may then be closed in favour of a new connection."""
         self._group(connection).add(connection)
 
     def upgraded(self, connection: _Protocol) -> None:
@@ -175,8 +175,8 @@ class ConnectionLimit:
 
 
 class _Closable:
-    """The connections that may be closed to accept another, by owner. The connections of each owner are in the order in
-    which their clients last sent data, oldest first."""
+    """The connections that may be closed in favour of a new connection, by owner. The connections of each owner are in
+    the order in which their clients last sent data, oldest first."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -481,8 +481,8 @@ def disconnect_of(scope: Scope) -> Disconnect:
 
 
 def claim(scope: Scope, owner: str, *, keep: bool = False) -> None:
-    """Set the owner of a request's connection, for the `ConnectionLimit`. With `keep`, the connection is not closed to
-    accept another before the reply is complete. Has no effect on WebSockets."""
+    """Set the owner of a request's connection, for the `ConnectionLimit`. If `keep` is True, the server does not close
+    this connection in favour of a new connection until the reply is complete. Has no effect on WebSockets."""
     connection: _Protocol | None = scope.get("extensions", {}).get(CONNECTION)
     if connection is not None:
         connection.limit.claim(connection, owner, keep=keep)
@@ -571,7 +571,8 @@ def server_settings(
         log_config=None,
         access_log=False,
         proxy_headers=False,
-        backlog=ACCEPTED_AT_ONCE,  # asyncio accepts this many at once; `api.gateway_server` sets the kernel's BACKLOG
+        # Asyncio's limit of connections accepted at once; `api.gateway_server` sets the kernel's BACKLOG.
+        backlog=ACCEPTED_AT_ONCE,
         server_header=False,
         date_header=False,
     )
