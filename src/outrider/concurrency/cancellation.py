@@ -52,12 +52,12 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
                 if cancelled is None and grace is not None:
                     loop.call_later(grace, task.cancel)
                 cancelled = error
-                waiter = loop.create_future()  # the callback reads the variable `waiter`, and so wakes the new future
+                waiter = loop.create_future()  # the task's callback wakes the current `waiter`
     try:
         if cancelled is None:
             return task.result()
         if not task.cancelled():
-            task.exception()  # otherwise asyncio would log the error as never retrieved
+            task.exception()  # retrieved, because asyncio logs an error that is never retrieved
         raise cancelled
     finally:
         # The traceback of an error references this frame. If the frame also referenced the error, both would live until

@@ -115,7 +115,8 @@ class Chores:
             return
         if error is not None:
             self.cancel()
-        await self._group.__aexit__(None, None, None)  # without the block's error, which the task group would wrap
+        # The block's error is not passed on, because the task group would wrap it.
+        await self._group.__aexit__(None, None, None)
 
     def cancel(self) -> None:
         """Cancel chores and other tasks."""
