@@ -182,7 +182,8 @@ class ChatStream:
             if delta.text:
                 written += self._content_head + line(delta.text) + self._content_tail
             return written
-        # With log-probabilities or ids, one chunk has all tokens of the step, even if these tokens add no text yet.
+        # If log-probabilities or ids were requested, one chunk has all tokens of the step, even if these tokens add no
+        # text yet.
         fields: dict[str, Any] = {}
         if delta.reasoning:
             fields["reasoning_content"] = delta.reasoning

@@ -51,7 +51,8 @@ from outrider.messages import Message, Part, Role, Text, ToolCall, ToolSpec, joi
 
 
 class _StreamOptions(msgspec.Struct):
-    """The options of a stream. All except `include_usage` have no effect; they are not about the reply."""
+    """The options of a stream. Only `include_usage` has an effect, because the other options do not change the
+    reply."""
 
     include_usage: bool | None = None
     include_obfuscation: Any = None
@@ -82,8 +83,8 @@ class _ImageUrl(msgspec.Struct, gc=False):
 
 
 class _File(msgspec.Struct, gc=False):
-    """A file in a message, in `file_data` or `data`, or uploaded before. `format` is the end of an audio file's media
-    type."""
+    """A file in a message. The contents are in `file_data` or `data`; if both are missing, the client has uploaded the
+    file before. `format` is the end of an audio file's media type, such as `wav`."""
 
     file_data: str | None = None
     data: str | None = None

@@ -47,7 +47,7 @@ _TEXT_KEYS = frozenset({"output", "result", "content"})
 _SNAKE_CASE_KEY = re.compile(rb'_(?:signature|call|response|data|type|uri|code|result)"')
 """Matches the end of a part's key in snake_case. Most contents have no such key, and are decoded in one pass."""
 _INVALID_KEY = b'{"' + INVALID_JSON.encode()
-_LONGEST_KEY = len(_INVALID_KEY) * len("\\u0041")  # long enough if each letter is written as an escape
+_LONGEST_KEY = len(_INVALID_KEY) * len("\\u0041")  # this length suffices even if each letter is written as an escape
 _URLSAFE = bytes.maketrans(b"-_", b"+/")
 
 
@@ -106,8 +106,8 @@ class WirePart(msgspec.Struct, frozen=True, rename="camel", gc=False):
 
     @property
     def kinds(self) -> int:
-        """The number of kinds of data in the part, without hosted work. A part with more than one kind is refused. A
-        part may have none, for example if it has only a signature."""
+        """The number of kinds of data in the part (text, call, tool result, inline data, file), without hosted work. A
+        part of more than one kind is refused. A part with only a signature has 0 kinds."""
         others = (self.function_call, self.function_response, self.inline_data, self.file_data)
         return (1 if self.text else 0) + len(others) - others.count(None)
 

@@ -206,7 +206,7 @@ class MessagesStream:
         return event(error_object(error), b"error")
 
     def _more(self, kind: _BlockKind, text: str) -> bytes:
-        """Add text to the open block if that block is of the kind, else to a new block."""
+        """Add text to the open block if this block is of kind `kind`, else to a new block of this kind."""
         started = b""
         if self._open is not kind:
             thinking = kind is _BlockKind.THINKING

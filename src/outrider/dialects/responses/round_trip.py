@@ -30,11 +30,11 @@ _SEAL = "outrider1:"
 """The prefix of our `encrypted_content`, which distinguishes it from content encrypted by another provider."""
 _JOIN = "__"
 _AS_JSON = "~json"
-"""The end of a custom call's id that marks this case: the call's input is the JSON of all arguments that the model
-wrote."""
+"""The ending of a custom call's id if the call's input is the JSON of all arguments that the model wrote, and not one
+string."""
 _AS_TEXT = "~text"
-"""The ending of the id of a custom call whose input is plain text, if the model's own id ends with `_AS_JSON` or
-`_AS_TEXT`. Without it, the ending of the model's id would be taken for ours on the way back."""
+"""Added to the id of a custom call with plain-text input if the model's own id ends with `_AS_JSON` or `_AS_TEXT`.
+Otherwise the ending of the model's id would be taken for ours when the client sends the call back."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 

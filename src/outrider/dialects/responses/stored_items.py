@@ -27,8 +27,7 @@ MAX_STORED = 64 << 20
 large number of new items reaches this size."""
 
 ENTRY_BYTES = 256
-"""Approximate memory, in bytes, of one entry in any of the store's dictionaries (responses, references, items,
-conversations), without the item's JSON."""
+"""Approximate memory, in bytes, of one entry in a dictionary of the store, without the item's JSON."""
 
 
 class PreviousResponseNotFound(RequestError):
