@@ -16,7 +16,7 @@ from outrider.tokens.rendering.chat_template import message_dict
 from outrider.trajectory import ChatRow, Sample, Turn
 
 IMAGES = "images"
-"""The name of the folder with the images of an exported file, in the same place as the file."""
+"""The name of the folder that has the images of an exported file. The folder is beside the file."""
 
 
 def chat_rows(samples: Sequence[Sample], turns: Sequence[Turn]) -> list[ChatRow]:

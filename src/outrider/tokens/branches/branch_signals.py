@@ -125,8 +125,8 @@ class AgentTurns:
 
 
 def find_continuation(session: SegmentedSession, segment: Segment) -> Continuation | None:
-    """Find the earlier history that the first request of `segment` replaces by a summary, or cuts to the history's end.
-    Summaries are tried first, newest first. Returns None if there is no such history."""
+    """Find the earlier history of which the first request of `segment` keeps only a summary or the end. Summaries are
+    tried first, newest first. Returns None if there is no such history."""
     first = segment.first
     recent = session.segments[max(0, segment.number - LOOK_BACK) : segment.number]
     kin = []
@@ -161,7 +161,7 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
         old = _newest_answered(other, first)
         taken_over = session.source(first)
         if taken_over is not None and session.turns[taken_over].conversation != other.first.conversation:
-            continue  # the request has the replies because it takes over another history, which has them
+            continue  # the request has these replies only because the history that it takes over has them
         if old is not None and old.reply is not None and session.request_shows(first, session.body(old.reply)):
             return Continuation(old, None) if session.lacks_beginning(first, old) else None
     return None
@@ -213,8 +213,8 @@ def _repeats_earlier(session: SegmentedSession, source: Turn, text: str) -> bool
 
 def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates: Sequence[Segment]) -> Segment | None:
     """Return the candidate that the reply of `source` summarises: the candidate with the most replies in the request of
-    `source`. Returns None if the conversation of `source` is none of the candidates' and did not begin with the history
-    of one of them, as messages or as text. For example, another agent has only quoted the newest reply.
+    `source`. This request has the history of the candidate as messages or as text. Returns None if it has the history
+    of no candidate, for example if another agent has only quoted the newest reply.
 
     A single question that quotes no history summarises the history that the very next request, `first`, cuts: some
     programs give the summariser only the kinds of the events."""
@@ -352,8 +352,8 @@ class _Handovers:
                 self._own_next.setdefault(turn.parent, []).append(turn)
 
     def next_segment(self, source: int) -> Segment | None:
-        """Return the segment in which the conversation continues, out of the segments that take over the history of the
-        turn `source`. Returns None if the conversation ends, or continues in none of these segments.
+        """Return the segment that continues the conversation of the turn `source`. Only segments that take over the
+        history of this turn are considered. Returns None if the conversation continues in none of them.
 
         The result is the last segment with a continuation, if all other continuations of the turn ended before this
         segment began: an agent that calls a sub-agent continues only after the sub-agent has ended. If no segment has a
@@ -370,8 +370,9 @@ class _Handovers:
         return last if ended and (replied or not rivals) else None
 
     def _may_go_on(self, segment: Segment, source: Turn) -> bool:
-        """Return True if another conversation passed its work on to the segment; else, if the client names the same
-        agent for the segment as for `source`, and the segment is not a side call about the history."""
+        """Return True if the segment can continue the conversation of `source`. It can if another conversation passed
+        its work on to the segment. It also can if the client names the same agent for both, and the segment is not a
+        side call about the history."""
         first = segment.first
         if segment.number in self._session.handed_over:
             return True

@@ -87,8 +87,8 @@ error."""
 
 
 class ThinkingSwitch(msgspec.Struct, frozen=True):
-    """One end for the prompts of a family, which switches thinking on or off (`thinking`). The ids `switched_end`
-    replace `usual_end`, the family's default end."""
+    """The ids at the end of a prompt that switch thinking on (`thinking` is True) or off (False). `switched_end`
+    replaces `usual_end`, the default end of the family's prompts."""
 
     thinking: bool
     usual_end: list[int]
@@ -366,8 +366,8 @@ class Renderer:
         return bool(self._switches)
 
     def thinking_switch(self, thinking: bool | None) -> ThinkingSwitch | None:
-        """Return the end of a prompt for `thinking`. Returns None if the prompt has its default end: if `thinking` is
-        None or the default, or if the family cannot switch thinking."""
+        """Return the end of a prompt that switches thinking as `thinking` requests. Returns None if the default end
+        stays: `thinking` is None or the default, or the family cannot switch thinking."""
         found = self._switches.get(thinking) if thinking is not None else None
         return found if found is not None and found.switched_end != found.usual_end else None
 

@@ -56,10 +56,9 @@ LONG_TEXT = 256 << 10
 text of many megabytes as a whole takes seconds and a hundred times the text's memory, and the prompt would be too long
 for the context anyway."""
 SEAM_TOKENS = 16
-"""If two adjacent parts of a text are encoded separately, they have at most this many more tokens than if they are
-encoded together."""
+"""Maximum number of additional tokens if two adjacent parts of a text are encoded separately and not together."""
 BYTES_OF_A_KEY = 100
-"""Work for a message of a restored turn whose digest is known, as a size in bytes."""
+"""The work for a message of a restored turn whose digest is known counts as this many bytes of input."""
 MAX_SEEN_PREFIXES = 1 << 16
 """Maximum number of stored prefixes of requests (10 MB). Above this number all prefixes are dropped. An earlier request
 is then not found as the origin of a fork, but the recorded ids of its turns are still found."""
@@ -293,7 +292,7 @@ class TokenTree:
                 break
             shared, count = sharing, count + 1
         if count <= request.system_count:
-            shared = None  # many agents have the same system messages, so this request begins a new conversation
+            shared = None  # a new conversation, because many agents have the same system messages
         before = parent.prompt if parent is not None else shared
         prompt.conversation = before.conversation if before is not None else self._conversations
         if match is not None:
