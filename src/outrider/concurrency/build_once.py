@@ -50,7 +50,7 @@ def build_once(
             build(draft)
             sync_file_system(draft)
             os.replace(draft / part if part else draft, place)
-        finally:  # includes a cancellation
+        finally:  # the draft is removed after any error, also after a cancellation
             if draft.exists():
                 remove_tree(draft)
     return place

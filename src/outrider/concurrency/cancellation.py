@@ -57,7 +57,7 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
         if cancelled is None:
             return task.result()
         if not task.cancelled():
-            task.exception()  # retrieved, because asyncio logs an error that is never retrieved
+            task.exception()  # reads the error, because asyncio logs errors that are never read
         raise cancelled
     finally:
         # The traceback of an error references this frame. If the frame also referenced the error, both would live until

@@ -260,7 +260,7 @@ def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
         return
     if len(memoryview(raw)) <= _LONGEST_NEUTRAL:
         value = decode(_ANY, raw, where + rule.name)
-        # `in` compares by equality, so 1.0 and True are as neutral as 1.
+        # If 1 is neutral, 1.0 and True are neutral, too, because `in` compares by equality.
         if value in _ASKS_NOTHING or value in rule.neutral:
             return
     if rule.treatment is Treatment.REFUSED:

@@ -249,8 +249,8 @@ def image_form_of(engine: object) -> ImageForm | None:
 
 class KnownVersions(msgspec.Struct, frozen=True):
     """The last known policy version of a server (`served`), and the version of weights without a label (`unlabelled`).
-    `run` is a random name of this run of the service, because other runs may have used the same server and the same
-    version numbers."""
+    `run` is a random name. It distinguishes this run of the service from other runs, which may have used the same
+    server and the same version numbers."""
 
     served: int = 0
     unlabelled: int = 0

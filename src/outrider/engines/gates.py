@@ -41,7 +41,7 @@ class PauseGate:
     async def passage(self, cut: Callable[[], None] = lambda: None) -> AsyncGenerator[None, None]:
         """Enclose one generation: wait until the gate is open, and count the generation as in flight until the block
         ends. `cut_off` calls `cut`."""
-        while not self._open.is_set():  # the gate may close again before this task runs
+        while not self._open.is_set():  # a loop, because the gate may close again before this task runs
             await self._open.wait()
         self.in_flight += 1
         self._idle.clear()

@@ -254,5 +254,5 @@ class LinkCalls:
         self._answered.set()
         if task.cancelled():
             if isinstance(work, Coroutine):
-                work.close()  # the task may have been cancelled before it awaited `work`
+                work.close()  # the task may never have awaited `work`
             self._link.send(CallReply(number))

@@ -124,7 +124,8 @@ class JoinedNodes:
                 break
             member.socket.end(Disconnected(Close.REMOVED, "it was started again"))
             await asyncio.wait([member.serving])
-            # The loop then checks again, because other connections may have waited for this end, too.
+            # Now the loop checks the name again, because several connections may have waited for the end of this
+            # member.
         if member.owner != owner:
             await socket.close(Close.CONFLICT, close_reason(f"node {name!r} came with another token"))
             return
@@ -151,7 +152,7 @@ class JoinedNodes:
             log.info("node %s has joined", node.name)
             member.begun = True
             self._publisher.nodes.append(node)
-            for model, pool in self._parts.pools.items():  # the states may have changed since `serve` sent them
+            for model, pool in self._parts.pools.items():  # `serve` sent the states, which may have changed since
                 node.send_pool_state(model, pool_state(pool))
             self.added.publish(node)
 
@@ -171,12 +172,12 @@ class JoinedNodes:
                         name=node.name, token=member.owner, at=time.time(), reason=redacted(storable(end.reason))
                     )
                 )
-        except Exception as error:  # a bug, which must not end the service
+        except Exception as error:  # a bug in the code for one node must not end the service
             log.exception("node %s failed", node.name)
             how = error
         finally:
             log.info("node %s has left: %s", node.name, how)
-            member.socket.take_over()  # detaches the connections, so that nothing more is sent to the node
+            member.socket.take_over()  # this call detaches the connections: nothing more is sent to the node
             if self._members.get(node.name) is member:
                 del self._members[node.name]
             if all(other.node.machine != node.machine for other in self._members.values()):
@@ -210,7 +211,7 @@ class JoinedNode:
         try:
             await socket.send(encode(NodeWelcome(self.socket.received)))
             end = await self.socket.carry(socket, arrived, replaced)
-            if end.code == Close.NONSENSE:  # the service itself may have found the error
+            if end.code == Close.NONSENSE:  # if the service found the error, the node has no close code yet
                 await socket.close(end.code, close_reason(end.reason))
         except Disconnected as error:
             end = error

@@ -47,7 +47,7 @@ class RayMachine:
     values."""
 
     def __init__(self, place: dict[str, Any], name: str, level: int) -> None:
-        logging.getLogger().setLevel(level)  # the machine's processes get the same level
+        logging.getLogger().setLevel(level)  # the node processes of the machine get this log level, too
         found = msgspec.convert(place, JoinTarget)
         settings = Config.model_validate_json(found.config).as_read_from(Path(found.file) if found.file else None)
         config = with_processes(settings)

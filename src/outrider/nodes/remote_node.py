@@ -289,7 +289,7 @@ class NodeConnection:
                     await shielded(lambda: self._end_of(attempt.name, call))
                     raise
             check(result, RESULT_RULES, given)
-        except CallEnded as error:  # without a cancellation, the cause is that the node is about to exit
+        except CallEnded as error:  # the node is about to exit, because this call was not cancelled
             raise self._lost() from error
         except Nonsense as error:
             self.link.close(Close.NONSENSE, str(error))
@@ -336,7 +336,7 @@ class NodeConnection:
                     note_uses(self._pool(used.model), self._name, uses)
             case messages.Gate():
                 gate = self._pool(message.model).policy.gate
-                if not gate.expects(self._name):  # a node follows the pool before it sends `Ready`
+                if not gate.expects(self._name):  # the node needs the states of the pools before it can send `Ready`
                     gate.expect(self._name, self._lose)
                 try:
                     gate.report(self._name, message.report)

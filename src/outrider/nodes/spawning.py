@@ -83,7 +83,7 @@ class NodeProcess:
                     self._process.kill()
                 await self._process.wait()
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # the process was the leader of its own process group
+                os.killpg(self._process.pid, signal.SIGKILL)  # the process group has the id of its leader, the process
             self._ended = True
 
     @property
@@ -114,7 +114,7 @@ async def one_after_another(
             finally:
                 await shielded(process.end)
             how = f"ended with {process.exit_code}"
-        except Exception as error:  # a start that failed, or a bug, which must not end the other nodes
+        except Exception as error:  # neither a failed start nor a bug may end the other nodes
             book.note(chore, error)
             how = f"failed: {described(error)}"
         if not ended(how):

@@ -183,7 +183,7 @@ class ProxyWorker:
                     self.attached.clear()
                     for task in running:
                         task.cancel()
-        except ExceptionGroup as group:  # the errors of one connection, each of which ends it
+        except ExceptionGroup as group:  # each of these errors ends only the connection
             raise group.exceptions[0] from None
         finally:
             await shielded(partial(socket.close))

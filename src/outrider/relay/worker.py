@@ -204,7 +204,7 @@ class Worker:
         self.engine.version = version
         loop = self._loop
         if loop is not None:
-            with suppress(RuntimeError):  # the loop may have been closed by now
+            with suppress(RuntimeError):  # raised if the loop was closed meanwhile
                 loop.call_soon_threadsafe(self._tell_version, version)
 
     def _tell_version(self, version: int) -> None:
@@ -241,10 +241,10 @@ class Worker:
             if (kind := REFUSALS.get(code)) is not None:
                 raise kind(f"{self.url} refuses this worker: {getattr(end, 'reason', '') or end}", hint=HINTS.get(code))
             if self.connections > before:
-                if code != Close.SILENT:  # a worker that the service drops each time must wait longer and longer
+                if code != Close.SILENT:  # if the service drops the worker again and again, the waits grow
                     failed = 0
-                # After these seconds the service no longer waits for the worker, so its generations are ended and their
-                # messages dropped.
+                # `resume` is the number of seconds for which the service waits for a worker to reconnect. After this
+                # time the worker's generations are ended, and their messages dropped.
                 seconds = self._welcome.resume if self._welcome is not None else 0
                 self._forget = asyncio.get_running_loop().call_later(seconds, self._generations.abort_all)
             log.info("worker %s has no connection to %s: %s", self.name, self.url, end)
@@ -322,7 +322,7 @@ class Worker:
 
     async def _done(self, call: WorkerCall) -> WorkerReply:
         if call.action == "pause":
-            self._paused = True  # set before the reply, which may never reach the service
+            self._paused = True  # recorded before the reply is sent, because the reply may be lost
             await self.engine.pause(call.mode)
         elif call.action == "resume":
             await self.engine.resume()

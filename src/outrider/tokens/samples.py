@@ -268,7 +268,7 @@ def _images(path: Sequence[AnyTurn]) -> tuple[SampleImage, ...]:
         messages: Sequence[Message | MessageOutline] = turn.messages
         places = iter(turn.images)
         for at, message in enumerate(messages, position):
-            if message.parts:  # most messages have none
+            if message.parts:  # most messages have no images
                 for image in images_in(message):
                     place = next(places, None)
                     found.append(
@@ -283,7 +283,7 @@ def _images(path: Sequence[AnyTurn]) -> tuple[SampleImage, ...]:
                             grid=place.grid if place is not None else None,
                         )
                     )
-        position += len(turn.messages) + 1  # 1 is added for the reply
+        position += len(turn.messages) + 1  # one more position for the turn's reply
     return tuple(found)
 
 
@@ -315,7 +315,7 @@ class _Columns:
             self.logprobs.append(turn.logprobs or bytes(8 * count))
             for span in turn.versions or (VersionSpan(0, 0, count),):
                 if span.end <= span.start:
-                    continue  # an engine may report a version that sampled nothing before it was replaced
+                    continue  # an engine may report a version that sampled no token
                 begin = start + span.start
                 if versions and versions[-1].end == begin and versions[-1].version == span.version:
                     begin = versions.pop().start

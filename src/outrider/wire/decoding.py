@@ -34,7 +34,7 @@ _MAPS = {0xDE: 2, 0xDF: 4}
 def check_cost(frame: bytes) -> None:
     """Raise Nonsense for a message that costs more than MAX_COST, is nested deeper than MAX_DEPTH, or is malformed."""
     at, cost = 0, 0
-    left = [1]  # remaining values of each open container
+    left = [1]  # for each open container, the number of values that are still to be read
     end = len(frame)
     while left:
         if not left[-1]:
@@ -46,7 +46,7 @@ def check_cost(frame: bytes) -> None:
         kind = frame[at]
         at += 1
         items = -1
-        if kind <= 0x7F or kind >= 0xE0:  # small numbers, which have no further bytes
+        if kind <= 0x7F or kind >= 0xE0:  # small numbers consist of this byte only
             pass
         elif kind <= 0x8F:
             items = 2 * (kind & 0x0F)

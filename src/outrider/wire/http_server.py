@@ -336,14 +336,14 @@ class _Protocol(HttpToolsProtocol):
         self.server_state.total_requests += 1
         if not self.transport.is_closing():
             self.flow.resume_reading()
-        self.cycle.body = bytearray()  # free the received part of a body that the application did not read
+        self.cycle.body = bytearray()  # this line frees the part of the body that the application did not read
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
         super()._start_asgi_task(cycle, app)
 
     def handle_websocket_upgrade(self) -> None:
-        if self._busy:  # the request was pipelined, and an earlier reply is not complete
+        if self._busy:  # a pipelined request waits until the earlier reply is complete
             self.transport.abort()
             return
         if self._timer is not None:
@@ -441,14 +441,14 @@ class _WebSocket(WebSocketsSansIOProtocol):
         if self.curr_msg_data_type == "text":
             try:
                 b"".join(self.frames).decode()
-            except UnicodeDecodeError:  # uvicorn would log a traceback
+            except UnicodeDecodeError:  # caught, because uvicorn would log a traceback
                 self.transport.abort()
                 return
         super().send_receive_event_to_app()
 
     def handle_cont(self, event: Any) -> None:
         super().handle_cont(event)
-        if len(self.frames) > MAX_FRAGMENTS:  # the maximum of bytes does not limit empty frames
+        if len(self.frames) > MAX_FRAGMENTS:  # frames are counted, because many frames may be empty and have no bytes
             self.transport.abort()
 
     def pause_writing(self) -> None:
@@ -464,7 +464,7 @@ class _WebSocket(WebSocketsSansIOProtocol):
     def handle_ping(self) -> None:
         if self.writable.is_set():
             super().handle_ping()
-        else:  # the client does not read its pongs, which would pile up
+        else:  # a client that does not read would make unsent pongs pile up
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -202,7 +202,7 @@ class ChatStream:
             for index, call in enumerate(completion.reply.tool_calls)
         ]
         chunks.append(self._chunk({}, finish=finish_reason(completion)))
-        if self._usage:  # the usage is in a separate chunk without choices, as documented for `stream_options`
+        if self._usage:  # a separate chunk without choices has the usage, as documented for `stream_options`
             chunks.append(self._head + b'],"usage":' + line(usage(completion)) + b"}\n\n")
         chunks.append(DONE)
         return b"".join(chunks)

@@ -209,7 +209,8 @@ def tool_message(part: WirePart, where: str, call_id: str | None) -> Message:
         value: Any = decode(_OBJECT, answer.response, f"{at}.response")
         name = answer.name
         keys = [key for key, inner in value.items() if inner is not None and not (key == "name" and inner == name)]
-        if len(keys) == 1 and keys[0] in _TEXT_KEYS:  # the tool returns text (see the module's heading)
+        # An object with a single such key comes from a tool that returns text (see the module's heading).
+        if len(keys) == 1 and keys[0] in _TEXT_KEYS:
             value = value[keys[0]]
         read.append(Text(value if isinstance(value, str) else msgspec.json.encode(value).decode()))
     for index, item in enumerate(items(answer.parts, f"{at}.parts")):
@@ -257,7 +258,7 @@ def arguments_on_wire(arguments: str) -> bytes:
         if not is_invalid_json_object(_OBJECT.decode(arguments)):
             return msgspec.json.format(arguments, indent=-1).encode()
     except (msgspec.DecodeError, ValueError, RecursionError):
-        pass  # the text is not a JSON object
+        pass  # arguments that are no JSON object are wrapped below
     return msgspec.json.encode({INVALID_JSON: arguments.encode("utf-8", "replace").decode()})
 
 

@@ -155,7 +155,7 @@ def _parse_count(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     if "generateContentRequest" in wire:
         wire = fields(wire["generateContentRequest"], "generateContentRequest")
     history = GeminiHistory(wire.get("systemInstruction", Raw()), _contents(wire), memory)
-    notes: list[str] = []  # the notes are dropped, because no turn is stored for a count
+    notes: list[str] = []  # notes are dropped, because no turn is stored for a token count
     chosen = read_tools(wire, memory, notes)
     thinking = _read_thinking(_read_generation(wire, notes), notes)
     return ModelRequest(

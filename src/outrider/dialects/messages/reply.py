@@ -133,7 +133,7 @@ def input_json(arguments: str) -> str:
         value = _ANY.decode(arguments)
     except (msgspec.DecodeError, ValueError, RecursionError):
         value = None
-    # If the model itself wrote an object that looks like the wrapper, the object is wrapped: otherwise the request
+    # An object that looks like the wrapper, although the model itself wrote it, is wrapped again. Otherwise the request
     # parser would unwrap it.
     if isinstance(value, dict) and not is_invalid_json_object(value):
         return arguments

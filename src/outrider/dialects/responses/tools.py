@@ -210,7 +210,7 @@ def _tool(spec: dict[str, Any], namespace: str | None, where: str) -> ResponsesT
         return ResponsesTool({"type": "function", "function": function}, spec["name"], namespace, custom=False)
     text = {"type": "string"}
     form, at = spec.get("format"), f"{where}.format"
-    if form is not None and form != {"type": "text"}:  # free text needs no description
+    if form is not None and form != {"type": "text"}:  # a tool that takes free text needs no description of its input
         if not isinstance(form, dict) or form.get("type") != "grammar":
             refuse(f"{at}.type", "must be 'text' or 'grammar'")
         for key in ("syntax", "definition"):

@@ -231,7 +231,7 @@ class ServerEngine(Generic[ReplyT]):
                         if (chunk := reply.read(payloads)) is not None:
                             yield chunk
                 reply.check_finished()
-            except Exception as error:  # whatever the error, the tokens read before it are yielded first
+            except Exception as error:  # tokens that were read before an error are yielded first
                 aborted = isinstance(error, WasCut) or self.aborted(
                     error, reply, paused=self._gate.closings != closings
                 )
@@ -311,7 +311,7 @@ class ServerEngine(Generic[ReplyT]):
     async def resume(self) -> None:
         try:
             await self.order_resume()
-        finally:  # even if the order fails: a server that is still paused holds back new generations itself
+        finally:  # opened even if the order fails, because a paused server itself holds back generations
             self._gate.open()
 
     async def order_pause(self, mode: str) -> None:

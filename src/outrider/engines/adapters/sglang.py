@@ -124,7 +124,8 @@ class _SGLangReply(ServerReply[_Event]):
             if not self._length and event.prompt_token_ids:
                 self._prompt_ids = decode_ids(event.prompt_token_ids, self._engine)
         if finish is not None and finish.type == "abort" and len(ids) == 1 < total:
-            ids = [entry[1] for entry in entries]  # a server that has requeued the request sends only the last id
+            # After requeuing a request, the server sends only the request's last id.
+            ids = [entry[1] for entry in entries]
         if new < 0 or len(ids) not in (total, new) or len(entries) not in (total, new):
             raise EngineMisbehaved(
                 f"engine {self._engine!r} sent {len(ids)} ids and {len(entries)} log-probabilities in an event"

@@ -144,7 +144,8 @@ class _VLLMReply(ServerReply[_Event]):
         cached = details.cached_tokens if details else None
         return msgspec.structs.replace(
             super().last(),
-            cached_tokens=None if cached == -1 else cached,  # -1 means that the request was aborted while queued
+            # The server reports -1 if the request was aborted while queued.
+            cached_tokens=None if cached == -1 else cached,
             prompt_tokens=self._usage.prompt_tokens,
         )
 
@@ -283,7 +284,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         await self.control(f"/pause?mode={mode}", seconds=None)
 
     async def order_resume(self) -> None:
-        if self._control:  # else the owner controls the server, and may have paused it
+        if self._control:  # otherwise the owner pauses and resumes the server
             await self.control("/resume")
 
     async def set_version(self, version: int) -> None:
@@ -343,9 +344,9 @@ def pixel_form(rendered: Any) -> str:
 
 
 def _features(images: Sequence[RequestImage], salt: str) -> list[Buffer]:
-    """Return the beginning of a body with the images of a prompt, in pieces. Their pixel values are many megabytes, and
-    are sent as they are kept. The server keeps the output of its image encoder by the hash of an image. The hashes
-    depend on the cache salt, so the output of older weights is not used."""
+    """Return the first part of a request body, which has the images of the prompt. The part consists of several pieces,
+    because the pixel values are many megabytes and are sent without a copy. The server keeps the output of its image
+    encoder by the hash of an image. The hashes depend on the cache salt, so the output of older weights is not used."""
     hashes = [hashlib.sha256(f"{salt}/{image.span.digest}".encode()).hexdigest() for image in images]
     placed = {
         "mm_hashes": {"image": hashes},
@@ -375,7 +376,7 @@ def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
             return "it is no folder"
         if not any(file.name.endswith(WEIGHT_FILES) for file in list(path.iterdir())):
             return f"it holds no file {', '.join(WEIGHT_FILES)}"
-    except OSError:  # not a fault: the server's process may have permissions that this process does not have
+    except OSError:  # an unreadable folder is no fault: the server's process may have other permissions
         return None
     return None
 
@@ -388,7 +389,7 @@ def _logprobs(given: _Logprobs | None, ids: list[int], engine: str) -> list[floa
     if given.token_logprobs is not None:
         return checked_logprobs(ids, given.token_logprobs, engine)
     entries = given.content or []
-    if len(entries) == len(ids) == 1:  # a shortcut, because most events have one token
+    if len(entries) == len(ids) == 1:  # shortcut for an event of one token, as most events are
         value = entries[0].logprob
         if entries[0].token_id == ids[0] and value is not None and value > MISSING_LOGPROB:
             return [value]

@@ -133,7 +133,7 @@ class FunctionEngine:
             self._aborts += 1
             self._changed.send()
             for step in self._steps:
-                if not step.expired():  # an earlier abort may still wait for the step's clean-up
+                if not step.expired():  # an expired step is already being aborted
                     step.reschedule(0)
             changed = self._changed.next()
             while self._steps:

@@ -41,8 +41,8 @@ from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpa
 T = TypeVar("T", bound=Chunk | ChatChunk)
 
 FAILOVERS = 3
-"""Maximum retries of a request. After more failures the request itself may be the cause. If engines are unavailable,
-the maximum is the number of engines in the pool, if that number is larger."""
+"""Maximum retries of a request. After more failures the request itself may be the cause. If engines are unavailable, a
+request may be retried at least once for each engine of the pool."""
 
 CHARACTERS_PER_TOKEN = 4
 """A rough ratio for estimating the tokens of texts. The estimate is used for an engine's load and for the time that a
@@ -116,7 +116,8 @@ class EngineCalls:
                         await self.placement.arrivals.next().wait()
                     return member
         except TimeoutError:
-            if self.gate.mode is not None:  # time during a pause does not count, because engines may be down then
+            # Seconds of a pause do not count, because engines may be down during a pause.
+            if self.gate.mode is not None:
                 await self.gate_opened(overdue)
                 return await self.engine_for(session_key, kinds, overdue, avoid)
             troubles = "; ".join(f"{known.name}: {known.detail}" for known in self.members.values() if known.detail)
@@ -460,9 +461,9 @@ class Flight:
             raise
         now = loop.time()
         seconds = now - began
-        # The session's `Overdue` is updated if this stretch is overdue, or if it was so long that a later call of the
-        # session, queued behind this call, may be overdue. A later call cannot be overdue within `least` seconds after
-        # a chunk of this call.
+        # The session's `Overdue` is updated if this stretch is overdue. It is also updated after a long stretch,
+        # because a later call of the session, queued behind this call, may be overdue. A later call cannot be overdue
+        # within `least` seconds after a chunk of this call.
         if seconds > self._least or seconds > wait.allowance - wait.waited:
             self._end_stretch(now)
         else:
@@ -482,7 +483,7 @@ class Flight:
             self._first, self._first_tokens = wait.waited, tokens
             self._token_due = member.pace.token_due()
             self.forgiven = 0.0 if self._known else wait.overdue
-            wait.allowance = wait.waited + self._least  # an early first chunk gives later chunks no additional time
+            wait.allowance = wait.waited + self._least  # seconds that the first chunk did not use are not added
         self.tokens += tokens
         wait.allowance += tokens * self._token_due
         if chunk.finish is not None:

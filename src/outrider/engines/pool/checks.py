@@ -242,7 +242,7 @@ def _too_many(engine: str, tokens: int, sampling: SamplingParams) -> EngineMisbe
 
 
 def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary: Vocabulary) -> None:
-    alone = len(ids) == len(logprobs) == 1  # a shortcut, because most chunks have one token
+    alone = len(ids) == len(logprobs) == 1  # shortcut for a chunk of one token, as most chunks are
     if alone and vocabulary.contains(ids[0]) and LOWEST < logprobs[0] <= ROUNDING:
         return
     if len(ids) != len(logprobs):

@@ -387,7 +387,7 @@ class Placement:
         if member.takes_sessions:
             self._members[member.name] = member
             heap.put(member.name, member.load)
-        elif self._members.get(member.name) is member:  # the name may already belong to a newer engine
+        elif self._members.get(member.name) is member:  # a newer engine may have the same name
             del self._members[member.name]
             heap.drop(member.name)
 

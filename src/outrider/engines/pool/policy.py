@@ -202,7 +202,7 @@ class Policy:
         paused, and return its version. Raises EngineError if the engine cannot serve."""
         engine = member.engine
         async with self._lock:
-            if member.ok:  # an earlier operation has brought the engine back
+            if member.ok:  # an earlier operation has already brought the engine up to date
                 return member.version
             version = self.version_of(engine, health)
             if (outdated := self.outdated(engine, health)) is not None:
@@ -267,7 +267,8 @@ class Policy:
             self.gate.cuts += 1
 
         async def stop(member: EngineRecord) -> None:
-            member.paused = True  # set before the order, because an engine that fails during the order may be paused
+            # `paused` is set before the order: an engine that fails during the order may be paused.
+            member.paused = True
             await cast(Engine, member.engine).pause(mode)
 
         # Include failed and removed engines, because generations may still run there.

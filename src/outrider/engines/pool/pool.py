@@ -265,7 +265,7 @@ class EnginePool:
             try:
                 await engine.start()
                 yield engine
-            except BaseException:  # also for a cancellation
+            except BaseException:  # includes a cancellation, after which the engine must be closed, too
                 await shielded(engine.close)
                 raise
         finally:

@@ -227,7 +227,7 @@ async def _vouch(engine: str, given_up: GivenUp, question: TokenProbe | None, be
     silent = given_up.waited
     if question is not None:
         if question.task is not None:
-            await asyncio.wait([question.task])  # `wait` does not raise the task's error
+            await asyncio.wait([question.task])  # `asyncio.wait` does not raise the task's error
         if question.sign is not None:
             silent += question.sign
         elif question.answered is not None:

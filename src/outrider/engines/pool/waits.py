@@ -333,7 +333,7 @@ class Overdue:
         """Total seconds of the calls that the session has given up since an engine last finished a reply (see
         `silence.py`)."""
         self._clock = clock
-        self._open: dict[SessionWait, None] = {}  # in order of their start
+        self._open: dict[SessionWait, None] = {}  # open waits, in the order in which they began
         self._seconds = 0.0
         self._before_run = 0.0
         self._longest = 0.0
@@ -439,7 +439,7 @@ class Overdue:
         """Add the overdue seconds since the last call of this method. The same waits were open since then, so their
         overdue time is one stretch that lasts until now."""
         due = math.inf
-        if len(self._open) == 1:  # a shortcut, because this method runs several times per call
+        if len(self._open) == 1:  # shortcut for the usual case of one open wait
             (wait,) = self._open
             due = wait.due(wait.behind)
         else:

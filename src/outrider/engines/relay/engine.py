@@ -242,7 +242,7 @@ class RelayEngine:
 
         def handle(message: ToService) -> None:
             worker.handle(message)
-            if isinstance(message, Version):  # the new version may allow the worker to get work
+            if isinstance(message, Version):  # a worker with a newer version may become able to get work
                 news()
 
         worker.connect(link, hello)
@@ -325,7 +325,7 @@ class RelayEngine:
             self._drop(worker, end.reason or "it has left" if end is not None else "the service is closing")
 
     def _drop(self, worker: AttachedWorker, reason: str) -> None:
-        if self._workers.get(worker.hello.instance) is worker:  # a newer worker may have taken its place
+        if self._workers.get(worker.hello.instance) is worker:  # another worker object may have replaced this one
             del self._workers[worker.hello.instance]
             if not self._workers:
                 self._context = None

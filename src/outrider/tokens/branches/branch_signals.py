@@ -216,8 +216,9 @@ def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates
     `source`. This request has the history of the candidate as messages or as text. Returns None if it has the history
     of no candidate, for example if another agent has only quoted the newest reply.
 
-    A single question that quotes no history summarises the history that the very next request, `first`, cuts: some
-    programs give the summariser only the kinds of the events."""
+    The exception is a single question that quotes no history, directly before the request `first`. It summarises the
+    history of which `first` keeps only the end, because some programs give the summariser only the kinds of the
+    events."""
     own = session.segment_of(source.index)
     if own in candidates and source.parent is not None:
         return own
@@ -275,7 +276,7 @@ def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
                 found[segment.number] = Spawn(best.turn, best.agent_type, best.tool, is_most)
         for call in turn.reply.tool_calls if turn.reply else ():
             for one in _texts_given(turn.index, call):
-                given.pop(one.text, None)  # moves the text to the end of the dictionary, as the newest
+                given.pop(one.text, None)  # as the newest text, it moves to the end of the dictionary
                 given[one.text] = one
                 if len(given) > MAX_TOOL_TEXTS:
                     del given[next(iter(given))]

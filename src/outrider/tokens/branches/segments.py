@@ -267,7 +267,7 @@ class SegmentedSession:
             self._steps_left -= 1
             if self._steps_left < 0:
                 return False
-            path = [*path[-2:], self.turns[path[-1].parent]]  # only the first three turns are needed
+            path = [*path[-2:], self.turns[path[-1].parent]]  # `path` keeps only the first three turns of the history
         messages = [
             message
             for each in reversed(path)

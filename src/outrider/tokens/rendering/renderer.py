@@ -286,7 +286,8 @@ class Renderer:
         with self._refusals():
             unread = {"process_multimodal": False} if self._image_id is not None else {}
             bridged = family.bridge_to_next_turn(list(prompt), list(output), dicts, tools=list(tools) or None, **unread)
-            # The library should only append ids. Every result is checked, because otherwise sampled ids would change.
+            # The library should only append ids. Every result is checked, because a result that changes earlier ids
+            # would change sampled ids.
             if bridged is None or list(bridged.token_ids[: len(before)]) != before:
                 return None
             return self._fill((bridged.token_ids[len(before) :], new))[0]
@@ -389,7 +390,7 @@ class Renderer:
         """Parse a turn's output. An output that cannot be parsed is returned as one malformed call."""
         try:
             parsed = self._parser.parse_response(list(output), tools=list(tools) or None, prompt_ids=list(prompt))
-        # raised, for example, for a number of 5,000 digits or for 2,000 nested "["
+        # The library raises these errors, for example, for a number of 5,000 digits or for 2,000 nested "[".
         except (ValueError, TypeError, KeyError, RecursionError):
             whole = self.tokenizer.decode([token for token in output if token not in self._stops])
             return ParsedCalls((), (), (whole,), "", None)
@@ -422,7 +423,7 @@ def _arguments_text(value: Any) -> str:
     text = json.dumps(value or {}, ensure_ascii=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # an unpaired surrogate, which can be sent to the client only as a JSON escape
+    except UnicodeEncodeError:  # an unpaired surrogate can be sent only as a JSON escape
         return json.dumps(value)
     return text
 

@@ -181,7 +181,7 @@ class Tokenizer:
     def without_special(self, text: str) -> str:
         """Insert a zero-width space into each special token of the text, so that the token is encoded as plain text."""
         for token in self._special:
-            # repeated, because occurrences of a token may overlap, and one call of `replace` leaves some
+            # `replace` is repeated, because one call leaves occurrences that overlap with others.
             while token in text:
                 text = text.replace(token, f"{token[0]}\u200b{token[1:]}")
         return text

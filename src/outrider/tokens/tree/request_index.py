@@ -421,7 +421,7 @@ class RequestIndexer:
         for place, remembered in enumerate(self._remembered):
             if remembered.prefixes[0] == start and remembered.begins(messages):
                 before = remembered
-                # moved to the front, because the prefix is now the newest
+                # the prefix moves to the front, because it is now the newest
                 self._remembered.insert(0, self._remembered.pop(place))
                 break
         prefixes = before.prefixes.copy() if before else [start]

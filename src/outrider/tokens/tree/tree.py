@@ -307,7 +307,7 @@ class TokenTree:
         # Find the reason why a request with a partly recorded history is rendered whole.
         new_roles = {key.role for key in request.keys[request.covered :]}
         if any(request.has_messages_of(other) for other in self._prompts.get(request.prefixes[-1], ())):
-            cause = ForkCause.SIBLING  # the messages are the same, and only thinking is switched
+            cause = ForkCause.SIBLING  # an earlier prompt has the same messages and another thinking switch
         elif request.matched is None or request.is_rewritten or not new_roles:
             cause = ForkCause.HISTORY_REWRITTEN
         elif self._history == "template" and new_roles & {Role.USER, Role.SYSTEM}:
@@ -347,7 +347,7 @@ class TokenTree:
         while origin.parent is not None:
             origin = origin.parent.prompt
         recorded_head = None
-        if origin.splice is not None:  # the recorded history was itself spliced
+        if origin.splice is not None:  # the prompt that begins the recorded history was itself spliced
             recorded_head, origin = origin.splice.head, origin.splice.origin
         first_messages = range(request.system_count + origin.message_count - origin.system_count)
         split = self._renderer.render_split([request.messages.parse(at) for at in first_messages], request.tools)
