@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 Steps = Generator[int, None, T]
 """A computation in pieces. The generator yields the size of each next piece, in bytes of input, and returns the result.
-A piece should cover at most PIECE_BYTES, unless a single message or text is larger."""
+A piece should cover at most PIECE_BYTES. Only a single message or text that is larger may be one larger piece."""
 
 INLINE_BYTES = 32 << 10
 """Bytes of input that are processed on the event loop. The rest is processed in the thread. For an ordinary call, a

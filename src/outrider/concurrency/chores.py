@@ -86,8 +86,8 @@ class Chores:
     """Runs chores and single tasks: `async with Chores(failures) as chores`.
 
     Leaving the block cancels the chores started with `begin`, and waits for them and for the tasks started with
-    `create_task`. If the block raises, these tasks are cancelled, too. `fatal` selects the errors that end the owner,
-    as an error in a task of asyncio.TaskGroup does. By default no error is fatal.
+    `create_task`. If the block raises, these tasks are cancelled, too. `fatal` selects the errors that end the owner.
+    Such an error acts like an error in a task of asyncio.TaskGroup. By default no error is fatal.
     """
 
     def __init__(

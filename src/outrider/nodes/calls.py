@@ -84,7 +84,7 @@ class PendingCall(Generic[R]):
             pass
 
     def cancel(self) -> None:
-        """Make the peer cancel the call, unless the call has ended. Only a `NodeStream` can be cancelled."""
+        """Make the peer cancel the call. Does nothing if the call has ended. Only a `NodeStream` can be cancelled."""
         if not self._ended:
             self._calls.send(CancelCall(self._number))
 

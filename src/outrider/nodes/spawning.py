@@ -31,7 +31,7 @@ PREFIX = "OUTRIDER_"
 HOME = "OUTRIDER_HOME"
 
 END_SECONDS = 10.0
-"""A process that has not ended its sandboxes and exited after this many seconds is killed."""
+"""Seconds that a node process has to end its sandboxes and exit. After this time the process is killed."""
 
 RESTARTS = RetryPolicy(first=0.1, longest=30.0)
 STEADY_SECONDS = 60.0

@@ -106,11 +106,11 @@ class _Ended(Exception):
 class ProxyWorker:
     """A worker for the proxy at `url` (`http://host:port`, or `https`).
 
-    `engine` takes token ids; the caller starts and closes the engine. `renderer` is that of the engine's model.
-    `max_tokens` is the limit of a reply if the proxy sets no limit. `facts` are further values of every response:
-    `node_id`, `gpu_id` and `rank_info` of the protocol. `token` is a bearer token for a proxy that requires one, and
-    `ca` a PEM file with the authority of the proxy's certificate. `reconnecting` are the waits between attempts to
-    connect.
+    `engine` takes token ids; the caller starts and closes the engine. `renderer` renders messages for the engine's
+    model. `max_tokens` is the limit of a reply if the proxy sets no limit. `facts` are further values of every
+    response: `node_id`, `gpu_id` and `rank_info` of the protocol. `token` is a bearer token for a proxy that requires
+    one, and `ca` a PEM file with the authority of the proxy's certificate. `reconnecting` are the waits between
+    attempts to connect.
     """
 
     def __init__(

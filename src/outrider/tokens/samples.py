@@ -6,7 +6,7 @@ The rules, in order:
 1. Each turn has a kind (`branches/classify.py`), and each kind has a policy: train, mask or drop.
 2. A branch is a path from a root to a leaf. A leaf is a turn with sampled tokens and without a continuation of the same
    kind and label. A continuation that was cut off or sampled nothing does not count, unless a later turn continues it.
-   So a history is a separate branch if only its summary or a call that was cut off follows.
+   So a history is a separate branch if nothing follows it except the call for its summary or calls that were cut off.
 3. Branches are ordered by kind (main first), then by their first turn, then newest leaf first. So tokens that several
    branches share train in the branch in which the session continued.
 4. A branch is a row unless its kind is dropped. A branch of a kind that trains is also no row if the branch is the

@@ -14,8 +14,8 @@ SMALL = 64 << 10
 """Messages up to this number of bytes are not counted. The most expensive message of this size, a list of empty lists,
 decodes in 26 ms."""
 MAX_COST = 400_000
-"""The maximum cost of a message. A list or map costs `CONTAINER` units; any other value, and any key, costs 1 unit. A
-unit takes 100 ns at most, so the maximum takes 40 ms."""
+"""The maximum cost of a message. A list or map costs `CONTAINER` units; a key costs 1 unit, and so does a value of any
+other type. A unit takes 100 ns at most, so the maximum takes 40 ms."""
 CONTAINER = 4
 MAX_DEPTH = 64
 """Maximum nesting of containers. Outrider's own messages have about a dozen levels."""

@@ -14,7 +14,8 @@ import msgspec
 from outrider.errors import ServiceError
 
 WANTED = 65_536
-"""The limit of descriptors that a service sets for itself, unless the hard limit is lower."""
+"""The limit of open file descriptors that a service sets for itself. If the hard limit is lower, the service uses the
+hard limit."""
 LEAST = 4096
 """A full node with fewer file descriptors runs short of connections: a session holds about six descriptors, and each of
 its model calls two more."""

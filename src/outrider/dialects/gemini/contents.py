@@ -284,7 +284,8 @@ def signature(call_id: str) -> str:
 
 
 def signed_id(sent: str | None) -> str | None:
-    """Return the call's id in one of our signatures; None for any other signature. Accepts both alphabets of base64."""
+    """Return the call's id that a signature contains, or None for a signature that is not ours. Accepts both alphabets
+    of base64."""
     if not sent:
         return None
     try:

@@ -207,8 +207,8 @@ def _thinking_switch(thinking: _Thinking) -> bool | None:
 
 
 def _constraint(generation: _Generation) -> Constraint | None:
-    """Return the form of the reply: one of the schema's values for text/x.enum, JSON for any other schema and for
-    application/json, else None. Raises RequestError."""
+    """Return the form of the reply as a constraint. For text/x.enum, the reply is one of the schema's values. For any
+    other schema, and for application/json, the reply is JSON. Returns None without a form. Raises RequestError."""
     schema, mime = generation.response_schema, generation.response_mime_type
     if mime == _ENUM and schema is not None:
         values = schema.get("enum")

@@ -343,8 +343,8 @@ def _part(at: _PlacedBlock) -> Part:
 
 def _document(block: Block, where: str) -> Text:
     """Return the text of a document for the model: the title and the context, if there are any, then the document's
-    text, between `<document>` tags. A PDF in base64 is a `Document`, and any other an attachment. Raises
-    RequestError."""
+    text, between `<document>` tags. A PDF in base64 becomes a `Document`, and a document in another form an attachment.
+    Raises RequestError."""
     source, at = _source(block, where), f"{where}.source"
     if source.type == "text":
         if source.data is None:

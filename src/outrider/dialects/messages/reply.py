@@ -83,9 +83,9 @@ def message_head(id: str, model: str) -> dict[str, Any]:
 
 
 def stopped(request: ModelRequest, completion: Completion) -> dict[str, str | None]:
-    """Return the fields for the reason why the reply ended. The reason is `max_tokens` also for an aborted reply,
-    because the dialect has no value for an abort, and clients take a reply with `end_turn` for complete. If the engine
-    does not report which stop sequence ended the reply, the reason is `end_turn`."""
+    """Return the fields for the reason why the reply ended. An aborted reply also has the reason `max_tokens`, because
+    the dialect has no value for an abort, and clients take a reply with `end_turn` for complete. If the engine does not
+    report which stop sequence ended the reply, the reason is `end_turn`."""
     reason, sequence = "end_turn", None
     if completion.finish is not FinishReason.STOP:
         reason = "max_tokens"

@@ -77,8 +77,8 @@ class ResponseStore:
         if previous is not None:
             known = self._responses.get(previous)
             if known is None:
-                # The message and the code are those of the API: clients check for these texts, and then send the whole
-                # conversation.
+                # The error has OpenAI's message and code, because clients check for these texts, and then send the
+                # whole conversation.
                 raise PreviousResponseNotFound(
                     f"Previous response with id {quoted(previous)} not found.", field="previous_response_id"
                 )

@@ -60,9 +60,9 @@ class _Reply(msgspec.Struct):
 
 
 class ProrlEngine:
-    """Implements `Engine` and `SetsVersion` over one server. The server has no routes for pauses and weights: a pause
-    with "finish" waits for the generations under way, and any other pause is refused. The server does not report the
-    version of its weights, so each generation has the version that was set last."""
+    """Implements `Engine` and `SetsVersion` over one server. The server has no routes for pauses and weights. So a
+    pause with "finish" waits for the generations in flight, and a pause with another mode is refused. The server does
+    not report the version of its weights, so each generation has the version that was set last."""
 
     mode = TokenMode.TOKENS
 

@@ -31,8 +31,8 @@ _RANK = re.compile(r"@\d+$")
 
 
 class ListedWorker(msgspec.Struct, frozen=True):
-    """A worker in a router's list. `worker_type` is `prefill` or `decode` if these are separate, otherwise
-    `regular`."""
+    """A worker in a router's list. `worker_type` is `prefill` or `decode` if the router has separate workers for these
+    two steps, otherwise `regular`."""
 
     url: str
     worker_type: str = "regular"

@@ -137,7 +137,7 @@ class _SGLangReply(ServerReply[_Event]):
         if any(token_id != entry[1] for token_id, entry in zip(ids, entries, strict=True)):
             raise EngineMisbehaved(f"engine {self._engine!r} gave the log-probability of other tokens than it sampled")
         self.add(ids, checked_logprobs(ids, [entry[0] for entry in entries], self._engine))
-        # The event's weight label belongs to its new tokens, unless the reply has its own spans.
+        # If the reply has no version spans, the event's weight label applies to the event's new tokens.
         if (label := meta.weight_version) is not None and new:
             start = total - new if self._labels else 0
             if self._labels and self._labels[-1].version == label:
@@ -183,8 +183,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
 
     async def _generate_with_images(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Generate, and check the ids of the prompt that the server reports with the first token. The server itself
-        makes the placeholders of an image, one for each token of its own grid of the image. So if the ids are equal to
-        those of the request, the server has read each image, at its place and with the same grid."""
+        makes the placeholders of an image, one for each token of the grid that it computes for the image. So if the
+        reported ids equal the request's ids, the server has read each image at its place and with the same grid."""
         read = False
         async with aclosing(super().generate(request)) as chunks:
             async for chunk in chunks:
@@ -249,7 +249,7 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
 
     def aborted(self, error: Exception, reply: _SGLangReply, *, paused: bool) -> bool:
         """Return True if the server has aborted the request, whether or not this adapter has paused it. In a stream the
-        error code shows the abort, in any other response only the message."""
+        error code shows the abort. In a response that is not a stream, only the message shows it."""
         return isinstance(error, StatusFailure) and (
             error.status == ABORTED or (error.status == 400 and ABORTED_WORDS.search(error.body) is not None)
         )

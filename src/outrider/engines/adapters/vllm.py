@@ -186,9 +186,9 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
                 yield chunk
 
     async def _check_pixel_form(self) -> None:
-        """Have the servers prepare a small image, which shows in which form their models take pixels. A model that was
-        given another form would read another image, without an error. Raises EngineRejected unless the form is that of
-        `RequestImage.item`."""
+        """Check the form in which the servers' models take pixels, by letting the servers prepare a small image. A
+        model that got pixels in another form would read another image, without an error. Raises EngineRejected if the
+        form is not that of `RequestImage.item`."""
         part = {"type": "image_url", "image_url": {"url": PROBE_IMAGE}}
         body: dict[str, Any] = {"messages": [{"role": "user", "content": [part]}]}
         if self._model is not None:

@@ -153,7 +153,7 @@ class FunctionEngine:
         return None if self._tokenize is None else self._tokenize(text)
 
     async def _thawed(self, aborts: int) -> None:
-        """Wait while generations are frozen, unless this generation is aborted."""
+        """Wait until generations are no longer frozen, or until this generation is aborted."""
         changed = self._changed.next()
         while self._frozen and self._aborts == aborts:
             await changed.wait()

@@ -275,8 +275,7 @@ class PoolReply(Generic[T]):
         # This pool was paused meanwhile, so the chunk's version may be old.
         ours = attempt.cuts != self._calls.gate.cuts
         if chunk.finish is FinishReason.ABORT and attempt.member.takes_tokens:
-            # If something other than this pool has aborted the generation, the request is repeated only if no token is
-            # lost.
+            # If the generation was aborted from outside this pool, the request is repeated only if no token is lost.
             again = self._cuttable is not None if ours else not attempt.generated and self._dropped < FAILOVERS
             if again:
                 self._dropped += not ours

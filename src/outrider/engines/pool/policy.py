@@ -105,7 +105,7 @@ class Policy:
         return max((member.version for member in self._members.values()), default=0)
 
     def note_failure(self, member: EngineRecord) -> None:
-        """Report to the leader that an engine has failed in this process. Does nothing unless the policy follows a
+        """Report to the leader that an engine has failed in this process. Does nothing if the policy follows no
         leader."""
 
     def status(self) -> PolicyStatus:

@@ -331,7 +331,7 @@ class EnginePool:
         self._claimed.add(name)
 
     def _unclaim(self, name: str) -> None:
-        """Free a name, unless an engine or list with this name is in the pool."""
+        """Free a name. Does nothing if an engine or list with this name is in the pool."""
         if name not in self.members and name not in self._listings:
             self._claimed.discard(name)
 

@@ -369,8 +369,8 @@ class RelayEngine:
         return own if stays else best
 
     async def _each(self, act: Callable[[AttachedWorker], Awaitable[None]]) -> dict[AttachedWorker, EngineError]:
-        """Run `act` on every worker concurrently. Returns the failures, without those of workers that have gone
-        meanwhile."""
+        """Run `act` on every worker concurrently. Returns the failures by worker, except failures of workers that have
+        left meanwhile."""
         failures: dict[AttachedWorker, EngineError] = {}
 
         async def one(worker: AttachedWorker) -> None:

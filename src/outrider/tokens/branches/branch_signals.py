@@ -188,8 +188,8 @@ def _is_quoted(
         if message.role is not Role.ASSISTANT or _is_elsewhere(source, candidates):
             return True
         # The message replaces the history if no turn continues the reply, and neither the question that the reply
-        # answers nor an earlier reply is left before the message. If the client only sent the reply back, at least one
-        # of the two would be left.
+        # answers nor an earlier reply is left before the message. If the client only sent the reply back, the question
+        # or an earlier reply would be left.
         was_shown_replies = source.parent is not None or session.replies_added(source)
         if not was_shown_replies or source.index in session.continued or first.parent is not None:
             continue
@@ -294,7 +294,7 @@ class _ToolText(msgspec.Struct, frozen=True):
 
 def _texts_given(turn: int, call: ToolCall) -> Iterator[_ToolText]:
     """Yield the arguments of a tool call that may be the prompt of a sub-agent: texts of at least two words and
-    MIN_TOOL_TEXT characters, also from lists."""
+    MIN_TOOL_TEXT characters. An argument may be a text or a list of texts."""
     try:
         arguments = json.loads(call.arguments)
     except (ValueError, RecursionError):

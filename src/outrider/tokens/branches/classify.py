@@ -59,7 +59,7 @@ SUMMARY = "summary"
 """The label of turns whose reply is a summary with which a later history begins."""
 
 UNUSED_KINDS = (BranchKind.RETRY, BranchKind.ABORTED)
-"""The kinds of replies that the agent did not use. Their depth is that of their segment."""
+"""The kinds of replies that the agent did not use. Such a turn has the depth of its segment."""
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ calls.
 The grammar is a structural tag of XGrammar, which vLLM and SGLang accept: the texts around each call are constants, and
 the arguments obey the JSON schema of the tool. Invariant: `Renderer.parse` of the same family reads every reply of the
 grammar as calls of the chosen tools (tests/tokens/test_call_grammar.py compares each form with the family's own
-rendering). What XGrammar does not enforce of a schema, the grammar does not enforce.
+rendering). Parts of a schema that XGrammar ignores are not enforced.
 
 Source: XGrammar documentation, "Structural Tag"; formats of XGrammar 0.2.0 to 0.2.9.
 """

@@ -302,7 +302,7 @@ class Renderer:
         history: History,
     ) -> list[int] | None:
         """Return the ids of `messages[covered:]`, which include assistant messages. Prompt + output are the ids of
-        `messages[:covered]`. Otherwise like `bridge`.
+        `messages[:covered]`. Apart from the assistant messages, the method works like `bridge`.
 
         The library bridges no assistant messages. So the messages before the first assistant message are bridged, and
         the rest is taken from a rendering of the whole conversation. Returns None if bridge and rendering disagree on
@@ -411,7 +411,7 @@ class Renderer:
 
 
 def _turn_opening(family: Any) -> list[int]:
-    """Return the ids that follow a conversation and open the model's turn."""
+    """Return the ids that a prompt has after its last message, and that open the model's turn."""
     layout = family.render([{"role": "user", "content": "x"}], add_generation_prompt=True)
     owned = np.flatnonzero(np.asarray(layout.message_indices) >= 0)
     return list(layout.token_ids[int(owned[-1]) + 1 :])
@@ -429,7 +429,7 @@ def _arguments_text(value: Any) -> str:
 
 
 class _Texts(threading.local):
-    """The texts that the placeholders in a thread's current layout replace."""
+    """The texts that were replaced by placeholders in the layout that a thread is making."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []

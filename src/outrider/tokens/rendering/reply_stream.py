@@ -234,7 +234,7 @@ class ReplyStream:
         """Emit the text up to the first marker, and enter the marker's state. Without a marker, emit all text except an
         end that may be the beginning of a marker."""
         state = self._state
-        if not ends.may_begin_in(self._pending):  # shortcut for nearly all tokens
+        if not ends.may_begin_in(self._pending):  # shortcut for nearly all tokens, which contain no part of a marker
             shown, self._pending = self._pending, ""
             return self._emit(state, shown, final=final)
         markers = ends.states

@@ -39,8 +39,8 @@ MAX_REMEMBERED = 4096
 MAX_SLOW_TEXT = 2 << 20
 """Maximum number of characters of a text for `tokenizers`, which uses 400 MB of memory for a text of this length."""
 MAX_FAST_TEXT = 5 << 20
-"""Maximum number of characters of a text for `fastokens`, which is about a million tokens of ordinary text. The worst
-text of this length takes 4 s and 150 MB; at three times the length the library panics."""
+"""Maximum number of characters of a text for `fastokens`. An ordinary text of this length has about a million tokens.
+The worst text of this length takes 4 s and 150 MB; at three times the length the library panics."""
 
 PROBES = 200
 PROBE_PARTS = 12

@@ -419,7 +419,7 @@ class _HistoryIndex:
 
     def find(self, request: IndexedRequest) -> _HistoryMatch | None:
         """Find the turn whose history and reply cover the most messages from the beginning of the request's history.
-        Returns None unless they cover more messages than are recorded behind the request's own head."""
+        Returns None if they cover no more messages than are recorded behind the request's own head."""
         if not request.is_rewritten:
             return None
         # Indexing is deferred to this point, because in most sessions every request has only replies that are recorded
