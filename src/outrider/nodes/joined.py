@@ -100,9 +100,9 @@ class JoinedNodes:
             if hello.received:
                 await socket.close(Close.REMOVED, "the service has given this node up")
                 return
-            # A node may be replaced only from its own machine, and only while disconnected. A node that has not begun
-            # has no sessions yet, so any machine with the same token may replace the node: the same machine may have
-            # connected again under another random name.
+            # A member that runs sessions may be replaced only by a node of the same machine, and only while the member
+            # is disconnected. A member that has not begun has no sessions, so any machine with the same token may
+            # replace it: the same machine may have connected again under another random name.
             if name in self._own or (
                 member is not None
                 and (

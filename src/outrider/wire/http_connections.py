@@ -35,7 +35,8 @@ KEEP_ALIVE_SECONDS = 4.0
 Buffer = bytes | memoryview
 """A piece of a request's body. A piece may be sent without a copy, so it must not be changed afterwards."""
 LARGE = 1 << 16
-"""Requests of more bytes are sent piece by piece, because joining the pieces would copy a long prompt."""
+"""A request of more than this number of bytes is sent piece by piece, because joining the pieces would copy a long
+prompt."""
 PATH_CHARACTERS = "/%:@!$&'()*+,;=~"
 """Characters of a URL's path that are sent without percent-encoding."""
 HIGH_WATER = 128 << 10

@@ -1,4 +1,5 @@
-"""The adapter for servers with ProRL Agent's token route, and the choice of an adapter for an address of ProRL's.
+"""The adapter for servers with ProRL Agent's token route, and the choice of an adapter for an address that a ProRL
+client registers.
 
 The route is `POST URL/generate` with `prompt_ids` and sampling parameters. The reply is one JSON object with
 `response_ids` and `logprobs`, so nothing is streamed. Invariant: ids are passed on only with exactly one

@@ -52,8 +52,9 @@ EventT = TypeVar("EventT", bound=ServerEvent)
 
 
 class ServerReply(Generic[EventT]):
-    """Reads the events of one generation into chunks. The tokens of the finishing event are part of `last`, so that the
-    stream is read to its end first: the connection can then be reused, and the usage may follow in a later event.
+    """Reads the events of one generation into chunks. The chunk `last` has the tokens of the finishing event. It is
+    made only when the stream was read to its end: the connection can then be reused, and a later event may have the
+    token counts.
 
     `versions` is called when the request is sent, and again when the first token arrives. If the version has changed
     between the two calls, WasCut is raised, because the server may have delayed the request and may sample it with new

@@ -366,8 +366,9 @@ class _Attempt:
 
 
 class Flights:
-    """The generations in flight of one pool. `some` is set while `SilenceWatch` has to check `all`. `given_up` is
-    called at the end of a generation whose consumer has stopped waiting for a chunk."""
+    """The generations in flight of one pool. `all` has the generations, and the event `some` is set while
+    `SilenceWatch` has to check them. `given_up` is called at the end of a generation whose consumer has stopped waiting
+    for a chunk."""
 
     def __init__(self, limits: SilenceLimits, given_up: Callable[[Flight], None]) -> None:
         self.limits = limits

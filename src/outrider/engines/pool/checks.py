@@ -166,7 +166,7 @@ class TokenCheck:
 
 
 class ChatCheck:
-    """Checks one reply of text, chunk by chunk, and any ids in its last chunk."""
+    """Checks one reply of text, chunk by chunk. If the last chunk has ids, they are checked, too."""
 
     def __init__(self, engine: str, sampling: SamplingParams, vocabulary: Vocabulary) -> None:
         self._engine = engine

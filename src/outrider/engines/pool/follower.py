@@ -210,7 +210,7 @@ class PoolFollower:
                 await self.pool.remove(name, seconds=seconds)
             except Exception:  # an engine's code may raise any error
                 log.exception("engine %s cannot be closed", name)
-            self._work.set()  # only now can a new engine with this name be adopted
+            self._work.set()  # now a new engine with the same name can be adopted
 
         self._tasks.create_task(leave(), name=f"removal of {name}")
 

@@ -216,7 +216,7 @@ def given_up_wait(flight: Flight) -> GivenUp:
     token = pace.usual_token
     whole, waited = first + token * (flight.tokens + 1), flight.wait.waited
     late = stretch < UNANSWERED_SECONDS or waited * token > stretch * whole
-    if late and stretch >= SLOWER * token:  # after a shorter wait, the reply's content was the reason
+    if late and stretch >= SLOWER * token:  # who gives up sooner does so because of the reply's content
         return GivenUp(began, waited, whole)
     return GivenUp(began, stretch, token)
 

@@ -169,7 +169,7 @@ def openai_choice(choice: ToolChoice, tools: Sequence[ToolSpec]) -> Constraint:
 
 
 def _tag(form: CallForm, name: str, function: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """Return the tag of one call of a tool."""
+    """Return the structural tag (XGrammar) of one call of a tool."""
     if not _NAME.fullmatch(name):
         raise RequestError(
             f"{field}: the tool {name[:128]!r} cannot be forced: its name has other characters than letters, digits,"
