@@ -130,8 +130,8 @@ AnyRequest = GenerateRequest | ChatRequest
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """New text of a chat generation. The last chunk has `finish` and the whole `reply`; in capture mode also
-    the ids and log-probabilities; and the `report` of the engine's worker if the engine has a worker."""
+    """New text of a chat generation. The last chunk has `finish` and the whole `reply`. In capture mode it also has the
+    ids and log-probabilities. If the engine has workers, it also has the `report` of the worker."""
 
     text: str = ""
     reasoning: str = ""
@@ -343,7 +343,7 @@ class ListsEngines(Protocol):
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The argument of every engine class: `Kind(EngineOptions)`. `tokenizer` is the folder of the tokenizer."""
+    """The argument with which every engine class is constructed. `tokenizer` is the folder of the tokenizer."""
 
     name: str
     url: str | None = None

@@ -42,7 +42,7 @@ FINAL = frozenset({Close.LEFT, Close.NONSENSE})
 MAX_MEMBERS = 1024
 """Maximum number of joined nodes at a time."""
 MAX_REFUSED = 16
-"""Maximum number of recently cut off nodes that the status shows."""
+"""Maximum number of cut-off nodes that the status shows, the most recent ones."""
 
 
 class JoinedNodes:

@@ -52,7 +52,7 @@ MAX_IGNORED_NAMES = 64
 """Maximum number of names of ignored request fields that are counted separately in a session. The number is bounded
 because clients choose some of these names."""
 OTHER_IGNORED = "others"
-"""The name under which the fields with all other names are counted together."""
+"""The name under which all ignored fields are counted together, except the MAX_IGNORED_NAMES most frequent."""
 
 Policy = Mapping[BranchKind, BranchPolicy]
 AnyTurn = Turn | TurnOutline

@@ -326,8 +326,8 @@ def parse_message(raw: Raw | bytes, where: str) -> Message:
     return Message(
         role=role,
         content=joined_text(parts),
-        # Clients send back the field that they support: `reasoning_content`, the field of our replies, or vLLM's newer
-        # `reasoning`.
+        # Clients send reasoning back in the field that they support: `reasoning_content`, as in our replies, or vLLM's
+        # newer `reasoning`.
         reasoning=wire.reasoning_content or wire.reasoning or None,
         tool_calls=_tool_calls(wire, where),
         name=wire.name,

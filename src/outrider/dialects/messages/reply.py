@@ -133,8 +133,8 @@ def input_json(arguments: str) -> str:
         value = _ANY.decode(arguments)
     except (msgspec.DecodeError, ValueError, RecursionError):
         value = None
-    # An object that looks like the wrapper, although the model itself wrote it, is wrapped again. Otherwise the request
-    # parser would unwrap it.
+    # If the model itself wrote an object that looks like the wrapper, this object is wrapped again. Otherwise the
+    # request parser would unwrap it.
     if isinstance(value, dict) and not is_invalid_json_object(value):
         return arguments
     return msgspec.json.encode({INVALID_JSON: arguments}).decode()

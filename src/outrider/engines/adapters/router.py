@@ -154,8 +154,8 @@ class Router:
         await self._http.close()
 
     async def list_engines(self) -> list[EngineSpec]:
-        """Return a spec for each worker's server. Raises EngineError, and InvalidField if the URL is no router's or if
-        prefill and decode are separate."""
+        """Return a spec for each worker's server. Raises EngineError, and InvalidField if there is no router at the
+        URL, or if prefill and decode are separate."""
         try:
             workers = await _listed_workers(self._http)
         except StatusFailure as failure:

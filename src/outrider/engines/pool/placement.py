@@ -54,8 +54,8 @@ OVERLOAD = 32.0
 OVERLOAD_TIMES = 1.5
 """An engine is overloaded compared with another engine if its load is more than `OVERLOAD` above the other load, and
 more than `OVERLOAD_TIMES` times as high. The thresholds are high, because the context of a session that moves must be
-computed again: on SWE-bench Pro over vllm-router, 84 % of the prompts' tokens were cached with these thresholds, and
-65 % with 4 and 1.1 (NeMo Gym #3345). `python -m bench routing` compares both pairs of thresholds."""
+computed again: on SWE-bench Pro over vllm-router, 84 % of the prompts' tokens were cached with these thresholds, and 65
+% with thresholds of 4 and 1.1 (NeMo Gym #3345). `python -m bench routing` compares both pairs of thresholds."""
 
 SLACK = 64
 """The heap is rebuilt, without outdated entries, once it has more than this number of entries per name."""

@@ -76,7 +76,7 @@ MAX_TOOL_TEXTS = 1000
 
 LOOK_BACK = 100
 """Maximum number of previous turns, and of previous segments, that are compared with a segment to find the history that
-the segment continues in a shorter form. Few are enough, because clients continue from a summary at once."""
+the segment continues in a shorter form. This number is enough, because clients continue from a summary at once."""
 
 
 class Continuation(msgspec.Struct, frozen=True):

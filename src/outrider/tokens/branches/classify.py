@@ -412,7 +412,7 @@ def lineages_by_rules(turns: Sequence[Turn]) -> list[Lineage]:
 
 def _decide_segment(signals: Signals, segment: Segment) -> Decision:
     """Decide about a segment: by the client's declaration, else by the first of the other rules of RULES that applies.
-    With a declaration, the parent still comes from these rules, and so does a label that is not declared."""
+    With a declaration, these rules still decide the parent, and also the label if the client declares none."""
     guess = _guess(signals, segment)
     declared = segment.first.declared
     if declared is None:

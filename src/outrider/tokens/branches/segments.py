@@ -136,10 +136,11 @@ class SegmentedSession:
         self._steps_left = STEPS_PER_TURN * len(turns)
 
     def _find_source(self, segment: Segment, sampled: Mapping[bytes, int]) -> int | None:
-        """Return the turn whose history the segment takes over, as far as the messages show it: with other tools or
-        another system prompt (`history_source`), or, if the segment starts a conversation because its beginning was
-        rewritten, the turn that gave the last of the replies in its first request. `sampled` are the earlier replies'
-        bodies and turns. Returns None if there is no such turn."""
+        """Return the turn whose history the segment takes over, as far as the messages show it. The segment may
+        continue the history with other tools or another system prompt (`history_source`). Otherwise it may start a
+        conversation because the beginning of the history was rewritten. The result is then the turn that gave the last
+        of the replies in the segment's first request. `sampled` are the earlier replies' bodies and turns. Returns None
+        if there is no such turn."""
         if (source := history_source(segment.first)) is not None or not segment.starts_conversation:
             return source
         shown = (message for message in reversed(segment.first.messages) if message.role is Role.ASSISTANT)

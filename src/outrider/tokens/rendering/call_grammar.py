@@ -230,6 +230,6 @@ def _constant(text: str) -> dict[str, Any] | None:
 
 
 def _sequence(*parts: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the format of the parts in order, without those that are None."""
+    """Return XGrammar's format for a sequence of formats. Parts that are None are left out."""
     present = [part for part in parts if part is not None]
     return present[0] if len(present) == 1 else {"type": "sequence", "elements": present}
