@@ -56,7 +56,7 @@ class Failures:
 
     def note(self, name: str, error: BaseException) -> None:
         """Record a failure of the work `name`. The first failure is logged, with a traceback if the error looks like a
-        bug. Within QUIET_SECONDS after the last log line about `name` nothing is logged; the next failure is."""
+        bug. A later failure is logged only if the last log line about `name` is at least QUIET_SECONDS old."""
         text, now = redacted(described(error))[:MOST_CHARACTERS], self._clock()
         known = self._failing.get(name)
         since, count = (now, 0) if known is None else (known.since, known.count)

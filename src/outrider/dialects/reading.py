@@ -245,8 +245,8 @@ def apply_rules(
 
 
 def bounded_notes(notes: Iterable[str]) -> tuple[str, ...]:
-    """Return the notes in printable form, without repetition and limited in length and number, because clients choose
-    the names of fields and tools."""
+    """Return the notes in printable form. Repeated notes are left out. The length and the number of notes are limited,
+    because clients choose the names of fields and tools."""
     shortened = (note[:MAX_NOTE] for note in notes)
     printable = (
         note if note.isprintable() else "".join(char if char.isprintable() else "?" for char in note)

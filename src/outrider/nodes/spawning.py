@@ -35,7 +35,8 @@ END_SECONDS = 10.0
 
 RESTARTS = RetryPolicy(first=0.1, longest=30.0)
 STEADY_SECONDS = 60.0
-"""A process that exits after this many seconds or more is started again after the shortest wait of RESTARTS."""
+"""If a process ran for at least this many seconds before it exited, it is started again after the shortest wait of
+RESTARTS."""
 
 
 class NodeProcess:

@@ -65,7 +65,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""Close codes and HTTP statuses after which another connection would fail again, with the errors that `run` raises."""
+"""The error that `run` raises, by close code or HTTP status. The table has only codes and statuses after which another
+connection would fail again."""
 HINTS = {
     NOT_SERVED: "start the proxy in its relay mode",
     401: "give the proxy's token: ProxyWorker(..., token=...)",

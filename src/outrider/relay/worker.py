@@ -78,8 +78,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""Close codes and HTTP statuses after which reconnecting would fail again, with the errors that `Worker.run` raises for
-them."""
+"""The error that `Worker.run` raises, by close code or HTTP status. The table has only codes and statuses after which
+reconnecting would fail again."""
 
 HINTS: dict[int, str] = {
     Close.REMOVED: "the engine was removed from the service; a new worker adds it again",

@@ -200,8 +200,8 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
 
 
 def _read_tools(raw: bytes) -> DeclaredTools:
-    """Parse the tools into OpenAI's form, with the keys in the client's order. A function without the enclosing
-    `{"type": "function", "function": …}` gets it."""
+    """Parse the tools into OpenAI's form, with the keys in the client's order. A function that the client sends alone
+    is put into an object `{"type": "function", "function": …}`."""
     specs: list[ToolSpec] = []
     hosted: list[str] = []
     sent = decode(_TOOLS, raw, "tools") if raw else None

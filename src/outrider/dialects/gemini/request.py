@@ -149,7 +149,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
 
 
 def _parse_count(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
-    """Parse a request to count tokens, whose body has contents only, or a whole request to generate. Raises
+    """Parse a request to count tokens. Its body has either only contents or a whole request to generate. Raises
     RequestError."""
     wire = fields(body)
     if "generateContentRequest" in wire:
