@@ -55,8 +55,9 @@ class Failures:
         return tuple(self._failing.values())
 
     def note(self, name: str, error: BaseException) -> None:
-        """Record a failure of the work `name`. The first failure is logged, with a traceback if the error looks like a
-        bug. A later failure is logged only if the last log line about `name` is at least QUIET_SECONDS old."""
+        """Record a failure of the work `name`. The first failure after a success is logged, with a traceback if the
+        error looks like a bug. If the last log line about `name` is less than QUIET_SECONDS old, the first failure
+        after this time is logged instead."""
         text, now = redacted(described(error))[:MOST_CHARACTERS], self._clock()
         known = self._failing.get(name)
         since, count = (now, 0) if known is None else (known.since, known.count)

@@ -59,8 +59,8 @@ OLD_IMAGES = (
     " with SGLANG_VLM_CACHE_SIZE_MB=0"
 )
 IDS_PER_TOKEN = 4096
-"""Approximate maximum of repeated prompt ids per sampled token, for a prompt with images. Each event of such a stream
-repeats the ids of the whole prompt, so for a long prompt one event covers several tokens."""
+"""If a prompt has images, the server sends one event for every 1 + (number of prompt ids) // IDS_PER_TOKEN tokens.
+Events of one token would be too expensive for a long prompt, because each event repeats all ids of the prompt."""
 SETTINGS_SECONDS = 5.0
 """Timeout of the request for the server's settings. SGLang 0.5.17 took 1.3 s to answer."""
 INCREMENTAL = (

@@ -206,7 +206,7 @@ class Policy:
                 return member.version
             version = self.version_of(engine, health)
             if (outdated := self.outdated(engine, health)) is not None:
-                member.behind = True  # `behind` makes the next update include the engine if the load below fails
+                member.behind = True  # marked for the next update, in case the load below fails
                 known, load = self._known, weights_loader(engine)
                 # A busy engine must not load weights: its generations began before the engine failed, and may not have
                 # been paused.
