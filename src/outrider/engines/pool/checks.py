@@ -257,8 +257,8 @@ def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary
             f"engine {engine!r} sampled the id {wrong}, for which the tokenizer has no token",
             hint="if its model is larger than its vocabulary, have it mask the padding; else it serves another model",
         )
-    # `max` and `sum` are faster than a loop. If no value is too high and the sum is not too low, no value is too low.
-    # Every comparison with NaN is false.
+    # `max` and `sum` are faster than a loop, which runs only if one of them fails. No value is above `ROUNDING`, so a
+    # value that is too low makes the sum too low. Every comparison with NaN is false.
     if not (max(logprobs) <= ROUNDING and sum(logprobs) > LOWEST):
         for value in logprobs:
             if not LOWEST < value <= ROUNDING:

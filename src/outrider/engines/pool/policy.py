@@ -363,8 +363,8 @@ class Policy:
     @asynccontextmanager
     async def _closed(self, mode: PolicyPause) -> AsyncGenerator[None, None]:
         """Run one operation with the gate closed, after all earlier operations. The gate closes immediately, and closes
-        again if an earlier operation has opened it. If the block or the wait for earlier operations fails or is
-        cancelled, the policy stays paused only if it was paused before."""
+        again if an earlier operation has opened it. If the block, or the wait for earlier operations, fails or is
+        cancelled, the gate opens again if it was open before."""
         was_open = self.gate.mode is None
         self.gate.close(mode)
         try:

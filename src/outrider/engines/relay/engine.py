@@ -171,8 +171,8 @@ class RelayEngine:
 
     async def update_weights(self, weights: str, version: int) -> None:
         """Load weights on every worker. A worker without a connection gets the order when it has reconnected. A worker
-        that fails, or attached during the update, is disconnected. After reconnecting, such a worker loads the weights
-        before it gets work, as any new worker does. Raises a worker's error if no worker has loaded the weights."""
+        that fails, or that attaches during the update, is disconnected. When it reconnects, it loads the weights before
+        it gets work, as any new worker does. Raises a worker's error if no worker has loaded the weights."""
         if unable := [worker.name for worker in self._workers.values() if not worker.hello.loads]:
             raise EngineRejected(f"{', '.join(unable)} cannot load weights", hint=LOADS)
         asked = list(self._workers.values())
