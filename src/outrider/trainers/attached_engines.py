@@ -24,7 +24,7 @@ LOOK_SECONDS = 5.0
 
 
 class AttachedEngines:
-    """The engines of a service that are named `prefix` and a number."""
+    """The engines that a trainer attaches to a service. An engine's name is `prefix`, a hyphen and a number."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -50,7 +50,8 @@ class AttachedEngines:
         failed_before = self._not_attached
         async with self._looking:
             if self._not_attached is not None and self._not_attached is not failed_before:
-                raise self._not_attached  # otherwise the waiting rollouts would wait for a reply one after another
+                # another call failed while this call waited, and a new try would only wait again
+                raise self._not_attached
             clock = asyncio.get_running_loop().time
             if self._looked is not None and clock() - self._looked < LOOK_SECONDS and not renamed:
                 return False

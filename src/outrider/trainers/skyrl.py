@@ -79,7 +79,7 @@ class OutriderGenerator:
         _refuse_what_engines_do_not_report(generator_cfg)
 
     def weigh_rollouts(self) -> None:
-        """Note that the trainer gives each rollout the same weight, however many rows the rollout has."""
+        """Record that the trainer gives each rollout the same weight, however many rows the rollout has."""
         self._weighed = True
 
     async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:

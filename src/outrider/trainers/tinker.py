@@ -73,7 +73,7 @@ STOPS: Mapping[StopReason, CookbookStop] = {
     StopReason.CONTEXT_OVERFLOW: CookbookStop.CONTEXT_OVERFLOW,
     StopReason.AGENT_TIMEOUT: CookbookStop.ROLLOUT_TIMEOUT,
 }
-"""The cookbook's stop reasons; others keep their own names."""
+"""The cookbook's names of stop reasons. A stop reason that is not listed keeps its own name."""
 
 
 class TinkerSettings(BridgeSettings):

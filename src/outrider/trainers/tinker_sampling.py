@@ -89,7 +89,7 @@ class SampledGroup:
         self._by_session = by_session
 
     def announce(self, view: GroupView) -> None:
-        """Note the sessions of the group, which has been submitted."""
+        """Record the ids of the group's sessions after the group was submitted."""
         self.sessions = {session.id: SampledSequences() for session in view.sessions}
         self._by_session.update(dict.fromkeys(self.sessions, self))
         self.announced.set_result(None)
@@ -136,7 +136,8 @@ class TinkerSampler:
         atexit.register(self._detach)
 
     async def attach(self) -> None:
-        """Return while the worker is attached. Raises the errors of `Worker.in_thread`."""
+        """Attach the worker if it is not attached, and return when the service has accepted the worker. Raises the
+        errors of `Worker.in_thread`."""
         await asyncio.to_thread(self._thread.attach)
 
     def close(self) -> None:
@@ -210,7 +211,7 @@ class TinkerSampler:
         waiting = {asyncio.wrap_future(group.announced) for group in self._groups.copy() if not group.announced.done()}
         while True:
             session = session_key
-            while session:  # the key of a session's calls is the session's id and more, after a hyphen
+            while session:  # the key of a session's calls is the session's id, a hyphen and a suffix
                 session = session.rpartition("-")[0]
                 if (group := self._by_session.get(session)) is not None:
                     return group, group.sessions[session]

@@ -495,7 +495,8 @@ class ServiceLogprobs:
         if "position_ids" in inspect.signature(forward).parameters:
             model = _counting_from_first_token(model)
         rollouts = self.rollout_func
-        # While TRL makes a batch, it has only the images of its own dataset. The loss passes those of the batch.
+        # While TRL makes a batch, it passes no images of the service's rows, so the images are added here. In the loss,
+        # TRL itself passes the images of the batch.
         if "pixel_values" not in options and isinstance(rollouts, Rollouts) and len(input_ids) == len(rollouts.images):
             options |= rollouts.image_inputs(input_ids, attention_mask)
         return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]  # a mixin
@@ -506,8 +507,8 @@ class ServiceLogprobs:
         import torch
 
         rollouts = self.rollout_func
-        # First, because `super` completes the checkpoint and removes older ones. If the process is killed in between,
-        # a complete checkpoint has a state, and an incomplete one has no trainer's state.
+        # The state is written first, because `super` completes the checkpoint and removes older checkpoints. So every
+        # complete checkpoint has a sampler's state, even if the process is killed in between.
         if isinstance(rollouts, Rollouts) and (state := rollouts.state()) is not None:
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)
@@ -675,12 +676,12 @@ class RolloutWorker:
         )
         self._running = ExitStack()
         self._started = False
-        self._behind = 0  # the service's version minus the trainer's
+        self._behind = 0  # the service's policy version minus the trainer's
         self._failure: Exception | None = None
         self._last_row = time.monotonic()
 
     def weigh_rollouts(self) -> None:
-        """Note that the trainer gives each rollout the same weight, however many rows the rollout has."""
+        """Record that the trainer gives each rollout the same weight, however many rows the rollout has."""
         self._weighed = True
 
     def start(self) -> None:
@@ -718,7 +719,7 @@ class RolloutWorker:
 
     def state(self) -> SamplerState:
         """Return the sampler's state, in which the rows in `rollout_buffer` count as used for training."""
-        if not self._started:  # read directly, because nothing changes the state and the client may be closed
+        if not self._started:  # the state does not change before the start, and the client may be closed
             return self._sampler.state()
         return self._client.run(_state_of(self._sampler))
 
@@ -751,7 +752,7 @@ class RolloutWorker:
             raise ServiceError(
                 "the tasks are used up", hint="give the tasks as a sequence, which is repeated without end"
             )
-        # any error, because `check_health` must report it: otherwise the trainer would wait for ever
+        # Any error is kept for `check_health`. Otherwise the trainer would wait for ever.
         except Exception as error:
             self._failure = error
 
@@ -770,7 +771,8 @@ class RolloutWorker:
         worth = group_advantages(list(rewards.values()), self._advantages)
         advantages = dict(zip(rewards, worth, strict=True))
         spread = pstdev(rewards.values())
-        # A row with a reward of its own is compared with the rollouts of the group, as its rollout is.
+        # A row with a reward of its own is compared with the rewards of the group's rollouts, like the reward of its
+        # rollout.
         per_reward = 1.0 if self._advantages != "grpo" else 1.0 / (spread + 1e-4) if spread else 0.0
         for trajectory in trajectories:
             tokens = sum(sum(row.mask) for row in trajectory.rows)
