@@ -17,8 +17,8 @@ OptionType = Literal["string", "template", "integer", "number", "boolean", "name
 
 
 class CommonOption(msgspec.Struct, frozen=True, kw_only=True):
-    """A common option. `choices`, if not empty, are the values of all programs together; `minimum` is the smallest
-    number. `instead` is the hint for a program without the option."""
+    """A common option. `choices`, if not empty, has every value that at least one program accepts; `minimum` is the
+    smallest number. `instead` is the hint for a program without the option."""
 
     type: OptionType
     help: str

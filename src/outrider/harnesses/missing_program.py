@@ -109,7 +109,7 @@ class _Sandbox:
         if place is None:
             return _not_there(name)
         test = await self._runtime.exec(["test", "-f", place, "-a", "-x", place], seconds=LOOK_SECONDS)
-        if test.exit_code == 1:  # any other code: `test` succeeded, or the sandbox has no `test`
+        if test.exit_code == 1:  # with any other code, `test` succeeded or is missing in the sandbox
             return Missing(
                 f"{place} is not executable", "chmod +x it; a prepare step that writes it takes executable = true"
             )
@@ -210,7 +210,7 @@ def _not_there(name: str) -> Missing:
         hint = f'it is in a virtual environment: write venv = "{venv}" below [harness]; {_allow(venv)}'
     else:
         folder = program.parent.parent if program.parent.name == "bin" else program.parent
-        if folder in (Path("/"), Path.home(), Path.home() / ".local"):  # such a folder contains many other files
+        if folder in (Path("/"), Path.home(), Path.home() / ".local"):  # these folders contain many other files
             folder = program
         hint = f'show it to the sandbox: write mounts = [{{source = "{folder}"}}] below [runtime]; {_allow(folder)}'
     return Missing(f"{where}; on the host it is {on_host}", hint)
