@@ -1,7 +1,7 @@
 """The network of a Harbor task, by the phases of its sandboxes.
 
-Pure. In Harbor, the agent and the verifier have the network of their environment unless they name their own. A public
-network becomes `*`, or the destinations that the caller chooses for it.
+The module is pure. In Harbor, the agent and the verifier have the network of their environment unless they name their
+own. A public network becomes `*`, or the destinations that the caller chooses for it.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ from outrider.text_files import MAX_TOML, read_text_file, read_toml_file, toml_l
 
 TASK_TOML = "task.toml"
 OLDER = "task.yaml"
-"""The settings of a task of Terminal-Bench before Harbor."""
+"""Name of the settings file of Terminal-Bench's tasks from before Harbor."""
 HINTS = {"task.name": 'Harbor refuses it too: write a name with an organisation, such as "my-org/my-task"'}
 """Advice for invalid fields that occur in public task folders."""
 TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
@@ -77,7 +77,8 @@ the agent's sandbox."""
 SERVICES = (COMPOSE, "docker-compose.yml", "singularity-compose.yaml")
 SERVICES_TEXT = "services beside the agent's sandbox"
 OTHER_FILES = {PRIOR: "an earlier trajectory for the agent to continue"}
-"""What the files ask for that are not in SERVICES."""
+"""Files of a task folder that are not supported, besides SERVICES, by name. A value describes what the file
+requests."""
 WORKDIR: str = RuntimeSpec.model_fields["workdir"].default
 AGENT_SECONDS, SESSION_SECONDS = Limits().agent_seconds, Limits().session_seconds
 """Outrider's limits for a task that sets no limits, in seconds."""
@@ -334,8 +335,8 @@ class HarborFolder:
         return runtime
 
     def _sandbox_of_verifier(self, verifier: SeparateVerifier) -> dict[str, Any]:
-        """Return the spec without its network. As in Harbor, this sandbox gets no health check and no files of
-        steps."""
+        """Return the spec of a separate verifier's sandbox, without the network. As in Harbor, this sandbox gets no
+        health check and no files of steps."""
         environment, field = verifier.environment, verifier.field
         if verifier.context is None:
             return self._sandbox(environment, field, self._image_of_agents()[0], self._loose_files())
@@ -387,7 +388,8 @@ class HarborFolder:
         workdir = environment.workdir
         if image is not None:
             runtime["image"] = image
-            with suppress(InvalidField, NotFound):  # the image may be on another machine, or in a container engine
+            # the store may not have the image, which may be on another machine or in a container engine
+            with suppress(InvalidField, NotFound):
                 workdir = workdir or ImageStore().image(image).workdir or "/"
         if workdir is not None:
             runtime["workdir"] = workdir
@@ -509,7 +511,8 @@ def read_config(file: Path) -> TaskToml:
 
 
 def placed(file: Path, field: str) -> str:
-    """Return the file, with the line that sets a field or begins its table, if there is one."""
+    """Return a file's path for an error message, with the number of the line that sets the field or begins the field's
+    table, such as `task.toml, line 3,`. If no line does, returns only the path."""
     line = toml_line(read_text_file(file, field="source", limit=MAX_TOML), field)
     return str(file) if line is None else f"{file}, line {line},"
 

@@ -2,6 +2,7 @@
 
 This module runs and downloads nothing, and does not import the package. Nodes do not need the package, because a task
 contains its page.
+
 Invariants: the same page and seed make the same task; only the reward computed by the page (`page.js`) counts.
 """
 
@@ -72,7 +73,8 @@ titled() {
 The function searches for the window at most TIMES times."""
 
 # --no-sandbox: the browser's own sandbox needs namespaces, which programs in a sandbox may not create. --test-type
-# hides a warning about the missing sandbox. The page is in the accessibility tree only if the browser is told so.
+# hides a warning about the missing sandbox. The page is in the accessibility tree only with
+# --force-renderer-accessibility.
 OPEN = f"""\
 {TITLE}
 FONTCONFIG_FILE={FONTS} setsid {BROWSER} --no-sandbox --test-type --no-first-run --disable-gpu \\
