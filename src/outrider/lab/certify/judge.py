@@ -113,7 +113,7 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
     declared = [tool for call in evidence.calls for tool in call.state.tools]
     tools = find_tools(declared, hint)
     word: Word = "not tried"
-    # A harness that failed before the first call has declared no tools, and fails below.
+    # A harness that failed before its first call has declared no tools. Its failure is reported in a branch below.
     if row.needs == "mcp" and result.error is not None and (result.error.field or "").startswith(MCP_SERVERS):
         reason = result.error.message  # the sandbox has no Python for the server
     elif evidence.calls and row.needs == "mcp" and tools.noter is None and result.error is None:

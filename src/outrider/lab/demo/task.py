@@ -56,7 +56,7 @@ options = { item = "maple", zone = "jade" }
 temperature = 1.0
 max_tokens = 48
 """
-"""One episode as a file for `outrider run`; docs/quickstart.md shows the same."""
+"""One episode as a task file for `outrider run`. docs/quickstart.md shows the same file."""
 
 
 class Episode(msgspec.Struct, frozen=True):

@@ -174,7 +174,7 @@ class ServedSGLang(Served):
         except EngineError as error:
             await self._refuse(call, error.message, error.http_status, body)
             return
-        except IndexError:  # the real handler fails here, too: a stream breaks
+        except IndexError:  # the real handler also fails here, and breaks the connection
             await call.cut()
             return
         except asyncio.CancelledError:
