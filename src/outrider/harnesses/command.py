@@ -221,7 +221,8 @@ class CommandHarness:
                 options[f"option.{name}.list"] = Verbatim(json.dumps(value))
                 options[f"option.{name}.members"] = Verbatim(json.dumps(dict.fromkeys(value, True))[1:-1])
                 continue
-            text = str(value).lower() if isinstance(value, bool) else str(value)  # booleans as in JSON and TOML
+            # booleans are written as in JSON and TOML
+            text = str(value).lower() if isinstance(value, bool) else str(value)
             text = option.spelling.get(text, text)
             options[f"option.{name}"] = fill(text, words) if option.type == "template" else text
         own = self._preset.words.get(str(self._options.get(DIALECT) or next(iter(self._preset.dialects), "")), {})

@@ -196,7 +196,7 @@ def _anthropic(arguments: str) -> list[Action]:
             return [_checked(Zoom, start=(x0, y0), end=(x1 - 1, y1 - 1))]
         case action if action in _CLICKS:
             button, count = _CLICKS[action]
-            if call.coordinate is None:  # click at the mouse's position
+            if call.coordinate is None:  # without a coordinate, click at the mouse's position
                 return [_holding(call.text, Press(button, "click"))] * count
             x, y = call.coordinate
             return [_holding(call.text, _checked(Click, x=x, y=y, button=button, count=count))]

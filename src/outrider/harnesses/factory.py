@@ -113,7 +113,7 @@ def _command_preset(spec: HarnessSpec) -> Preset:
     options: dict[str, Option] = {}
     for name in names_in((*command, *spec.env.values(), *spec.files.values()), "option"):
         value = spec.options.get(name)
-        if isinstance(value, bool):  # tested first, because a bool is also an int
+        if isinstance(value, bool):  # bool is tested before int, because a bool is also an int
             options[name] = Option(type="boolean")
         else:
             options[name] = Option(type="number" if isinstance(value, int | float) else "string")

@@ -295,7 +295,7 @@ class Accessible:
         start = time.monotonic()
         try:
             answer = question(*arguments)
-        except Exception as error:  # such as GLib.Error, whose module is as optional as AT-SPI
+        except Exception as error:  # GLib.Error is not named, because its module is as optional as AT-SPI
             raise Gone from error
         # After the time limit the library gives 0 or "" for some questions, and no error.
         if answer is None or time.monotonic() - start >= CALL_SECONDS:

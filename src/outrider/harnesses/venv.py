@@ -179,7 +179,7 @@ async def _compile(venv: Venv, sources: Sequence[Path], seconds: float) -> bool:
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
         env={},
-        start_new_session=True,  # so that Ctrl-C reaches only this process, which kills the child below
+        start_new_session=True,  # Ctrl-C reaches only this process, which kills the child below
     )
     try:
         async with asyncio.timeout(seconds):

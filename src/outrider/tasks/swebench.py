@@ -39,7 +39,7 @@ FILES = {
 FOLDER = "/testbed"
 """The repository's folder in the images of SWE-bench."""
 IMAGE = "swebench/sweb.eval.x86_64.{instance_id/__/_1776_}:latest"
-"""The names of SWE-bench's published images (`instance_image_key` of swebench 4.1.0)."""
+"""Template of the names of SWE-bench's published images (`instance_image_key` of swebench 4.1.0)."""
 TESTS, MODULES = "{tests}", "{modules}"
 EVAL_TYPES = ("pass_and_fail", "fail_only")
 NOT_RUN = (".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
@@ -137,7 +137,7 @@ def swebench(columns: Columns, given: Additions, *, image: str | None = IMAGE) -
     command = given.test_command or columns.optional_text("test_command")
     if columns.optional_text("eval_script") is not None and command is None:
         options["eval_script"] = columns.text("eval_script")
-        with suppress(ValueError):  # the script applies the patch itself, and may accept other forms of diffs
+        with suppress(ValueError):  # the row's script applies the patch itself, and may accept diffs in other forms
             options |= {"test_patch": columns.text("test_patch")} if files_of(columns.text("test_patch")) else {}
     else:
         options |= run_by_command(columns, given)

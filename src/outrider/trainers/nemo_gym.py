@@ -186,7 +186,8 @@ class GymRollouts:
             done = await self._shared.run(group)
             [trajectory] = trajectories_of(done, self._settings, logprobs=True)
             return reply_of(trajectory, row, self._settings, rows_left_out=len(left_out_of(done, trajectory)))
-        except Exception as error:  # the client's request raises the error; here the error would end all rollouts
+        # The client's request raises the error later. If this task raised it, all rollouts would end.
+        except Exception as error:
             return error
 
     async def _attach(self) -> None:

@@ -41,5 +41,5 @@ class RelayThread:
         with self._lock:
             try:
                 self._held.close()
-            except OutriderError as error:  # the error that ended the worker
+            except OutriderError as error:  # closing raises the error that ended the worker
                 log.warning("the worker had given up: %s", error)

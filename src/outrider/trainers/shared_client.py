@@ -64,7 +64,8 @@ class SharedClient:
             if self._no_answer is not None and self._no_answer is not failed_before:
                 # another rollout's request failed while this rollout waited, and a new try would only wait again
                 raise self._no_answer
-            if self._cursor is None:  # read before the submission, so that the group's end comes after this cursor
+            # The cursor is read before the submission, so that the group's end comes after the cursor.
+            if self._cursor is None:
                 try:
                     self._cursor = (await patiently(self.client.status, FIRST_PATIENCE)).cursor
                 except OutriderError as error:

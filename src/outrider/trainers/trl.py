@@ -241,7 +241,7 @@ class Rollouts:
         }
         if state is not None:
             weights.begin_above(state.version)
-        self._evaluated = (-1, 0)  # the step of the last evaluation, and the number of its next task
+        self._evaluated = (-1, 0)  # the step of the last evaluation, and the number of the evaluation's next task
         self._graded: list[list[float]] = []
         self._sampler: DynamicSampler | None = None
         self._shape = (0, 0)

@@ -41,7 +41,7 @@ STOPS = {
     StopReason.MAX_TOKENS: "max_output_tokens",
     StopReason.CONTEXT_OVERFLOW: "max_total_tokens",
 }
-"""verifiers' names of the limits, for traces that a limit has truncated."""
+"""Stop conditions of verifiers for sessions that a limit ended. The traces of these sessions count as truncated."""
 
 
 class VerifiersSettings(BridgeSettings):
@@ -195,7 +195,7 @@ class VerifiersRollouts:
             if policy.paused is not None:
                 return
             if named > policy.version or (self._unnamed and policy.version > 0):
-                with suppress(Conflict):  # another process has named a higher version in the meantime
+                with suppress(Conflict):  # another process has set a higher version in the meantime
                     await client.resume_policy(max(named, policy.version))
             self._version, self._unnamed = max(named, self._version), False
 

@@ -162,7 +162,7 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
         `complete`; no row of the group is then stored."""
         settings = settings_of(self.config)
         rollout = self.config.actor_rollout_ref.rollout
-        prompt.pop("agent_name", None)  # the name of an agent loop, which this worker does not use
+        prompt.pop("agent_name", None)  # removed, because this worker uses no named agent loop
         n = int(prompt.pop("__rollout_n__", rollout.val_kwargs.n if validate else rollout.n))
         if not prompt.pop("__do_sample__", True) and not validate:
             apply_greedy_sampling_params(sampling)
@@ -409,8 +409,8 @@ class ServiceActor:
             "data": f"{self._folder.name}/data",
             "port": 0,
             "host": ray.util.get_node_ip_address(),
-            "tls": {"insecure": True},  # by default, Ray's own traffic is also not encrypted
-            "plugins": {"allow": ["*"]},  # safe, because only the trainer has the token
+            "tls": {"insecure": True},  # no encryption, as by default in Ray's own traffic
+            "plugins": {"allow": ["*"]},  # any plugin is allowed, because only the trainer has the service's token
         }
         settings = {**own, **config, "token": self._token}
         env = {name: value for name, value in variables().items() if name != "OUTRIDER_URL"}

@@ -115,7 +115,7 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
     word: Word = "not tried"
     # A harness that failed before its first call has declared no tools. Its failure is reported in a branch below.
     if row.needs == "mcp" and result.error is not None and (result.error.field or "").startswith(MCP_SERVERS):
-        reason = result.error.message  # the sandbox has no Python for the server
+        reason = result.error.message  # the MCP server cannot start, because the sandbox has no Python
     elif evidence.calls and row.needs == "mcp" and tools.noter is None and result.error is None:
         word, reason = "does not hold", f"it shows the model no tool of the MCP server. Offered: {describe(declared)}"
     elif evidence.calls and row.needs == "image" and tools.viewer is None:

@@ -313,7 +313,8 @@ def _usable(function: Mapping[str, Any], role: ToolRole) -> tuple[int, FoundTool
         fit += best[0]
         arguments.append(best[1])
     before: tuple[str, ...] | None = None
-    if _kind(properties[arguments[0]]) == "array":  # a list of a program and its arguments, or of commands
+    # the argument is a list: a program and its arguments, or several commands
+    if _kind(properties[arguments[0]]) == "array":
         program = arguments[0].lower() in ("command", "cmd", "argv", *ARGUMENT_LISTS)
         before = SHELL_LINE if program else ()
     fixed = {name: _filler(name, properties.get(name), role) for name in _required(function)}

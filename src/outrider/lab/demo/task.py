@@ -121,7 +121,8 @@ def score(transcript: Sequence[Message], *, item: str, zone: str) -> Verdict:
             command = json.loads(call.arguments)["command"]
         except (ValueError, KeyError, TypeError):
             continue
-        if isinstance(command, str) and " ".join(command.split()) == command_for(item):  # spaces may be repeated
+        # the command may have repeated spaces
+        if isinstance(command, str) and " ".join(command.split()) == command_for(item):
             called = True
     last = transcript[-1] if transcript else None
     answered = (

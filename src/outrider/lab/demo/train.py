@@ -297,7 +297,7 @@ def _train(
         max_steps=MAX_STEPS * PASSES,
         num_iterations=PASSES,
         learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",  # because `Steps` changes the rate
+        lr_scheduler_type="constant",  # constant for TRL, because `Steps` changes the learning rate
         adam_beta2=0.95,
         weight_decay=0.0,
         max_grad_norm=1.0,

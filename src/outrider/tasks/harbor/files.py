@@ -75,7 +75,8 @@ def written(folder: Path, task: Path, to: str, *, hidden: Sequence[Path] = ()) -
     steps: list[dict[str, Any]] = []
     total = 0
     for path, name in files_below(folder, task):
-        total += shown(path, task, hidden).stat().st_size  # checked before the file is read, because it may be huge
+        # the size is checked before the file is read, because the file may be huge
+        total += shown(path, task, hidden).stat().st_size
         if total > MAX_FILES or len(steps) == MAX_NUMBER:
             raise TooLarge(
                 f"{folder} has more than {MAX_NUMBER} files or {MAX_FILES >> 20} MiB",

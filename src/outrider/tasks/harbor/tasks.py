@@ -102,9 +102,9 @@ def harbor_examples(
 
     `tasks` selects tasks by their paths below `root`. `image` is the image of tasks that name none, in place of their
     Dockerfile. With `offline`, tasks get no network, even if they request one. `network` are the destinations of a task
-    that requests a public network. The values of `${NAME}` come from `environ`, by default
-    this process's environment, and become part of the task. Raises InvalidField for a broken task and for a task with
-    unsupported fields, and TooLarge if the files of a task are too large.
+    that requests a public network. The values of `${NAME}` come from `environ`, by default this process's environment,
+    and become part of the task. Raises InvalidField for a broken task and for a task with unsupported fields, and
+    TooLarge if the files of a task are too large.
     """
     folders = harbor_folders(root)
     if not folders:
@@ -238,8 +238,8 @@ class HarborFolder:
         return {**({"mcp_servers": servers} if servers else {}), **({"skills": skills} if skills else {})}
 
     def _network_notes(self, runtime: dict[str, Any]) -> list[str]:
-        """Return a note for each script that needs a network that the task does not have: the tests and the solutions,
-        of all steps."""
+        """Return a note for each script that needs a network which the task does not have. The scripts are the tests
+        and the solutions of all steps."""
         notes = []
         verifier, agent = reached(runtime, "verifier"), reached(runtime, "agent")
         for folder in (self._folder, *(self._step_folder(step) for step in self._config.steps or ())):
@@ -306,7 +306,8 @@ class HarborFolder:
         environment = self._config.environment
         image, health = self._image_of_agents()
         runtime = self._sandbox(environment, "environment", image, self._loose_files())
-        if health is not None:  # Harbor starts containers with `--wait`, so an image's own check comes first
+        # The image's own health check comes first, because Harbor starts containers with `--wait`.
+        if health is not None:
             runtime["prepare"].append(health_step(harbor_check(health)))
         if environment.healthcheck is not None:
             runtime["prepare"].append(health_step(environment.healthcheck))
@@ -432,7 +433,8 @@ class HarborFolder:
 
     def _written_tests(self, layers: Sequence[Path], runtime: dict[str, Any]) -> list[dict[str, Any]]:
         """Return prepare steps that write the test files. A step's own files replace the task's files with the same
-        path. With a package mirror in the network of `runtime`, the sandbox of the verifier, uv comes from there."""
+        path. `runtime` is the spec of the verifier's sandbox. If its network has the mirror of Python packages, the
+        tests install uv from the mirror (`with_uv`)."""
         if not any((layer / TEST).exists() for layer in layers):
             raise InvalidField(f"{layers[-1].parent} has no tests/{TEST}", field="evaluator")
         files = (file for layer in layers if layer.exists() for file in written(layer, self._folder, "/tests"))

@@ -90,7 +90,7 @@ class FakeEnvd:
                 await _write_events(answer, queue, every)
             await answer.write(last_frame())
         except (ConnectionError, ExceptionGroup):
-            pass  # the client is gone; its process goes on
+            pass  # the client has disconnected, and its process goes on
         finally:
             running.followers.discard(queue)
         return answer
