@@ -11,7 +11,8 @@ from typing import Literal
 import msgspec
 
 ALLOWED_TOOLS = "allowed_tools"
-"""Name of the option with the built-in tools that the model is offered. Tools of MCP servers are offered besides."""
+"""Name of the option that lists the built-in tools offered to the model. Tools of MCP servers are offered in
+addition."""
 
 OptionType = Literal["string", "template", "integer", "number", "boolean", "names"]
 

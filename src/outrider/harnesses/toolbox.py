@@ -199,8 +199,9 @@ def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | Non
         arguments = {name: given[name] for name in properties if name in required or name in given}
         for name, value in arguments.items():
             if properties[name].get("type") == "string":
-                value.encode()  # raises an error for half of a surrogate pair, which no program accepts
-    # the text is no JSON, or an argument is invalid
+                # `encode` raises an error for half of a surrogate pair, which no program accepts.
+                value.encode()
+    # The text is no JSON, or an argument is invalid.
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return arguments

@@ -113,8 +113,8 @@ Adapter = Callable[[Columns, Additions], Draft]
 
 
 def names_of(value: Any) -> Any:
-    """Return a list given as a list, as JSON text, or as the text of a Python list, as in SWE-bench Pro. Any other
-    value is returned unchanged. Raises ValueError."""
+    """Return the list that a value contains. The value may be a list, a list as JSON text, or the text of a Python
+    list, as in SWE-bench Pro. Any other value is returned unchanged. Raises ValueError."""
     try:
         return listed(value)
     except ValueError:

@@ -1,5 +1,5 @@
-"""Adapters of data sets of repositories other than SWE-bench. The docstring of each adapter describes the difference of
-its rows.
+"""Adapters of data sets of repositories other than SWE-bench. The docstring of each adapter describes how its rows
+differ from SWE-bench's rows.
 
 Sources of the columns and rules: SWE-Gym in SWE-Gym/SWE-Bench-Fork (242429c1: `constants.py`, `log_parsers.py`),
 SWE-rebench in SWE-rebench/SWE-bench-fork (39316f79: `test_spec.py`, `grading.py`, `utils.py`), SWE-smith in

@@ -42,8 +42,9 @@ class AttachedEngines:
 
         Returns True if an engine was attached: it then has the policy version 0, unless its server labels its weights.
         Waits for a service that restarts. Raises the service's error, for example while a server still loads its model,
-        and Conflict if another training has engines with this prefix (with sessions at the first call, or any later),
-        or if the policy has engines with other names and addresses.
+        and Conflict if another training has engines with this prefix. The first call raises this Conflict only if these
+        engines have sessions; later calls raise it in any case. Also raises Conflict if the policy has engines with
+        other names and addresses.
         """
         if not engines:
             return False

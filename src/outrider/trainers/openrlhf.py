@@ -73,8 +73,8 @@ class Executor:
     ) -> dict[str, Any]:
         """Run one session and return OpenRLHF's response. `label` may be a JSON object with the columns of the row,
         including the task. Raises the session's error, and InvalidField if several of its rows train and the setting
-        `rows` is "all". The error ends OpenRLHF's training, because OpenRLHF has no
-        other way to report a failed sample."""
+        `rows` is "all". The error ends OpenRLHF's training, because OpenRLHF has no other way to report a failed
+        sample."""
         refuse_images(images, "the prompt", field="images")
         cap = self._settings.max_row_tokens
         settings = self._settings.model_copy(update={"max_row_tokens": min(cap, max_length) if cap else max_length})

@@ -61,10 +61,10 @@ class OutriderGenerator:
     With `step_wise_trajectories`, a trajectory has a row for each branch that trains, with the main conversation's row
     last, and the trainer must have the mixin `LossPerRollout`. Otherwise a trajectory has only the main conversation's
     row. The setting `rows` must then be "main", unless no trajectory has other rows that train: `generate` leaves rows
-    out only if the settings say so, and counts them. SkyRL cannot leave a trajectory out. So if a
-    trajectory fails, all trajectories of its instance are replaced by placeholders of one token, which do not train, as
-    in SkyRL's own Harbor example. In an evaluation, only the failed trajectories are replaced, with reward 0. The
-    metric `outrider/failed_trajectories` counts failed trajectories.
+    out only if the settings say so, and counts them. SkyRL cannot leave a trajectory out. So if a trajectory fails, all
+    trajectories of its instance are replaced by placeholders of one token, which do not train, as in SkyRL's own Harbor
+    example. In an evaluation, only the failed trajectories are replaced, with reward 0. The metric
+    `outrider/failed_trajectories` counts failed trajectories.
     """
 
     def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:

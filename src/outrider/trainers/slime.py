@@ -101,10 +101,9 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     Groups that do not pass are replaced at once. When the batch is full, the groups that still run are cancelled, and
     the prompts of all groups outside the batch are returned to the data source. As in slime's own loop, outcomes that
     take long are therefore rarer in the batches than among the rollouts; `generate_rollout_async` has no such bias.
-    With `--partial-rollout`, the running
-    groups are paused instead, and continue in the next rollout with the new weights. A paused group keeps its tokens,
-    and the pause does not count against its agents' time limits. With `evaluation`, the evaluation sets are run
-    instead.
+    With `--partial-rollout`, the running groups are paused instead, and continue in the next rollout with the new
+    weights. A paused group keeps its tokens, and the pause does not count against its agents' time limits. With
+    `evaluation`, the evaluation sets are run instead.
     """
     bridge = _Bridge.of(args, data_source)
     if getattr(args, "partial_rollout", False):

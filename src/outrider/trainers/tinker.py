@@ -241,8 +241,8 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # the cookbook is
 def trajectory_of(trajectory: Trajectory, sequences: SampledSequences | None) -> CookbookTrajectory:
     """Return the cookbook's trajectory of a session: a transition for each sampled sequence, row after row. Each
     transition has the reward of its turns. The session's reward is not included, because the cookbook has a separate
-    place for it. `sequences` are the sequences that this process sampled for the session, or None if
-    another engine sampled.
+    place for it. `sequences` are the sequences that this process sampled for the session, or None if another engine
+    sampled.
 
     Raises InvalidField if rows have rewards of their own, because the cookbook has one advantage for a trajectory, and
     if this process has not sampled all tokens that train.

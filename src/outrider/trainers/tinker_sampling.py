@@ -66,9 +66,8 @@ class SampledSequences:
         self._by_prompt.setdefault(_digest(prompt), []).append(sequence)
 
     def find(self, ids: Sequence[int], start: int, end: int) -> tuple[SampledSequence, int] | None:
-        """Return the sequence that begins at position `start` of a row's ids, and the position in the row at which the
-        sequence, or the span [start, end) before it, ends. Returns None if no sequence has this prompt and these
-        tokens. The longest such sequence is taken."""
+        """Return the longest sampled sequence that begins at position `start` of a row's ids, and the position in the
+        row at which the sequence ends, at most `end`. Returns None if no sequence has this prompt and these tokens."""
         best: tuple[SampledSequence, int] | None = None
         for sequence in self._by_prompt.get(_digest(ids[:start]), ()):
             stop = min(end, start + len(sequence.ids))

@@ -82,8 +82,8 @@ REWARD_COLUMN = "outrider_reward"
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row for GRPOTrainer. The four lists after `prompt_ids` have equal length; `versions` is -1 where `mask` is 0.
-    `reward` is None for a session that was not graded. `images` are the images that the ids show, and `cut` is the
-    number of trained tokens after a placeholder that belongs to no image, where the row ends."""
+    `reward` is None for a session that was not graded. `images` are the images that the ids show. A row ends before a
+    placeholder that belongs to no image; `cut` is the number of trained tokens that are cut off there."""
 
     prompt_ids: list[int]
     completion_ids: list[int]

@@ -164,7 +164,7 @@ _AGENT = vf.AgentConfig(runtime=vf.SubprocessConfig()).model_copy(update={"harne
 
 
 class OutriderEnvConfig(vf.EnvConfig):  # type: ignore[misc]
-    """The environment's one agent."""
+    """The configuration of the environment, which has a single agent."""
 
     agent: vf.AgentConfig = _AGENT
 

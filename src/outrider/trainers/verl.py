@@ -195,8 +195,9 @@ class OutriderAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]  # ver
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         for name, estimator in ESTIMATORS.items():
-            register_adv_est(name)(estimator)  # the manager is made in the process that computes the advantages
-        # a wrong setting raises the error here once, and not in every rollout
+            # The estimators are registered here, because this process also computes the advantages.
+            register_adv_est(name)(estimator)
+        # A wrong setting raises the error here once, and not in every rollout.
         check_weights(self.config, settings_of(self.config))
         self.agent_loop_workers_class = ray.remote(OutriderWorker)
 
@@ -409,8 +410,10 @@ class ServiceActor:
             "data": f"{self._folder.name}/data",
             "port": 0,
             "host": ray.util.get_node_ip_address(),
-            "tls": {"insecure": True},  # no encryption, as by default in Ray's own traffic
-            "plugins": {"allow": ["*"]},  # any plugin is allowed, because only the trainer has the service's token
+            # The service uses no encryption, like Ray's own traffic by default.
+            "tls": {"insecure": True},
+            # Tasks may name any plugin, because only the trainer has the service's token.
+            "plugins": {"allow": ["*"]},
         }
         settings = {**own, **config, "token": self._token}
         env = {name: value for name, value in variables().items() if name != "OUTRIDER_URL"}

@@ -207,8 +207,8 @@ def _with_script(html: str, script: str) -> str:
 
 def _archive(page: Path, html: str) -> str:
     """Pack the files that a page uses into a tar.gz archive, in base64. The same files always give the same text. If a
-    page computes a file name at run time, its text names only the folder, so all files of that folder are packed. The
-    files of a stylesheet are in a folder `images` beside the stylesheet."""
+    page computes a file name at run time, the page's text contains only the folder, so all files of the folder are
+    packed. The files of a stylesheet are in a folder `images` beside the stylesheet."""
     folder = page.parent.parent
     used = sorted({folder / found for found in REFERENCE.findall(html)})
     folders = [file.parent / "images" if file.suffix == ".css" else file for file in used]
