@@ -196,7 +196,7 @@ async def _receive(shell: Shell, to_session: MemoryObjectSendStream[SessionMessa
 
 
 async def _send(runtime: Runtime, pipe: str, from_session: MemoryObjectReceiveStream[SessionMessage]) -> None:
-    """Pass on the session's messages until the server does not read them, or the sandbox is broken."""
+    """Pass on the session's messages until the server no longer reads them, or the sandbox is broken."""
     async with from_session:
         async for message in from_session:
             line = message.message.model_dump_json(by_alias=True, exclude_unset=True) + "\n"

@@ -315,7 +315,7 @@ class LossPerRollout:
             self.generator.weigh_rollouts()
 
     def compute_advantages_and_returns(self: Any, data: Any) -> Any:
-        data = super().compute_advantages_and_returns(data)  # type: ignore[misc]  # a mixin
+        data = super().compute_advantages_and_returns(data)  # type: ignore[misc]  # the method is in SkyRL's class
         last = data.metadata.get("is_last_step") or [True] * len(data["loss_mask"])
         boundaries = data.metadata["policy_mini_batch_boundaries"]
         data["advantages"] = data["advantages"] * row_weights(data["loss_mask"], last, boundaries)[:, None]
@@ -323,8 +323,8 @@ class LossPerRollout:
 
 
 def row_weights(loss_mask: Tensor, last: Sequence[bool], boundaries: Sequence[tuple[int, int]]) -> Tensor:
-    """Return for each row the factor that makes the mean over a mini-batch's tokens a mean over rollouts of means over
-    each rollout's tokens.
+    """Return a factor for each row. With the factors, the mean over the tokens of a mini-batch becomes a mean over
+    rollouts, in which each rollout counts with the mean over its tokens.
 
     loss_mask: [rows, tokens]. last: whether a row is the last of its rollout; a rollout's rows are adjacent.
     boundaries: [start, end) of each mini-batch. The factor is N / (R * T), for a rollout of T trained tokens in a

@@ -464,7 +464,7 @@ class ServiceLogprobs:
     def _generate_and_score_completions(self: Any, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         import torch
 
-        output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]  # a mixin
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]  # the method is in TRL's class
         rollouts = self.rollout_func
         if not isinstance(rollouts, Rollouts):
             return output
@@ -499,7 +499,7 @@ class ServiceLogprobs:
         # TRL itself passes the images of the batch.
         if "pixel_values" not in options and isinstance(rollouts, Rollouts) and len(input_ids) == len(rollouts.images):
             options |= rollouts.image_inputs(input_ids, attention_mask)
-        return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]  # a mixin
+        return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]  # the method is in TRL's class
             model, input_ids, attention_mask, *args, **options
         )
 
@@ -517,12 +517,12 @@ class ServiceLogprobs:
                 torch.save({"step": self._step, "rows": self._buffered_inputs}, folder / UNUSED_FILE)
             else:
                 (folder / UNUSED_FILE).unlink(missing_ok=True)
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # a mixin
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # the method is in TRL's class
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
         import torch
 
-        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]  # a mixin
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]  # the method is in TRL's class
         rollouts = self.rollout_func
         if isinstance(rollouts, Rollouts):
             rollouts.resume(sampler_state(resume_from_checkpoint))
@@ -599,7 +599,7 @@ class AsyncLossPerRollout:
     def get_train_dataloader(self: Any) -> Any:
         from torch.utils.data import DataLoader
 
-        loader = super().get_train_dataloader()  # type: ignore[misc]  # a mixin
+        loader = super().get_train_dataloader()  # type: ignore[misc]  # the method is in TRL's class
         collate = partial(_weighed, loader.collate_fn)
         return self.accelerator.prepare(DataLoader(loader.dataset, batch_size=1, collate_fn=collate))
 

@@ -193,7 +193,7 @@ class FakeEnvd:
         async def write_all() -> bytes:
             if request.content_type.startswith("multipart/"):
                 async for part in await request.multipart():
-                    data = await part.read()  # type: ignore[union-attr]  # no part is itself of several parts
+                    data = await part.read()  # type: ignore[union-attr]  # a part is never itself multipart
                     await write(request.query.get("path") or part.filename or "", bytes(data))  # type: ignore[union-attr]
             else:
                 await write(request.query.get("path", ""), await request.read())

@@ -1,4 +1,4 @@
-"""An engine as an ASGI application, and an ASGI application as a server.
+"""Makes an ASGI application of an engine, and serves an ASGI application over HTTP.
 
 This module is independent of the routes of both protocols. Invariant: an EngineError that a route raises is returned in
 the protocol's own shape.

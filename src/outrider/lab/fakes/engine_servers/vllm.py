@@ -255,7 +255,8 @@ class ServedVLLM(Served):
         await call.answer(200, {"success": True, "new_version": label})
 
     async def _collective_rpc(self, call: HttpCall) -> None:
-        """Load weights, as the workers' method `reload_weights` does. Another call sets the label of the version."""
+        """Load weights, as the workers' method `reload_weights` does. A separate request sets the label of the
+        version."""
         path = (await call.read(_Reload)).kwargs.weights_path
         loader = self.loader()
         try:
