@@ -61,8 +61,8 @@ def verl(columns: Columns, given: Additions) -> Draft:
 
 
 def nemo_gym(columns: Columns, given: Additions) -> Draft:
-    """The adapter of rows of NeMo Gym, including Nemotron's data, which have this form:
-    `responses_create_params.input`, and the data that the verifier needs: `expected_answer`,
+    """The adapter of rows of NeMo Gym. Nemotron's data for NeMo Gym have the same form. A row has
+    `responses_create_params.input` and the data that the verifier needs: `expected_answer`,
     `verifier_metadata.unit_tests`, or a row of SWE-bench."""
     if isinstance(columns.get("verifier_metadata.instance_dict"), Mapping | str):
         return nemo_gym_swe(columns, given)
