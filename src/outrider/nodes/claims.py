@@ -30,7 +30,7 @@ from outrider.store.artifacts import KEPT
 from outrider.tokens.rendering.tokenizer import Vocabulary
 from outrider.tokens.samples import policy_of
 from outrider.trajectory import BranchPolicy, LogprobKind, SessionResult, TokenMode, Turn, unpack_ids, unpack_logprobs
-from outrider.wire.frames import Nonsense
+from outrider.wire.link_protocol import Nonsense
 
 MAX_NUMBER = 1 << 53
 """Upper bound of counts and seconds: smaller integers are exact as floating-point numbers."""

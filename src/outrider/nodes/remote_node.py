@@ -52,8 +52,8 @@ from outrider.spec import RuntimeSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.store import Store
 from outrider.trajectory import SessionResult, Turn
-from outrider.wire.frames import Beat, Close, Nonsense
 from outrider.wire.link import Disconnected, Link, Socket
+from outrider.wire.link_protocol import Beat, Close, Nonsense
 
 if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes none
     from outrider.engines.pool.pool import EnginePool
