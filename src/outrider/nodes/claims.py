@@ -15,7 +15,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from outrider.counts import SECONDS, NodeCounts
-from outrider.engines.pool.checks import LOWEST, MAX_COUNT, ROUNDING
+from outrider.engines.base import MAX_COUNT
+from outrider.engines.pool.checks import LOWEST, ROUNDING
 from outrider.engines.pool.placement import EngineUse
 from outrider.engines.relay.messages import MAX_DETAIL
 from outrider.errors import MAX_TEXT, bounded

@@ -23,8 +23,7 @@ from outrider.concurrency.chores import Failures
 from outrider.concurrency.events import Feed
 from outrider.config import is_local
 from outrider.counts import NodeCounts
-from outrider.engines.base import ChatRequest, GenerateRequest, SamplingParams
-from outrider.engines.pool.checks import MAX_COUNT
+from outrider.engines.base import MAX_COUNT, ChatRequest, GenerateRequest, SamplingParams
 from outrider.engines.pool.leader import forwarded, note_uses, pool_state
 from outrider.engines.pool.placement import PoolState
 from outrider.errors import Conflict, EngineUnavailable, ErrorRecord, OutriderError, ServiceError, bounded

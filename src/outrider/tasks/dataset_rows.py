@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from outrider.evaluators.swebench.options import files_of, listed
-from outrider.tasks.datasets import known_columns, value_at
 from outrider.tasks.examples import Fault, Gold
+from outrider.tasks.row_values import known_columns, value_at
 
 LEAVE_OUT = "leave the row out, or mend the file"
 
@@ -44,7 +44,7 @@ class Draft(msgspec.Struct, frozen=True):
 
 class Columns:
     """The columns of the row `row`, the row with the number `number` of its file. Names may have dots
-    (`datasets.value_at`)."""
+    (`row_values.value_at`)."""
 
     def __init__(self, row: Mapping[str, Any], number: int = 0) -> None:
         self.row = row
