@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -102,6 +103,17 @@ def _parsed(module: Module) -> ast.Module:
 @cache
 def _nodes(module: Module) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(module.tree))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees_are_no_garbage() -> Iterator[None]:
+    """The package has 800,000 nodes. The garbage collector would look through them again and again, which takes twice
+    as long as parsing; in later tests, too, if the trees were kept."""
+    gc.disable()
+    yield
+    _parsed.cache_clear()
+    _nodes.cache_clear()
+    gc.enable()
 
 
 @cache

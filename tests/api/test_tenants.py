@@ -18,7 +18,7 @@ from outrider.config import Config
 from outrider.errors import Conflict, Forbidden, NotFound
 from outrider.lifecycle import SessionState
 from outrider.schemas import Artifact, ArtifactList, EventView
-from outrider.service.assembly import open_store
+from outrider.service.data_folder import open_store
 from outrider.service.principals import ALLOWED
 from outrider.service.service import Service
 from outrider.spec import Role

@@ -14,8 +14,9 @@ import pytest
 from cli.test_examples import needs_namespaces
 from outrider.cli.task_sources import examples_in
 from outrider.errors import InvalidField
-from outrider.tasks.datasets import template_examples, value_at
+from outrider.tasks.datasets import template_examples
 from outrider.tasks.examples import Example, Gold
+from outrider.tasks.row_values import value_at
 
 from .world import Cli
 

@@ -14,7 +14,7 @@ import pytest
 
 from cli.world import Cli
 from outrider.config import Config
-from outrider.service.assembly import open_store
+from outrider.service.data_folder import open_store
 from store.world import group_row, submit
 
 SERVE = ("--insecure", "--port", "0")

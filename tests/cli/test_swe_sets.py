@@ -24,7 +24,7 @@ from outrider.evaluators.factory import make_evaluator
 from outrider.evaluators.swebench.options import SwebenchOptions, restored_paths
 from outrider.tasks import drafts
 from outrider.tasks.adapters import ADAPTERS
-from outrider.tasks.columns import Additions
+from outrider.tasks.dataset_rows import Additions
 from outrider.tasks.examples import Example
 from test_datasets import as_task
 

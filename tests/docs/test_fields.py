@@ -45,7 +45,7 @@ from outrider.tasks.harbor.fields import FIELD_USES
 from outrider.tokens.rendering.renderer import MARKUP
 from outrider.tokens.samples import POLICY
 from outrider.trajectory import BranchKind, ForkCause, JoinKind, JsonSample, LogprobKind, SampleImage, TokenMode
-from outrider.wire.frames import Close
+from outrider.wire.link_protocol import Close
 
 from .pages import ROOT, Table, code, page
 

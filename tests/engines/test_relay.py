@@ -47,9 +47,9 @@ from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.relay import FunctionEngine, Worker
 from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
 from outrider.wire.asgi_socket import AsgiSocket
-from outrider.wire.frames import Beat, Close
-from outrider.wire.frames import encode as encoded
 from outrider.wire.http_server import Receive, Scope, Send
+from outrider.wire.link_protocol import Beat, Close
+from outrider.wire.link_protocol import encode as encoded
 from support.relay import AT_ONCE, CuttingProxy, relay_served
 
 _numbers = itertools.count()

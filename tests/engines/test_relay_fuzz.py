@@ -27,7 +27,7 @@ from outrider.engines.relay.messages import (
     WorkerWelcome,
 )
 from outrider.errors import Boundary, Conflict, EngineError, ErrorRecord
-from outrider.wire.frames import Beat, encode
+from outrider.wire.link_protocol import Beat, encode
 from support.odd_values import ODD, mutated
 from support.relay import relay_served
 

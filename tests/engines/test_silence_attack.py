@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from outrider.engines.base import Chunk, EngineHealth, GenerateRequest
-from outrider.engines.pool.call import Flight, Flights
+from outrider.engines.pool.flights import Flight, Flights
 from outrider.engines.pool.leader import pool_state
 from outrider.engines.pool.placement import EngineRecord
 from outrider.engines.pool.pool import EnginePool

@@ -31,8 +31,8 @@ from outrider.nodes.messages import (
 from outrider.nodes.remote_node import NodeConnection
 from outrider.nodes.service_proxy import ServiceProxy
 from outrider.sessions.resources import Capacity, ResourceAmount
-from outrider.wire.frames import Nonsense, encode
 from outrider.wire.link import Disconnected, Link, Socket
+from outrider.wire.link_protocol import Nonsense, encode
 
 READ = ReadCarried("s", 1)
 TAKE = Take(ResourceAmount(cpus=1.0), 0)

@@ -67,7 +67,7 @@ from outrider.trajectory import (
     pack_logprobs,
 )
 from outrider.wire import decoding
-from outrider.wire.frames import Close, Nonsense, encode
+from outrider.wire.link_protocol import Close, Nonsense, encode
 from outrider.wire.resumable import HEADER, PIECE
 from support.hostile_node import HostileNode, hello, report
 from support.odd_values import ODD, mutated

@@ -30,8 +30,8 @@ from outrider.service.admission import validate_group
 from outrider.sessions.resources import Capacity, NodeResources
 from outrider.spec import EngineSpec, EvaluatorSpec, RegradeSpec, TokenSpec
 from outrider.tokens.rendering.image_grids import read_image_settings
-from outrider.wire.frames import Close, encode
 from outrider.wire.link import Disconnected, Socket
+from outrider.wire.link_protocol import Close, encode
 from outrider.wire.resumable import HEADER
 from support.relay import CuttingProxy
 from support.service import say

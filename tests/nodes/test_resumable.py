@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.wire import resumable
-from outrider.wire.frames import Close
 from outrider.wire.link import Disconnected, Socket
+from outrider.wire.link_protocol import Close
 from outrider.wire.resumable import ResumableSocket
 
 MOST = 1 << 20

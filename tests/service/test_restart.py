@@ -20,7 +20,8 @@ from outrider.plugins import resolve
 from outrider.sandbox.node_folder import NodeFolder
 from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.schemas import GroupView
-from outrider.service.assembly import open_service, open_store
+from outrider.service.assembly import open_service
+from outrider.service.data_folder import open_store
 from outrider.store.sqlite import sqlite_store
 
 from .conftest import MakeWorld

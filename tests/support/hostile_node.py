@@ -14,7 +14,7 @@ import msgspec
 from outrider.nodes.messages import TO_NODE, WELCOME, CallRequest, NodeHello, Ready, Report, RunAttempt
 from outrider.schemas import LaneStats, NodeStats, ResourceStats
 from outrider.sessions.resources import Capacity
-from outrider.wire.frames import encode
+from outrider.wire.link_protocol import encode
 from outrider.wire.resumable import HEADER, PIECE
 
 CAPACITY = Capacity(cpus=4.0, memory_mb=4096)

@@ -23,9 +23,6 @@ from support.vision import picture, task
 
 from .slime_world import DataSource, Sample, TrainingSide, slime_args, slime_modules
 
-pytest.importorskip("torch")
-pil = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-
 TURNS: list[tuple[str, list[int | str]]] = [("look", [0]), ("tool", [30, 1]), ("bye", [])]
 """The picture with the number 30 has more pixels than the model takes, so the service scales it down."""
 NO_PICTURE: list[tuple[str, list[int | str]]] = [("none", []), ("tool", []), ("bye", [])]
@@ -38,11 +35,20 @@ Loader = Callable[..., Any]
 def processor_of(path: str, **_: Any) -> Any:
     """As slime's `load_processor`, which loads the processor of transformers."""
     [pad] = Tokenizer.load(Path(path)).encode(PLACEHOLDER)
-    return SimpleNamespace(image_processor=pil.Qwen2VLImageProcessorPil.from_pretrained(path), image_token_id=pad)
+    return SimpleNamespace(image_processor=image_processor(path), image_token_id=pad)
+
+
+def image_processor(path: str, **changes: Any) -> Any:
+    # Imported here: transformers and torch take seconds, and every worker imports this file to collect its tests.
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil.from_pretrained(path, **changes)
 
 
 @pytest.fixture(autouse=True)
 def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     for name in ("OUTRIDER_URL", "OUTRIDER_TOKEN", "OUTRIDER_SLIME"):
         monkeypatch.delenv(name, raising=False)
     with slime_modules(load_processor=processor_of):
@@ -121,7 +127,7 @@ async def test_a_processor_that_does_not_fit_is_refused(tmp_path: Path, changes:
         if not changes:
             return None
         made = processor_of(path)
-        made.image_processor = pil.Qwen2VLImageProcessorPil.from_pretrained(path, **changes)
+        made.image_processor = image_processor(path, **changes)
         return made
 
     async with vision_service(tmp_path, REPLIES) as (_, client, _engine):

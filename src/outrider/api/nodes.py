@@ -11,7 +11,7 @@ from outrider.nodes.messages import NAMING, NODE_NAME
 from outrider.schemas import NodeList, PulledImages
 from outrider.spec import PullSpec
 from outrider.wire.asgi_socket import AsgiSocket
-from outrider.wire.frames import Close
+from outrider.wire.link_protocol import Close
 
 ROUTES = ControlRouter("/nodes")
 

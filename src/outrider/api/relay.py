@@ -19,7 +19,7 @@ from outrider.errors import Conflict, OutriderError
 from outrider.service.admission import parse_body
 from outrider.spec import EngineSpec
 from outrider.wire.asgi_socket import AsgiSocket
-from outrider.wire.frames import Close, close_reason
+from outrider.wire.link_protocol import Close, close_reason
 
 ROUTES = ControlRouter()
 

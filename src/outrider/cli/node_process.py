@@ -32,8 +32,8 @@ from outrider.nodes.messages import MAX_MESSAGE, TO_NODE, TO_PROCESS, Join, Leav
 from outrider.nodes.service_proxy import ServiceProxy
 from outrider.nodes.spawning import END_SECONDS
 from outrider.sandbox.rootfs.store import ImageStore
-from outrider.wire.frames import encode
 from outrider.wire.link import Disconnected, Socket
+from outrider.wire.link_protocol import encode
 from outrider.wire.pipe import Pipe
 
 log = logging.getLogger("outrider.node")

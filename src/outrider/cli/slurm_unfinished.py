@@ -16,7 +16,7 @@ from outrider.lifecycle import SessionState
 async def main() -> None:
     config = settings_of(sys.argv[1:])
     # The import is here, because a wrong flag is refused without loading the service's libraries.
-    from outrider.service.assembly import open_store
+    from outrider.service.data_folder import open_store
 
     async with open_store(config) as store:
         counts = await store.counts()

@@ -20,7 +20,7 @@ from outrider.errors import InvalidField
 from outrider.service.admission import validate_group
 from outrider.spec import GroupSpec
 from outrider.tasks.adapters import ADAPTERS, adapted_examples, usable
-from outrider.tasks.columns import Additions
+from outrider.tasks.dataset_rows import Additions
 from outrider.tasks.datasets import (
     filled,
     harbor_examples,

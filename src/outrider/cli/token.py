@@ -82,8 +82,8 @@ async def _create_in(config: Config, spec: dict[str, Any]) -> NewToken:
     """Make a token in the store of a stopped service."""
     # The imports are here, because the other commands do not need the service's libraries.
     from outrider.service.admission import parse_body
-    from outrider.service.assembly import open_store
     from outrider.service.audit import AuditEntry, AuditLog
+    from outrider.service.data_folder import open_store
     from outrider.service.principals import OPERATOR
     from outrider.service.tokens import TokenRegistry
     from outrider.spec import TokenSpec

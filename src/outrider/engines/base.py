@@ -24,6 +24,9 @@ PauseMode = Literal["finish", "abort", "keep"]
 """The effect of a pause on generations in flight: "finish" lets them run to their end, "abort" ends them with their
 tokens so far, and "keep" freezes them until the resume."""
 
+MAX_COUNT = (1 << 31) - 1
+"""The largest accepted count or version, because sample files store versions as int32."""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The complete sampling parameters of one turn: an engine adds no default of its own. `top_k` -1 sets no limit.

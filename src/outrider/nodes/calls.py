@@ -28,8 +28,8 @@ from outrider.nodes.messages import (
     R,
     framed,
 )
-from outrider.wire.frames import Close, Nonsense
 from outrider.wire.link import Link
+from outrider.wire.link_protocol import Close, Nonsense
 
 log = logging.getLogger("outrider.node")
 

@@ -15,7 +15,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from outrider.counts import SECONDS, NodeCounts
-from outrider.engines.pool.checks import LOWEST, MAX_COUNT, ROUNDING
+from outrider.engines.base import MAX_COUNT
+from outrider.engines.pool.checks import LOWEST, ROUNDING
 from outrider.engines.pool.placement import EngineUse
 from outrider.engines.relay.messages import MAX_DETAIL
 from outrider.errors import MAX_TEXT, bounded
@@ -30,7 +31,7 @@ from outrider.store.artifacts import KEPT
 from outrider.tokens.rendering.tokenizer import Vocabulary
 from outrider.tokens.samples import policy_of
 from outrider.trajectory import BranchPolicy, LogprobKind, SessionResult, TokenMode, Turn, unpack_ids, unpack_logprobs
-from outrider.wire.frames import Nonsense
+from outrider.wire.link_protocol import Nonsense
 
 MAX_NUMBER = 1 << 53
 """Upper bound of counts and seconds: smaller integers are exact as floating-point numbers."""

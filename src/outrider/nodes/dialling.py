@@ -23,8 +23,8 @@ from outrider.errors import UNREADABLE, Conflict, EngineMisbehaved, Forbidden, N
 from outrider.nodes.messages import MAX_MESSAGE, WELCOME, Join, NodeHello
 from outrider.nodes.remote_node import SILENCE_SECONDS
 from outrider.wire.client_socket import ClientSocket, dialled
-from outrider.wire.frames import Close, encode
 from outrider.wire.link import Disconnected
+from outrider.wire.link_protocol import Close, encode
 from outrider.wire.resumable import ResumableSocket
 from outrider.wire.tls import trusting
 

@@ -30,8 +30,8 @@ from outrider.redaction import redacted
 from outrider.schemas import RefusedNode
 from outrider.sessions.attempt import Node
 from outrider.sessions.resources import Capacity, NodeResources
-from outrider.wire.frames import Close, close_reason, encode
 from outrider.wire.link import Disconnected, Socket
+from outrider.wire.link_protocol import Close, close_reason, encode
 from outrider.wire.resumable import ResumableSocket
 
 log = logging.getLogger("outrider.node")

@@ -20,8 +20,8 @@ from outrider.nodes.messages import TO_STARTER, Join, LeaveService
 from outrider.nodes.processes import setup_of
 from outrider.nodes.spawning import NodeProcess, one_after_another
 from outrider.sessions.resources import Capacity
-from outrider.wire.frames import encode
 from outrider.wire.link import Disconnected
+from outrider.wire.link_protocol import encode
 
 
 class JoiningMachine:

@@ -26,7 +26,7 @@ from outrider.store.rows import SessionRow
 from outrider.timeline import MOST_PARTS, TimelinePart
 from outrider.trajectory import SessionResult, Turn
 from outrider.wire.decoding import SMALL, check_cost
-from outrider.wire.frames import Beat, Nonsense, encode
+from outrider.wire.link_protocol import Beat, Nonsense, encode
 
 NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 NAMING = "a node's name has letters, digits, dots, dashes and underscores"

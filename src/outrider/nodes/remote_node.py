@@ -23,8 +23,7 @@ from outrider.concurrency.chores import Failures
 from outrider.concurrency.events import Feed
 from outrider.config import is_local
 from outrider.counts import NodeCounts
-from outrider.engines.base import ChatRequest, GenerateRequest, SamplingParams
-from outrider.engines.pool.checks import MAX_COUNT
+from outrider.engines.base import MAX_COUNT, ChatRequest, GenerateRequest, SamplingParams
 from outrider.engines.pool.leader import forwarded, note_uses, pool_state
 from outrider.engines.pool.placement import PoolState
 from outrider.errors import Conflict, EngineUnavailable, ErrorRecord, OutriderError, ServiceError, bounded
@@ -52,8 +51,8 @@ from outrider.spec import RuntimeSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.store import Store
 from outrider.trajectory import SessionResult, Turn
-from outrider.wire.frames import Beat, Close, Nonsense
 from outrider.wire.link import Disconnected, Link, Socket
+from outrider.wire.link_protocol import Beat, Close, Nonsense
 
 if TYPE_CHECKING:  # imported only for annotations, because this module makes no pools
     from outrider.engines.pool.pool import EnginePool

@@ -35,8 +35,8 @@ from outrider.sessions.resources import Capacity, NodeResources, ResourceAmount,
 from outrider.spec import TaskSpec
 from outrider.timeline import TimelinePart
 from outrider.trajectory import SessionResult, Turn
-from outrider.wire.frames import Beat
 from outrider.wire.link import Disconnected, Link, Socket
+from outrider.wire.link_protocol import Beat
 
 log = logging.getLogger("outrider.node")
 

@@ -19,8 +19,8 @@ from outrider.engines.base import Engine, GenerateRequest
 from outrider.engines.relay.messages import Failed, StartGeneration, ToWorker, WorkerWelcome, tokens_of
 from outrider.errors import EngineMisbehaved, EngineUnavailable, OutriderError
 from outrider.plugins import plugin_code
-from outrider.wire.frames import encode
 from outrider.wire.link import Link
+from outrider.wire.link_protocol import encode
 
 
 class _Generation:

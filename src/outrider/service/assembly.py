@@ -7,8 +7,6 @@ before are closed again, last first.
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
@@ -17,14 +15,14 @@ from outrider.concurrency.chores import Failures
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config
 from outrider.engines.pool.policy import KnownPolicy
-from outrider.environment import install_command
-from outrider.errors import InvalidField, ServiceError
+from outrider.errors import InvalidField
 from outrider.nodes.joined import JoinedNodes
 from outrider.nodes.pool_publisher import PoolPublisher
 from outrider.nodes.processes import MACHINE, NodeProcesses
 from outrider.nodes.remote_node import ServiceParts
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.runtimes.node_host import Host
+from outrider.service.data_folder import open_store
 from outrider.service.engine_paces import remember_paces, remembered_paces
 from outrider.service.model_backends import open_models
 from outrider.service.retry_store import retry_store
@@ -35,12 +33,6 @@ from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import NodeResources, capacity_of
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.run_index.index import RunIndex
-from outrider.store.sqlite import sqlite_store
-from outrider.store.store import Store
-from outrider.store.task_key import KEY_FILE, KeyFile, given_key
-
-DATABASE = "outrider.sqlite3"
-"""The database's file in the data folder."""
 
 
 class Opened(NamedTuple):
@@ -55,39 +47,6 @@ class Opened(NamedTuple):
         """The node in this process. Raises AssertionError if there is none."""
         assert self.node is not None
         return self.node
-
-
-@asynccontextmanager
-async def open_store(config: Config, failures: Failures | None = None) -> AsyncIterator[Store]:
-    """Open the store, and lock the data folder while the block runs. Raises ServiceError if another service uses the
-    data folder, and InvalidField if the data folder cannot be used."""
-    try:
-        config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A lock of the kernel is released however the process ends. A file with a process id would be left behind.
-        lock = os.open(config.data / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-    except OSError as error:
-        raise InvalidField(
-            f"{config.data} cannot be used as the data folder: {error.strerror}",
-            field="data",
-            hint="give a folder that this user can write to, with room for groups and results: --data DIR",
-        ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        if isinstance(error, BlockingIOError):
-            hint = "stop it, or give this one a folder of its own: --data DIR"
-            raise ServiceError(f"another service is using {config.data}", hint=hint) from error
-        raise InvalidField(
-            f"the data folder {config.data} cannot be locked: {error.strerror}",
-            field="data",
-            hint="give a folder on a file system with locks, such as a local disk: --data DIR",
-        ) from error
-    try:
-        async with _store(config, failures) as store:
-            yield store
-    finally:
-        os.close(lock)
 
 
 @asynccontextmanager
@@ -167,15 +126,3 @@ async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> Async
                     )
                 await service.add_engine(spec.model_copy(update={"serves": model.name}))
         yield Opened(service, node)
-
-
-def _store(config: Config, failures: Failures | None) -> Store:
-    key = KeyFile(config.data / KEY_FILE) if config.task_key is None else given_key(config.task_key)
-    if config.store is None:
-        return sqlite_store(config.data / DATABASE, failures, key=key)
-    try:
-        from outrider.store.postgresql import postgresql_store
-    except ImportError as error:
-        hint = install_command("postgresql")
-        raise InvalidField("a store in PostgreSQL needs asyncpg", field="store", hint=hint) from error
-    return postgresql_store(config.store, key=key)

@@ -32,7 +32,7 @@ from outrider.schemas import (
     TurnView,
     reply_of,
 )
-from outrider.service.assembly import DATABASE, open_store
+from outrider.service.data_folder import DATABASE, open_store
 from outrider.service.views import ViewReader, group_summary
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.store import Store

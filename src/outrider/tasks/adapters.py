@@ -13,7 +13,7 @@ import msgspec
 
 from outrider.errors import InvalidField
 from outrider.tasks.answer_sets import nemo_gym, verl
-from outrider.tasks.columns import Adapter, Additions
+from outrider.tasks.dataset_rows import Adapter, Additions
 from outrider.tasks.drafts import example_of, sentence
 from outrider.tasks.examples import Example, Fault
 from outrider.tasks.swe_sets import r2e_gym, swe_gym, swe_rebench, swe_smith, swebench_pro

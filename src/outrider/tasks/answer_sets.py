@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from outrider.tasks.columns import Additions, Columns, Draft, kind_of
 from outrider.tasks.conversations import is_conversation, text_of
+from outrider.tasks.dataset_rows import Additions, Columns, Draft, kind_of
 from outrider.tasks.examples import Gold
 from outrider.tasks.swebench import swebench
 

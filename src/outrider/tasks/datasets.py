@@ -32,6 +32,7 @@ from outrider.tasks.conversations import is_conversation, text_of
 from outrider.tasks.examples import Example as Example
 from outrider.tasks.examples import Gold as Gold
 from outrider.tasks.harbor.tasks import harbor_examples as harbor_examples
+from outrider.tasks.row_values import known_columns, value_at
 from outrider.text_files import check_depth
 
 FORMAT = 1
@@ -373,29 +374,6 @@ def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
     return PLACEHOLDER.sub(lambda match: str(said(column(match), f"{match[1]} of {where}")), value)
 
 
-def value_at(row: Mapping[str, Any], path: str) -> Any:
-    """Return the value of a column, or of a field within one: `reward_model.ground_truth`, `prompt.0.content`. A number
-    counts the items of a list from 0, or from its end if it is negative. If the path goes on within a text, the text is
-    read as JSON. Returns None if there is no such field. A column whose own name has dots takes precedence."""
-    if row.get(path) is not None:
-        return row[path]
-    value: Any = row
-    for part in path.split("."):
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-                check_depth(value)
-            except (ValueError, RecursionError):
-                return None
-        if isinstance(value, Mapping):
-            value = value.get(part)
-        elif isinstance(value, list) and re.fullmatch(r"-?\d{1,9}", part):
-            value = value[int(part)] if -len(value) <= int(part) < len(value) else None
-        else:
-            return None
-    return value
-
-
 def said(value: Any, where: str) -> Any:
     """Return the text of messages, and any other value unchanged. Raises InvalidField for messages that cannot be
     written as text."""
@@ -430,15 +408,6 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         else:
             result[name] = copy.deepcopy(value)
     return result
-
-
-def known_columns(row: Mapping[str, Any], path: str = "") -> str:
-    """Return the hint for an error about a missing column, or a missing field of a column."""
-    column, inner, _ = path.partition(".")
-    within = row.get(column)
-    if inner and isinstance(within, Mapping):
-        return f"{column} has: {', '.join(sorted(map(str, within))) or 'none'}"
-    return f"it has: {', '.join(sorted(name for name, value in row.items() if value is not None)) or 'none'}"
 
 
 def _saved_dataset(folder: Path) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.errors import InvalidField
-from outrider.tasks.columns import Adapter, Additions, Columns
+from outrider.tasks.dataset_rows import Adapter, Additions, Columns
 from outrider.tasks.datasets import filled, merged, with_texts
 from outrider.tasks.examples import Example, Fault
 

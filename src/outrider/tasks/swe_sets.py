@@ -21,9 +21,9 @@ import msgspec
 
 from outrider.evaluators.checks.expected_statuses import COLOUR, STATUSES
 from outrider.evaluators.swebench.options import is_test
-from outrider.tasks.columns import Additions, Columns, Draft
-from outrider.tasks.datasets import value_at
+from outrider.tasks.dataset_rows import Additions, Columns, Draft
 from outrider.tasks.examples import Gold
+from outrider.tasks.row_values import value_at
 from outrider.tasks.swebench import (
     ACTIVATE,
     COMMANDS,

@@ -18,7 +18,7 @@ from typing import Any
 
 from outrider.errors import InvalidField
 from outrider.evaluators.swebench.options import files_of, is_test
-from outrider.tasks.columns import Additions, Columns, Draft
+from outrider.tasks.dataset_rows import Additions, Columns, Draft
 from outrider.tasks.datasets import Example, Gold, read_rows
 from outrider.tasks.drafts import example_of, whole
 from outrider.text_files import check_depth

@@ -21,7 +21,8 @@ from outrider.environment import DEFAULT_URL, environment
 from outrider.errors import InvalidField
 from outrider.faults import complaints, fault_text
 from outrider.spec import Name, SamplingSpec, Seconds, Spec, TaskSpec
-from outrider.tasks.datasets import filled, known_columns, merged
+from outrider.tasks.datasets import filled, merged
+from outrider.tasks.row_values import known_columns
 from outrider.text_files import MAX_TOML, read_text_file, read_toml_file
 
 S = TypeVar("S", bound="BridgeSettings")

@@ -10,8 +10,8 @@ from functools import partial
 import aiohttp
 
 from outrider.concurrency.cancellation import shielded
-from outrider.wire.frames import Close
 from outrider.wire.link import Disconnected, Socket
+from outrider.wire.link_protocol import Close
 
 CLOSE_SECONDS = 2.0
 

@@ -8,7 +8,7 @@ takes the event loop less than 50 ms.
 
 from __future__ import annotations
 
-from outrider.wire.frames import Nonsense
+from outrider.wire.link_protocol import Nonsense
 
 SMALL = 64 << 10
 """Messages up to this number of bytes are not counted. The most expensive message of this size, a list of empty lists,

@@ -18,7 +18,7 @@ import msgspec
 
 from outrider.errors import UNREADABLE
 from outrider.wire.decoding import SMALL, check_cost
-from outrider.wire.frames import Beat, Close, Nonsense, close_reason, encode
+from outrider.wire.link_protocol import Beat, Close, Nonsense, close_reason, encode
 
 In = TypeVar("In")
 

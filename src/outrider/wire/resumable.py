@@ -11,8 +11,8 @@ import asyncio
 from collections import deque
 from functools import partial
 
-from outrider.wire.frames import Close
 from outrider.wire.link import Disconnected, Socket
+from outrider.wire.link_protocol import Close
 
 PIECE = 256 << 10
 """Frames are sent in pieces of this number of bytes, because a frame may be longer than the longest message of a

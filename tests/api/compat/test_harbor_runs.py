@@ -10,7 +10,7 @@ import os
 import re
 import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -357,32 +357,37 @@ def entry(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfile
 
 OUTSIDE = Path("/tmp") / f"outrider-was-here-{os.getpid()}"
 """A file that an archive would write outside of its folder."""
-ARCHIVES = {
-    "outside": tar_of((entry("../a"), b"x")),
-    "absolute": tar_of((entry(str(OUTSIDE)), b"x")),
-    "link": tar_of((entry("t/a", tarfile.SYMTYPE, "/etc/passwd"), b"")),
-    "hard link": tar_of((entry("t/a", tarfile.LNKTYPE, "/etc/passwd"), b"")),
-    "device": tar_of((entry("t/a", tarfile.CHRTYPE), b"")),
-    "pipe": tar_of((entry("t/a", tarfile.FIFOTYPE), b"")),
-    "twice": tar_of((entry("t/a"), b"x"), (entry("t/a"), b"y")),
-    "file and folder": tar_of((entry("t"), b"x"), (entry("t/a"), b"y")),
-    "long name": tar_of((entry("t/" + "a" * 300), b"y")),
-    "deep": tar_of((entry("a/" * 100 + "b"), b"y")),
-    "bomb": gzip.compress(bytes(64 << 20)),
-    "big file": tar_of((entry("t/a"), bytes(65 << 20))),
-    "zeros": tar_of((entry("t/a"), bytes(40 << 20))),
-    "sparse": tar_of((entry("t/a", tarfile.GNUTYPE_SPARSE), b"")),
-    "long header": tar_of((entry("t/a", tarfile.GNUTYPE_LONGNAME), bytes(2 << 20)), (entry("t/b"), b"")),
-    "long toml": tar_of((entry("t/task.toml"), os.urandom(1 << 20).hex().encode()), (entry("t/instruction.md"), b"x")),
-    "many": tar_of(*((entry(f"t/{number}"), b"") for number in range(5000))),
-    "empty": b"",
-    "no gzip": b"PK\3\4" + bytes(100),
-    "cut": packed(Path(__file__).parent / "golden")[:200],
-    "no task": tar_of((entry("t/a"), b"x")),
-    "two tasks": tar_of((entry("t/task.toml"), b""), (entry("u/task.toml"), b"")),
-    "broken toml": tar_of((entry("t/task.toml"), b"["), (entry("t/instruction.md"), b"x")),
-    "no tests": tar_of((entry("t/task.toml"), b'[environment]\nnetwork_mode="no-network"'), (entry("t/x"), b"")),
+ARCHIVES: dict[str, Callable[[], bytes]] = {
+    "outside": lambda: tar_of((entry("../a"), b"x")),
+    "absolute": lambda: tar_of((entry(str(OUTSIDE)), b"x")),
+    "link": lambda: tar_of((entry("t/a", tarfile.SYMTYPE, "/etc/passwd"), b"")),
+    "hard link": lambda: tar_of((entry("t/a", tarfile.LNKTYPE, "/etc/passwd"), b"")),
+    "device": lambda: tar_of((entry("t/a", tarfile.CHRTYPE), b"")),
+    "pipe": lambda: tar_of((entry("t/a", tarfile.FIFOTYPE), b"")),
+    "twice": lambda: tar_of((entry("t/a"), b"x"), (entry("t/a"), b"y")),
+    "file and folder": lambda: tar_of((entry("t"), b"x"), (entry("t/a"), b"y")),
+    "long name": lambda: tar_of((entry("t/" + "a" * 300), b"y")),
+    "deep": lambda: tar_of((entry("a/" * 100 + "b"), b"y")),
+    "bomb": lambda: gzip.compress(bytes(64 << 20)),
+    "big file": lambda: tar_of((entry("t/a"), bytes(65 << 20))),
+    "zeros": lambda: tar_of((entry("t/a"), bytes(40 << 20))),
+    "sparse": lambda: tar_of((entry("t/a", tarfile.GNUTYPE_SPARSE), b"")),
+    "long header": lambda: tar_of((entry("t/a", tarfile.GNUTYPE_LONGNAME), bytes(2 << 20)), (entry("t/b"), b"")),
+    "long toml": lambda: tar_of(
+        (entry("t/task.toml"), os.urandom(1 << 20).hex().encode()), (entry("t/instruction.md"), b"x")
+    ),
+    "many": lambda: tar_of(*((entry(f"t/{number}"), b"") for number in range(5000))),
+    "empty": lambda: b"",
+    "no gzip": lambda: b"PK\3\4" + bytes(100),
+    "cut": lambda: packed(Path(__file__).parent / "golden")[:200],
+    "no task": lambda: tar_of((entry("t/a"), b"x")),
+    "two tasks": lambda: tar_of((entry("t/task.toml"), b""), (entry("u/task.toml"), b"")),
+    "broken toml": lambda: tar_of((entry("t/task.toml"), b"["), (entry("t/instruction.md"), b"x")),
+    "no tests": lambda: tar_of(
+        (entry("t/task.toml"), b'[environment]\nnetwork_mode="no-network"'), (entry("t/x"), b"")
+    ),
 }
+"""Each is made by its test: to make all takes a second, of every worker that collects the tests."""
 
 
 @pytest.mark.parametrize("name", ARCHIVES)
@@ -391,7 +396,7 @@ async def test_hostile_archives_are_refused(tmp_path: Path, name: str, monkeypat
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     async with run_server(tmp_path) as (client, _):
-        code, body = await client.post("/api/v1/runs/async", request(), ARCHIVES[name])
+        code, body = await client.post("/api/v1/runs/async", request(), ARCHIVES[name]())
         assert code in (413, 422), (code, body)
         assert json.loads(body)["detail"].startswith("task_archive"), body
         assert not [name for name in os.listdir(temporary) if name.startswith("outrider-run-")], "nothing is left"

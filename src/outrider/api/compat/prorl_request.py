@@ -20,7 +20,7 @@ from outrider.errors import InvalidField, RequestError
 from outrider.service.admission import validate_group
 from outrider.spec import GroupSpec, Name, Spec
 from outrider.tasks.adapters import ADAPTERS
-from outrider.tasks.columns import Additions
+from outrider.tasks.dataset_rows import Additions
 from outrider.tasks.datasets import filled, with_texts
 from outrider.tasks.drafts import example_of, whole
 from outrider.text_files import read_toml_file

@@ -18,7 +18,7 @@ from outrider.concurrency.cancellation import shielded
 from outrider.engines.adapters.verl_workers import CompletionResponse, VerlWorker, VerlWorkersEngine
 from outrider.errors import OutriderError
 from outrider.spec import EngineSpec
-from outrider.wire.frames import close_reason
+from outrider.wire.link_protocol import close_reason
 
 if TYPE_CHECKING:
     from outrider.service.service import Service

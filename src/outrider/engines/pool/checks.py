@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.engines.base import (
+    MAX_COUNT,
     AnyRequest,
     ChatChunk,
     Chunk,
@@ -31,9 +32,6 @@ numbers differ only by their rounding, which is 2.4e-4 at 2,048. An accepted val
 LOWEST = -9999.0
 """The number that vLLM sends in place of a missing log-probability, -inf and NaN. Log-probabilities of sampled tokens
 must be greater."""
-
-MAX_COUNT = (1 << 31) - 1
-"""The largest accepted count or version, because sample files store versions as int32."""
 
 MAX_QUOTED = 1000
 """The maximum number of characters that an error quotes from an engine's own message."""

@@ -25,6 +25,7 @@ import msgspec
 from outrider.concurrency.events import Broadcast
 from outrider.constraint import ConstraintKind
 from outrider.engines.base import (
+    MAX_COUNT,
     AnyEngine,
     AnyRequest,
     AwaitsWorkers,
@@ -36,7 +37,6 @@ from outrider.engines.base import (
     capabilities_of,
     image_form_of,
 )
-from outrider.engines.pool.checks import MAX_COUNT
 from outrider.engines.pool.waits import Pace, PaceSummary, loop_time
 from outrider.redaction import redacted
 from outrider.schemas import EngineStatus

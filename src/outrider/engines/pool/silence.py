@@ -1,8 +1,8 @@
 """Detects engines that have fallen silent, and calls that an engine has lost.
 
-Every generation in flight is a `Flight` (`call.py`). A flight measures how long its consumer waits for the engine, and
-compares the wait with the engine's recent calls (`Pace`). A `SilenceWatch` checks all flights a few times a second. If
-an engine sends no chunk to any call and a wait is overdue, the watch sends the engine a request for one token. If no
+Every generation in flight is a `Flight` (`flights.py`). A flight measures how long its consumer waits for the engine,
+and compares the wait with the engine's recent calls (`Pace`). A `SilenceWatch` checks all flights a few times a second.
+If an engine sends no chunk to any call and a wait is overdue, the watch sends the engine a request for one token. If no
 token arrives, the engine counts as failed, and its generations continue on other engines. Overdue seconds are recorded
 in the session's `Overdue`.
 """
@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 
 from outrider.engines.base import AnyRequest, GenerateRequest, SamplingParams
-from outrider.engines.pool.call import Flight, Flights
+from outrider.engines.pool.flights import Flight, Flights
 from outrider.engines.pool.health import HealthChecks
 from outrider.engines.pool.placement import EngineRecord
 from outrider.engines.pool.waits import (

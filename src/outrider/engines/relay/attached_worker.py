@@ -37,8 +37,8 @@ from outrider.engines.relay.messages import (
 from outrider.errors import EngineError, EngineMisbehaved, EngineUnavailable, ErrorRecord, error_from
 from outrider.tokens.rendering.tokenizer import ANY_IDS
 from outrider.trajectory import LogprobKind, TokenMode
-from outrider.wire.frames import Close, Nonsense
 from outrider.wire.link import Link
+from outrider.wire.link_protocol import Close, Nonsense
 
 CALL_SECONDS = 15.0
 """Seconds in which a worker must report its health, or tokenise a probe."""

@@ -24,8 +24,8 @@ from outrider.engines.relay.attached_worker import AttachedWorker, RelayOptions
 from outrider.engines.relay.messages import MAX_HELLO, PROTOCOL, TO_SERVICE, ToService, Version, WorkerHello
 from outrider.errors import UNREADABLE, EngineError, EngineRejected, EngineUnavailable, InvalidField, OutriderError
 from outrider.trajectory import LogprobKind, TokenMode
-from outrider.wire.frames import Close, close_reason
 from outrider.wire.link import Disconnected, Link, Socket
+from outrider.wire.link_protocol import Close, close_reason
 
 log = logging.getLogger("outrider.relay")
 

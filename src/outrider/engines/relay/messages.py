@@ -14,7 +14,7 @@ from outrider.constraint import ConstraintKind
 from outrider.engines.base import Chunk, EngineHealth, PauseMode, SamplingParams
 from outrider.errors import ErrorRecord
 from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
-from outrider.wire.frames import Beat, Nonsense
+from outrider.wire.link_protocol import Beat, Nonsense
 
 PROTOCOL = 1
 """The protocol's version, incremented after any change that would make one side misread the other. A new field of

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from outrider.evaluators.swebench.options import files_of, listed
-from outrider.tasks.datasets import known_columns, value_at
 from outrider.tasks.examples import Fault, Gold
+from outrider.tasks.row_values import known_columns, value_at
 
 LEAVE_OUT = "leave the row out, or mend the file"
 
@@ -44,7 +44,7 @@ class Draft(msgspec.Struct, frozen=True):
 
 class Columns:
     """The columns of one row. `row` has the values by column, and `number` is the row's number in its file. A name with
-    dots names a field within a column, such as `reward_model.ground_truth` (`datasets.value_at`)."""
+    dots names a field within a column, such as `reward_model.ground_truth` (`row_values.value_at`)."""
 
     def __init__(self, row: Mapping[str, Any], number: int = 0) -> None:
         self.row = row

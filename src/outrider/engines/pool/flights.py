@@ -1,0 +1,214 @@
+"""The generations in flight of one pool: how long the consumer of each waits for its engine, and how one is cut off.
+
+The module does not choose engines, send requests or decide which engine is silent (`call.py`, `silence.py`). Invariant:
+a generation is cut off only while its consumer waits for the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Self
+
+from outrider.engines.base import AnyRequest
+from outrider.engines.pool.placement import EngineRecord
+from outrider.engines.pool.waits import PREFILL_TOKENS_PER_SECOND, Overdue, SessionWait, SilenceLimits, loop_time
+from outrider.errors import EngineSilent
+
+CHARACTERS_PER_TOKEN = 4
+"""A rough ratio for estimating the tokens of texts. The estimate is used for an engine's load and for the time that a
+reply may take."""
+
+
+class Flights:
+    """The generations in flight of one pool. `all` has the generations, and the event `some` is set while
+    `SilenceWatch` has to check them. `given_up` is called at the end of a generation whose consumer has stopped waiting
+    for a chunk."""
+
+    def __init__(self, limits: SilenceLimits, given_up: Callable[[Flight], None]) -> None:
+        self.limits = limits
+        self.given_up = given_up
+        self.all: set[Flight] = set()
+        self.some = asyncio.Event()
+
+
+class Flight:
+    """One generation on one engine. Measures how long the consumer waits for the engine.
+
+    The consumer iterates over the chunks with `async for` within `with flight:`. `new_tokens` is the number of prompt
+    tokens that are not in the session's context on this engine. Iteration raises the engine's errors, and EngineSilent
+    if `SilenceWatch` has cut the generation off. Invariant: a generation is cut off only while its consumer waits for
+    the engine.
+    """
+
+    def __init__(
+        self,
+        flights: Flights,
+        member: EngineRecord,
+        request: AnyRequest,
+        prompt_tokens: int,
+        new_tokens: int,
+        chunks: AsyncGenerator[Any, None],
+        overdue: Overdue | None,
+    ) -> None:
+        self.member = member
+        self.request = request
+        self.prompt_tokens = prompt_tokens
+        self.new_tokens = new_tokens
+        self.overdue = overdue
+        self.error: EngineSilent | None = None
+        limits = flights.limits
+        first_due = member.pace.first_due(limits, prompt_tokens, request.sampling.max_tokens)
+        self.wait = SessionWait(f"engine {member.name!r}", first_due, queued=True)
+        self.began = loop_time()
+        self._flights, self._limits, self._least = flights, limits, limits.least
+        self._loop = asyncio.get_running_loop()
+        self._token_due = 0.0
+        self._next = chunks.__anext__
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelling = 0
+        self._first: float | None = None
+        self._first_tokens = 0
+        self.tokens = 0
+        self._finished: float | None = None
+        """Time of the reply's last chunk, None before it has arrived."""
+        self._known = member.pace.known
+        self.forgiven = 0.0
+        """Overdue seconds of the wait for the first chunk, if the engine's pace is unknown. The generation is not cut
+        off because of these seconds."""
+        self.given_up: tuple[float, float] | None = None
+        """Begin and end of the wait for a chunk that the consumer has given up, None if it has given up no wait."""
+        if overdue is not None:
+            overdue.add(self.wait)
+
+    def __enter__(self) -> Self:
+        self._flights.all.add(self)
+        self._flights.some.set()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._flights.all.discard(self)
+        self.land()
+        if self.given_up is not None:
+            self._flights.given_up(self)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        # This method runs once per chunk, so short steps are inlined.
+        wait, loop = self.wait, self._loop
+        wait.since = began = loop.time()
+        self._task = task = asyncio.current_task(loop)
+        if task is not None:
+            self._cancelling = task.cancelling()
+        try:
+            chunk = await self._next()
+        except BaseException as error:
+            now = loop.time()
+            self._end_stretch(now)
+            self._raise_if_cut()
+            if isinstance(error, asyncio.CancelledError):
+                # The wait begins only after the last chunk of the session's earlier calls, which the engine serves
+                # first.
+                began = max(began, 0.0 if self.overdue is None else self.overdue.behind(wait))
+                self.given_up = began, now
+            raise
+        now = loop.time()
+        seconds = now - began
+        # The session's `Overdue` is updated if this stretch is overdue. It is also updated after a long stretch,
+        # because a later call of the session, queued behind this call, may be overdue. A later call cannot be overdue
+        # within `least` seconds after a chunk of this call.
+        if seconds > self._least or seconds > wait.allowance - wait.waited:
+            self._end_stretch(now)
+        else:
+            wait.since = None
+            wait.waited += seconds
+        if self.error is not None:  # the engine's code has suppressed the cancellation
+            self._raise_if_cut()
+        member = self.member
+        member.last_sign = wait.last = now
+        tokens = (
+            len(chunk.ids)
+            if member.takes_tokens
+            else -(-(len(chunk.text) + len(chunk.reasoning)) // CHARACTERS_PER_TOKEN)
+        )
+        if self._first is None:
+            member.newest_answered = max(member.newest_answered, self.began)
+            self._first, self._first_tokens = wait.waited, tokens
+            self._token_due = member.pace.token_due()
+            self.forgiven = 0.0 if self._known else wait.overdue
+            wait.allowance = wait.waited + self._least  # seconds that the first chunk did not use are not added
+        self.tokens += tokens
+        wait.allowance += tokens * self._token_due
+        if chunk.finish is not None:
+            self._finished = now
+            if self.overdue is not None:
+                self.overdue.given_up_seconds = 0.0
+        return chunk
+
+    def cut(self, error: EngineSilent) -> None:
+        """Cut the generation off. Does nothing if the consumer does not wait for the engine, or is being cancelled."""
+        task = self._task
+        if self.wait.since is None or self.error is not None or task is None or task.cancelling() > self._cancelling:
+            return
+        self.error = error
+        # The task is cancelled directly and not by a timer, because when a timer fires, the consumer may no longer wait
+        # for the engine and would be cancelled elsewhere.
+        task.cancel()
+
+    def _raise_if_cut(self) -> None:
+        """Raise EngineSilent if the generation was cut off and nothing else has cancelled the consumer."""
+        if self.error is not None and self._task is not None and self._task.uncancel() <= self._cancelling:
+            raise self._take_error() from None
+
+    def _take_error(self) -> EngineSilent:
+        """Remove the error from the flight and return it. If the flight kept the error, both would form a cycle."""
+        assert self.error is not None
+        error, self.error = self.error, None
+        return error
+
+    def land(self) -> None:
+        """End the flight, after a success or a failure, and record the measurements in the engine's pace."""
+        if self.overdue is not None:
+            self.overdue.remove(self.wait)
+        # Calls without a finish and calls with a slow consumer are not recorded, because their times do not show the
+        # engine's pace.
+        at_once = self._finished is not None and self._finished - self.began <= 2 * self.wait.waited + 1.0
+        if self._first is not None and self._finished is not None and at_once:
+            self.member.pace.note(
+                self._finished,
+                overdue=self.wait.overdue > 0,
+                first=self._first,
+                prompt_tokens=self.prompt_tokens,
+                first_tokens=self._first_tokens,
+                rest=self.wait.waited - self._first,
+                rest_tokens=self.tokens - self._first_tokens,
+            )
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds of the consumer's whole wait after which the call may count as lost."""
+        if self.begun:
+            return self.wait.allowance + self.grace
+        whole = self.member.pace.whole_reply(self.request.sampling.max_tokens)
+        return max(self.wait.allowance, 2 * whole) + self.grace
+
+    @property
+    def grace(self) -> float:
+        """Additional seconds before the engine is checked if its pace is unknown; 0 if the pace is known."""
+        if self._known:
+            return 0.0
+        if self.begun:
+            return self._limits.unknown_token * self.tokens
+        return self._limits.unknown + 9 * self.prompt_tokens / PREFILL_TOKENS_PER_SECOND
+
+    @property
+    def begun(self) -> bool:
+        """True once the first chunk has arrived."""
+        return self._first is not None
+
+    def _end_stretch(self, now: float) -> None:
+        if self.overdue is not None:
+            self.overdue.before_end(self.wait, now)
+        self.wait.end(now)

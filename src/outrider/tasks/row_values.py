@@ -1,0 +1,42 @@
+"""Values of one row of a data set, by the names and paths of its columns. The module reads no files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.text_files import check_depth
+
+
+def value_at(row: Mapping[str, Any], path: str) -> Any:
+    """Return the value of a column, or of a field within one: `reward_model.ground_truth`, `prompt.0.content`. A number
+    counts the items of a list from 0, or from its end if it is negative. If the path goes on within a text, the text is
+    read as JSON. Returns None if there is no such field. A column whose own name has dots takes precedence."""
+    if row.get(path) is not None:
+        return row[path]
+    value: Any = row
+    for part in path.split("."):
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+                check_depth(value)
+            except (ValueError, RecursionError):
+                return None
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, list) and re.fullmatch(r"-?\d{1,9}", part):
+            value = value[int(part)] if -len(value) <= int(part) < len(value) else None
+        else:
+            return None
+    return value
+
+
+def known_columns(row: Mapping[str, Any], path: str = "") -> str:
+    """Return the hint for an error about a missing column, or a missing field of a column."""
+    column, inner, _ = path.partition(".")
+    within = row.get(column)
+    if inner and isinstance(within, Mapping):
+        return f"{column} has: {', '.join(sorted(map(str, within))) or 'none'}"
+    return f"it has: {', '.join(sorted(name for name, value in row.items() if value is not None)) or 'none'}"
