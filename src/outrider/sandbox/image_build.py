@@ -35,6 +35,7 @@ from outrider.sandbox.rootfs.dockerfile import (
     engine_hint,
     read_dockerfile,
 )
+from outrider.sandbox.rootfs.owners import MOST_USERS, unpacked
 from outrider.sandbox.rootfs.store import ImageStore, RootImage
 from outrider.sandbox.rootfs.unpack import OPAQUE, WHITEOUT, BadImage, Contents, contents_of, unpack
 from outrider.sandbox.runtimes.base import Runtime, SavesLayers
@@ -46,8 +47,6 @@ from outrider.spec import RuntimeSpec
 RUN_SECONDS = 600.0
 """Time limit of one RUN. Harbor has the same limit for a whole build."""
 QUICK_SECONDS = 60.0
-MANY_USERS = 65536
-"""Number of user ids in the sandbox of a build, if this machine has them for this user."""
 NO_USER = re.compile(r"(?:owner|chown|chgrp|[ug]id|groups)[^\n]*(?:Invalid argument|Operation not permitted)")
 """Words of a program that fails because the sandbox has only one user."""
 LINKS_AT_ONCE = 500
@@ -109,15 +108,21 @@ class Build:
                         raise BadImage(f"the image {needed.name!r} was replaced during the build", hint="build again")
                 as_image_layer(saved, layer)
                 link_tree(store.root(store.image(plan.base.name)), root)
-                unpack([layer.open("rb")], root)
-            return contents_of(root)
+                owners = store.owners_file(store.image(plan.base.name))
+                known = unpacked(owners.read_bytes()) if owners else {}
+                owned = unpack([layer.open("rb")], root, owners=known).owners
+            contents = contents_of(root)
+            contents.owners = owned
+            return contents
 
         return store.make(plan.digest, plan.name, fill, source=plan.file, env=plan.env, workdir=plan.workdir)
 
     async def _save(self, plan: BuildPlan, target: Path) -> None:
         """Run the steps in a new sandbox of the base image, and save the written files. Raises BadImage."""
         proxy, (users, lacking) = BuildProxy(self._hosts), users_of_build()
-        spec = RuntimeSpec(image=plan.base.name, workdir="/", users=users)
+        # With one user, the files that RUN writes would be root's also where the base's are not. Without a number, the
+        # runtime refuses such a base.
+        spec = RuntimeSpec(image=plan.base.name, workdir="/", users=users if users > 1 else None)
         async with open_sandbox(spec, gateway=proxy.serving) as runtime:
             await runtime.write(APT_CONFIG, APT_SETTINGS)
             env = {**proxy_variables(runtime.endpoint), **index_variables(self._hosts)}
@@ -141,13 +146,13 @@ class Build:
 
 
 def users_of_build() -> tuple[int, RuntimeUnavailable | None]:
-    """Return the number of users in the sandbox of a build, and why there are not MANY_USERS, if so. Packages such as
-    tmux give files to other users; in the image all files belong to one user again."""
+    """Return the number of users in the sandbox of a build, and why there are not MOST_USERS, if so. Packages such as
+    tmux give files to other users."""
     try:
-        user_ids(MANY_USERS)
+        user_ids(MOST_USERS)
     except RuntimeUnavailable as error:
         return 1, error
-    return MANY_USERS, None
+    return MOST_USERS, None
 
 
 def run_hint(context: Path, refused: frozenset[str], hosts: frozenset[str]) -> str | None:

@@ -42,7 +42,7 @@ ENVIRONMENT, TASK_TOML = "environment", "task.toml"
 """A folder `environment` beside a file `task.toml` is the build context of a Harbor task."""
 SECRETS = frozenset({"tests", "solution", "steps", TASK_TOML})
 """Files of a Harbor task that its agent must not see."""
-FORMAT = 1
+FORMAT = 2
 """Part of every key. Increase this number when a change of the code changes the image of some Dockerfile."""
 IGNORED = frozenset({"LABEL", "EXPOSE", "MAINTAINER", "CMD", "STOPSIGNAL", "VOLUME"})
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
