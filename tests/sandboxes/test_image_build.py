@@ -104,6 +104,47 @@ def test_an_image_is_what_its_steps_left(store: ImageStore, context: Path) -> No
     assert (root / "usr/bin/cat").stat().st_ino == (base / "usr/bin/cat").stat().st_ino
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize("many", [True, False])
+def test_copies_have_the_owner_that_a_step_names(
+    store: ImageStore, context: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: bool
+) -> None:
+    ranges = tmp_path / "ranges"
+    ranges.write_text(f"{os.getuid()}:700000:65536\n" if many else "")
+    monkeypatch.setattr(user_ids, "FILES", {"uid": ranges, "gid": ranges})
+    if many and os.geteuid() != 0:
+        pytest.skip("other users need newuidmap, and ranges of the machine's own")
+    shutil.copy(shutil.which("chown") or "", context / "chown")
+    text = """FROM small AS first
+COPY chown /bin/
+COPY --chown=5:6 sub /there/sub
+FROM first
+RUN mkdir /old && echo x > /old/mine && echo 'db:x:7:8::/:/bin/sh' >> /etc/passwd
+ARG WHO=9
+COPY --chown=$WHO sub /new
+COPY --chown=db in.txt sub/run.sh /old/
+COPY --from=first --chown=10:11 /there/sub /from
+COPY --chown=root in.txt /plain
+COPY --chown=12:13 <<EOF /written
+text
+EOF
+"""
+    if not many:
+        with pytest.raises(BadImage, match="line 3: chown -h 5:6") as refused:
+            build_image(written(context, text), store)
+        assert NO_IDS in (refused.value.hint or "")
+        return
+    image = build_image(written(context, text), store)
+    inner = ("", "/run.sh", "/deep", "/deep/link")
+    assert owners_of(store, image) == {
+        **{f"there/sub{path}": (5, 6) for path in inner},
+        **{f"new{path}": (9, 9) for path in inner},
+        **{f"from{path}": (10, 11) for path in inner},
+        **dict.fromkeys(("old/in.txt", "old/run.sh"), (7, 8)),
+        "written": (12, 13),
+    }
+
+
 def owners_of(store: ImageStore, image: RootImage) -> Owners:
     file = store.owners_file(image)
     return {} if file is None else unpacked(file.read_bytes())
