@@ -129,9 +129,9 @@ def test_a_store_keeps_them_beside_the_image(tmp_path: Path) -> None:
         store.import_(file, name)
     plain, theirs = store.image("plain"), store.image("theirs")
     assert (store.owners_file(plain), plain.owners) == (None, Ownership())
-    file = store.owners_file(theirs)
-    assert file is not None
-    assert unpacked(file.read_bytes()) == {"data": (101, 0)}
+    listed = store.owners_file(theirs)
+    assert listed is not None
+    assert unpacked(listed.read_bytes()) == {"data": (101, 0)}
     assert theirs.owners.foreign == "/data of postgres (id 101)"
     before = RootImage(digest="sha256:0", source="", created=0.0, bytes=0, entries=0)
     assert before.owners == Ownership()  # an image of an earlier version

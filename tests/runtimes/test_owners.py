@@ -119,7 +119,7 @@ async def test_an_image_of_another_machine_where_ids_are_missing(
     world: World, imported: Import, no_ranges: None
 ) -> None:
     """The session fails, and the task is refused: nothing is graded."""
-    spec = {"image": imported(*ENTRIES), "workdir": "/"}
+    spec: dict[str, Any] = {"image": imported(*ENTRIES), "workdir": "/"}
     because = (
         r"'theirs' has /srv/db of a user \(id 101\), so its sandboxes need several users, and .* sets no 65535 ids"
     )
@@ -154,7 +154,7 @@ async def test_a_base_image_needs_no_other_ids(world: World, imported: Import, n
 async def test_owners_that_a_sandbox_cannot_have(
     world: World, imported: Import, ranges: Path, owner: tuple[int, int], users: int | None, because: str
 ) -> None:
-    spec = {"image": imported(("data", b"x", 0o600, *owner)), "workdir": "/", "users": users}
+    spec: dict[str, Any] = {"image": imported(("data", b"x", 0o600, *owner)), "workdir": "/", "users": users}
     with pytest.raises(RuntimeUnavailable, match=because):
         await world.start("namespace", **spec)
     with pytest.raises(InvalidField, match=because) as refused:
