@@ -89,6 +89,15 @@ def test_files_for_which_a_sandbox_needs_several_users(
     assert not found.unkept
 
 
+def test_a_home_that_a_build_made_is_used(tmp_path: Path) -> None:
+    for name in ("node", "agent"):
+        (tmp_path / "home" / name).mkdir(parents=True)
+    homes = {"home/node": (1000, 1000), "home/agent": (1001, 1001)}
+    assert not kept_owners(tmp_path, homes)[1].foreign
+    assert not kept_owners(tmp_path, homes, homes)[1].foreign
+    assert kept_owners(tmp_path, homes, {"home/node": (1000, 1000)})[1].foreign == "/home/agent of a user (id 1001)"
+
+
 def test_who_packed_a_root_stands_for_root(tmp_path: Path) -> None:
     """Such is the tar of a folder that an ordinary user made."""
     kept, found = owned(

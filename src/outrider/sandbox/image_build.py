@@ -112,7 +112,7 @@ class Build:
                 known = unpacked(owners.read_bytes()) if owners else {}
                 owned = unpack([layer.open("rb")], root, owners=known).owners
             contents = contents_of(root)
-            contents.owners = owned
+            contents.owners, contents.base_owners = owned, known
             return contents
 
         return store.make(plan.digest, plan.name, fill, source=plan.file, env=plan.env, workdir=plan.workdir)

@@ -47,8 +47,9 @@ class Ownership(msgspec.Struct, frozen=True, kw_only=True):
     unkept: str = ""
 
 
-def kept_owners(root: Path, owners: Owners) -> tuple[Owners, Ownership]:
-    """Return the owners that are not root, of files that exist below `root`, and the summary."""
+def kept_owners(root: Path, owners: Owners, base: Owners | None = None) -> tuple[Owners, Ownership]:
+    """Return the owners that are not root, of files that exist below `root`, and the summary. `base` are the owners in
+    the image's base, if the image was built on one: an account that the build made is used by the task."""
     makers = {owners[path][0] for path in SYSTEM if path in owners and owners[path][0]}
     names = _user_names(root)
     kept: Owners = {}
@@ -71,7 +72,8 @@ def kept_owners(root: Path, owners: Owners) -> tuple[Owners, Ownership]:
             copied.add(above)
             above = os.path.dirname(above)
         size += status.st_size if stat.S_ISREG(status.st_mode) else 0
-        if uid == 0 or names.get(uid) in PLAIN_USERS or (uid >= FIRST_PERSON and path.startswith(HOMES)):
+        is_home = uid >= FIRST_PERSON and path.startswith(HOMES) and (base is None or base.get(path) == (uid, gid))
+        if uid == 0 or names.get(uid) in PLAIN_USERS or is_home:
             continue
         highest = max(highest, uid, gid)
         foreign = foreign or f"/{path} of {names.get(uid, 'a user')} (id {uid})"

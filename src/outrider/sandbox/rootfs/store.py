@@ -107,7 +107,7 @@ class ImageStore:
         def build(draft: Path) -> None:
             (draft / "root").mkdir(mode=0o755)
             contents = fill(draft / "root")
-            owners, ownership = kept_owners(draft / "root", contents.owners)
+            owners, ownership = kept_owners(draft / "root", contents.owners, contents.base_owners)
             if owners:
                 (draft / OWNERS).write_bytes(packed(owners))
             image = RootImage(

@@ -145,12 +145,14 @@ def check_expansion(size: int, archived: int) -> None:
 
 class Contents(msgspec.Struct):
     """The contents of a root: the number of files, folders and links, the bytes of files, the number of special files
-    left out, and the owners of files that are not root's."""
+    left out, and the owners of files that are not root's. `base_owners` are the owners in the image's base; None for
+    an image without a base."""
 
     entries: int = 0
     bytes: int = 0
     left_out: int = 0
     owners: Owners = {}
+    base_owners: Owners | None = None
 
 
 def contents_of(root: Path) -> Contents:
