@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from outrider.errors import InvalidField, RuntimeUnavailable
+from outrider.sandbox.image_build import build_image
 from outrider.sandbox.rootfs.store import ImageStore
 from outrider.sandbox.runtimes.base import SavesLayers
 from outrider.sandbox.runtimes.namespace import user_ids
@@ -187,3 +189,53 @@ async def test_a_saved_layer_keeps_owners_and_links(world: World, imported: Impo
     assert "33:34 4750 2 /made\n" in before
     assert "0:0 644 1 /etc/db/file\n" in before
     assert "9:9 777 1 /srv/db\n" in before
+
+
+def postgresql(root: Path) -> str:
+    """Copy this host's PostgreSQL, and `setpriv` and `chown`, into a root. Returns the folder of its programs."""
+    initdb, setpriv, chown = (shutil.which(name) for name in ("initdb", "setpriv", "chown"))
+    if initdb is None or setpriv is None or chown is None:
+        pytest.skip("PostgreSQL is not installed")
+    home = Path(initdb).resolve().parents[1]
+    shared = Path("/usr/share/postgresql", home.name)
+    if home.parent.name != "postgresql" or not shared.is_dir():
+        pytest.skip("PostgreSQL is not installed as Debian does")
+    for folder in (home, shared):
+        shutil.copytree(folder, root / str(folder)[1:], ignore=shutil.ignore_patterns("bitcode", "man", "*.a"))
+    for program in (setpriv, chown):
+        copy(program, root / "usr/bin" / Path(program).name)
+    for program in (setpriv, chown, *map(str, (home / "bin").iterdir()), *map(str, (home / "lib").glob("*snow*"))):
+        for library in libraries(program):
+            copy(library, root / library[1:])
+    return str(home / "bin")
+
+
+@pytest.mark.deep
+async def test_postgresql_runs_in_an_image_where_a_step_made_its_database(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: Path
+) -> None:
+    """PostgreSQL refuses to run as root, and over a folder of another user."""
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    root = small_root(tmp_path / "small")
+    programs = postgresql(root)
+    with (root / "etc/passwd").open("a") as users:
+        users.write("postgres:x:101:104::/:/bin/sh\n")
+    with tarfile.open(tmp_path / "small.tar", "w") as archive:
+        archive.add(root, arcname=".")
+    store = ImageStore()
+    store.import_(tmp_path / "small.tar", "small")
+    assert not store.image("small").owners.foreign
+    by = "setpriv --reuid=101 --regid=104 --clear-groups"
+    (tmp_path / "Dockerfile").write_text(
+        f"FROM small\nRUN mkdir /db && chown -R postgres /db && {by} {programs}/initdb --no-locale -A trust -D /db\n"
+    )
+    await asyncio.to_thread(build_image, tmp_path, store, name="task")
+    sandbox = await world.start("namespace", image="task", workdir="/")
+    start = f"{by} {programs}/pg_ctl -w -D /db -o '-k /db -h 127.0.0.1' -l /db/log start >/tmp/said 2>&1"
+    start += "; cat /tmp/said /db/log"
+    assert "server started" in await said(sandbox, start)
+    ask = f"{programs}/psql -h /db -U postgres -tAc 'select 6 * 7'"
+    assert await said(sandbox, ask) == "42\n"
+    # With one user, as in any image before: a failure that an agent cannot mend.
+    alone = await world.start("namespace", image="task", workdir="/", users=1)
+    assert "server started" not in await said(alone, start)
