@@ -16,6 +16,7 @@ import pytest
 from outrider.errors import InvalidField, RuntimeUnavailable
 from outrider.sandbox.image_build import build_image
 from outrider.sandbox.rootfs.store import ImageStore
+from outrider.sandbox.runtimes.apptainer.runtime import ApptainerRuntime
 from outrider.sandbox.runtimes.base import SavesLayers
 from outrider.sandbox.runtimes.namespace import user_ids
 from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
@@ -131,6 +132,16 @@ async def test_an_image_of_another_machine_where_ids_are_missing(
     with pytest.raises(InvalidField, match=because) as refused:
         NamespaceRuntime.check_spec(RuntimeSpec(kind="namespace", **spec))
     assert (refused.value.field, refused.value.hint) == ("task.runtime.users", raised.value.hint)
+
+
+def test_apptainer_has_one_user(imported: Import) -> None:
+    image = imported(*ENTRIES)
+    ApptainerRuntime.check_spec(RuntimeSpec(kind="apptainer", image=image, users=1))
+    with pytest.raises(
+        InvalidField, match=r"/srv/db of a user \(id 101\), and apptainer sandboxes have one"
+    ) as refused:
+        ApptainerRuntime.check_spec(RuntimeSpec(kind="apptainer", image=image))
+    assert refused.value.field == "task.runtime.users"
 
 
 async def test_a_base_image_needs_no_other_ids(world: World, imported: Import, no_ranges: None) -> None:
