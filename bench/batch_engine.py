@@ -18,8 +18,8 @@ LEAST_STEP = 0.0025
 
 
 class BatchEngine:
-    """An `Engine`: the chunks of a ScriptedEngine, one for each request in each step. `event_tokens` is the number of
-    tokens that the scripted engine puts into a chunk."""
+    """An `Engine` that gives each request one chunk per step. The chunks come from a ScriptedEngine, which puts
+    `event_tokens` tokens into a chunk."""
 
     def __init__(self, scripted: ScriptedEngine, *, tokens_per_second: float, event_tokens: int = 1) -> None:
         self.name = scripted.name

@@ -1,9 +1,9 @@
-"""Request bodies that cause as much work as possible for their size, in each dialect. As a program it sends one kind:
+"""Request bodies that cause as much work as possible for their size, in each dialect.
 
     python -m bench.bodies http://127.0.0.1:PORT/s/KEY KIND BYTES...
 
-prints for each size the status of the reply, or 0 for none. The module imports little, so that the program starts at
-once.
+sends bodies of one kind, and prints for each size the status of the reply, or 0 for none. The module imports little, so
+that the program starts at once.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ VOCABULARY = 8_000
 TRAINED_ON = 20
 """Number of files that the tokenizer is trained on; texts are drawn from the others."""
 MARKED = 8
-"""Hexadecimal digits at the start of a text that make the text unique."""
+"""Number of hexadecimal digits at the start of a text. They make the text unique."""
 
 
 class Corpus:

@@ -1,9 +1,10 @@
-"""The four dialects compared: the time the gateway adds to a call, one more turn on a long history, a streamed token.
+"""Compares the four dialects: the time that the gateway adds to a call, the cost of one more turn on a long history,
+and the cost of a streamed token.
 
-The added time is measured as in `gateway`, with streamed calls one at a time. The turn is `own_ms` of `turns`, in
-conversations that grow as with each dialect's clients. The streamed token is measured by `streams`. In all three the
-dialects alternate, in an order that rotates with every round, so that the machine's other load affects them alike. The
-wire formats are in `speakers`.
+The added time is measured as in `gateway`, with streamed calls one at a time. The cost of a turn is `own_ms` of the
+benchmark `turns`, in conversations that grow as with each dialect's clients. The cost of a streamed token is measured
+by `streams`. In all three the dialects alternate, in an order that rotates with every round, so that the machine's
+other load affects them alike. The wire formats are in `speakers`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ T = TypeVar("T")
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The amount of measurement: rounds of blocks of calls, turns at some lengths of history, rounds of one reply."""
+    """The amount of measurement: `latency_rounds` rounds of `latency_block` calls, turns at each length of history in
+    `points`, and `reply_rounds` rounds of one reply of `reply_tokens` tokens."""
 
     latency_rounds: int
     latency_block: int
@@ -133,7 +135,8 @@ class Took(msgspec.Struct, frozen=True):
 
 
 class Exchange:
-    """One conversation with the gateway in this process. `prefix` is its session's part of the path."""
+    """One conversation with the gateway in this process. `prefix` is the part of the URL's path that names the
+    session."""
 
     def __init__(self, corpus: Corpus, speaker: Speaker, entrance: Gateway, prefix: str) -> None:
         self.name = speaker.name
@@ -175,8 +178,7 @@ def _medians(took: dict[str, list[Took]]) -> dict[str, Any]:
 
 
 def _rotated(items: Sequence[T], rounds: int) -> Iterator[list[T]]:
-    """Yield the items once per round. Each round begins with the next item, and continues with the first after the
-    last."""
+    """Yield a list of the items per round. The lists are rotated: `abc`, `bca`, `cab`, `abc`, and so on."""
     for number in range(rounds):
         at = number % len(items)
         yield [*items[at:], *items[:at]]

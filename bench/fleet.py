@@ -72,7 +72,7 @@ class Session(msgspec.Struct, frozen=True):
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens of all calls of the session."""
+        """Number of prompt tokens in all calls of the session."""
         total, length = 0, sum(tokens for _, tokens in self.shared)
         for turn in self.turns:
             length += turn.new
@@ -147,7 +147,8 @@ class PrefixCache:
 
     def admit(self, path: Path, reply: int) -> int | None:
         """Evict until prompt and reply fit into the cache, and pin both. Returns the number of cached tokens of the
-        prompt, always less than the whole prompt, or None if the blocks of the other calls under way leave too few."""
+        prompt, which is always less than the whole prompt. Returns None if the other calls under way leave too few
+        blocks."""
         extra = to_pin = 0
         wanted: list[tuple[str, int, int, _Cached]] = []
         for name, tokens in path:
@@ -306,7 +307,7 @@ class Router(Protocol):
 
 
 class Joining(msgspec.Struct, frozen=True):
-    """An engine, and the time at which it joins."""
+    """An engine with the relative speed `pace`, which joins at the time `at`."""
 
     name: str
     pace: float = 1.0
@@ -335,7 +336,8 @@ def play(
     start_seconds: float,
     cache_tokens: int,
 ) -> Played:
-    """Run all sessions in their order, `at_once` at a time, the first of them spread over `start_seconds`."""
+    """Run all sessions in their order, `at_once` at a time. The starts of the first `at_once` sessions are spread over
+    `start_seconds`."""
     engines: dict[str, Engine] = {}
     played = Played([])
     events: list[tuple[float, int, str, object]] = []

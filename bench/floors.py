@@ -50,7 +50,7 @@ class RoundTrip:
 
 @asynccontextmanager
 async def round_trips(url: str) -> AsyncIterator[RoundTrip]:
-    """Yield a `RoundTrip` to the server at `url` that is warmed up and has no measurements yet."""
+    """Yield a `RoundTrip` to the server at `url`. Its connections are warm, and it has no measurements yet."""
     async with aiohttp.ClientSession() as http:
         await RoundTrip(http, url).take(50)
         yield RoundTrip(http, url)

@@ -37,8 +37,8 @@ PERCENTILES = (50, 95, 99)
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The amount of measurement: the number of rounds, and the number of requests in each block, one after another and
-    `CONCURRENCY` at once."""
+    """The amount of measurement: the numbers of rounds and of requests in each block. In blocks for latency, requests
+    are made one after another; in blocks for rates, `CONCURRENCY` at once."""
 
     latency_rounds: int
     latency_block: int
@@ -195,8 +195,8 @@ def _is_whole(request: Request, answer: bytes) -> bool:
 
 
 async def _latency(load: Load, plan: Plan) -> dict[str, Any]:
-    """Measure one request at a time: the percentiles per reply, byte and way, and the time that the way adds to a
-    direct call."""
+    """Measure requests one at a time. Returns the figures of `compared` for streamed and whole replies, for the first
+    and the last byte, and for each hop."""
     spent: dict[Way, list[Spent]] = {way: [] for way in WAYS}
     for number in range(plan.latency_rounds):
         for way in WAYS if number % 2 else reversed(WAYS):

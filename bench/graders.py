@@ -76,8 +76,8 @@ FULL, QUICK = Plan(320, 96), Plan(64, 32)
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured kind: an evaluator, an endless supply of replies for it, and its `floor`, which is called with a
-    reply; `beside` is the floor's name. The evaluator of a `slow` kind starts programs."""
+    """A measured kind of evaluator: an evaluator, an endless supply of replies for it, and its `floor`, which is called
+    with a reply. `beside` is the floor's name. The evaluator of a `slow` kind starts programs."""
 
     evaluator: Evaluator
     spec: EvaluatorSpec
@@ -232,7 +232,7 @@ def of_programs() -> dict[str, Kind]:
     """Return the kinds that run programs in a sandbox."""
 
     def bare(*argv: str, given: bytes = b"", times: int = 1) -> Callable[[str], Awaitable[None]]:
-        def run() -> None:  # not asyncio's subprocess, which copies the page tables of this process
+        def run() -> None:  # asyncio's subprocess is not used, because it copies the page tables of this process
             for _ in range(times):
                 subprocess.run(argv, input=given, stdout=subprocess.DEVNULL, check=True)
 

@@ -14,12 +14,13 @@ import aiohttp
 import msgspec
 
 SLOWER = 10
-"""A page waits at least this many times as long as its last read took."""
+"""Before a page reads again, it waits at least this many times as long as its last read took."""
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True):
-    """A GET of a page. The page sends it at first, then every `every` seconds (0: never), and `pause` seconds after an
-    event whose kind begins with one of `after` and which belongs to `of`, the id of a group or session, if given."""
+    """A GET request that a page repeats. The page sends the request at first, then every `every` seconds (0: never),
+    and also `pause` seconds after an event whose kind begins with one of `after`. If `of` is given, only events of the
+    group or session with this id count."""
 
     path: str
     every: float = 0.0

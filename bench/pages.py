@@ -32,9 +32,9 @@ PAGES = 5
 PROMPT_CHARACTERS = 2048
 CALLS_A_SECOND = 50.0
 SESSIONS_A_SECOND = 2.0
-"""Sessions that begin and end beside the calls."""
+"""Number of sessions that begin and end per second beside the calls."""
 TURNS = 20
-"""Turns of the session that a page shows."""
+"""Number of turns of the session that a page shows."""
 REPLY_TOKENS = 16
 LANE = 64
 SESSION = {"limits": {"turns": 100_000, "response_tokens": 1 << 30}}
@@ -82,7 +82,7 @@ async def measure(plan: Plan) -> dict[str, Any]:
             Client() as calls,
             asyncio.TaskGroup() as tasks,
         ):
-            await client.sessions(limit=1)  # which waits for the index of the finished sessions
+            await client.sessions(limit=1)  # this call waits for the index of the finished sessions
             load = Load(corpus, process, client, calls)
             await load.calls_of(shown, TURNS)
             others = tasks.create_task(_others(client))
@@ -109,7 +109,7 @@ async def _pairs(plan: Plan, load: Load, shown: ExternalSession) -> tuple[list[B
 
 
 def _figures(closed: Sequence[Block], opened: Sequence[Block]) -> dict[str, Any]:
-    """Return the figures of pairs of blocks. `same` are ratios of two blocks without pages, one after the other: the
+    """Return the figures of pairs of blocks. `same` are the ratios of successive blocks without pages, which show the
     noise."""
     sides = {"closed": closed, "open": opened}
     return {

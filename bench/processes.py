@@ -145,8 +145,8 @@ async def service_of(
 async def service_process(
     tokenizer: Path, data: Path, run_lane: int, store_url: str, *, pauses: str = ""
 ) -> AsyncIterator[Process]:
-    """Run a service on a scripted engine, with its store in the folder `data` if the URL is empty. The caller may kill
-    the process. With `pauses` "python" garbage is collected as Python does by default."""
+    """Run a service on a scripted engine. If the URL of the store is empty, the store is in the folder `data`. The
+    caller may kill the process. If `pauses` is "python", garbage is collected as Python does by default."""
     async with _process(1, "service", str(tokenizer), str(data), str(run_lane), store_url, pauses) as process:
         yield process
 

@@ -193,7 +193,8 @@ class Load:
         self._calls = self._call_bytes = self._call_tokens = 0
 
     async def block(self, level: int, seconds: float, *, direct: bool, tokens: Sequence[int] = REPLY_TOKENS) -> Found:
-        """Run `level` clients at once. They are counted for `seconds`, after the minimum duration of one call."""
+        """Run `level` clients at once. Their calls and tokens are counted for `seconds`. The count begins after the
+        minimum duration of one call."""
         step = max(LEAST_STEP, level / self._engine.tokens_per_second)
         warm = step * statistics.mean(tokens)
         count = level + int(1.5 * level * (warm + seconds) / warm)

@@ -69,8 +69,9 @@ class Figure(float):
 
 
 def combined(rounds: Sequence[Any]) -> Any:
-    """Combine the rounds' results: different numbers to Figures, mappings by the keys that all have, and lists item by
-    item. For other values, and for lists of different lengths, the last round's value is taken."""
+    """Combine the results of the rounds. Numbers that differ become a Figure. Mappings are combined by the keys that
+    all of them have, and lists item by item. For other values, and for lists of different lengths, the last round's
+    value is taken."""
     last = rounds[-1]
     if all(one == last for one in rounds):
         return last

@@ -52,7 +52,7 @@ FORMATS = (SampleFormat.JSONL, SampleFormat.PARQUET, SampleFormat.ARROW)
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Numbers of stored groups, of readings of all of them as a stream, and of readings as JSON."""
+    """Numbers of stored groups, of readings of all groups as a stream, and of readings of all groups as JSON."""
 
     groups: int
     readings: int
@@ -187,7 +187,7 @@ def _writing(kind: SampleFormat, samples: Sequence[Sample], folder: Path) -> dic
 
 def _write(kind: SampleFormat, samples: Sequence[Sample], folder: Path) -> int:
     """Write the samples to a file. Returns its bytes."""
-    fresh = [msgspec.structs.replace(sample) for sample in samples]  # without the arrays that were already made
+    fresh = [msgspec.structs.replace(sample) for sample in samples]  # the copies lack the arrays that were already made
     path = folder / f"samples.{kind}"
     with sample_file(path, kind) as file:
         for at in range(0, len(fresh), GROUP_SIZE):

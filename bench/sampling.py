@@ -44,8 +44,9 @@ LONGEST = 120.0
 
 
 class Way(msgspec.Struct, frozen=True):
-    """The rule by which a sampler submits groups, the number of groups that run at once, in batches, the bound on the
-    age of tokens, and the treatment of groups that still run when a batch is full."""
+    """A way to sample. `refill` is the rule by which groups are submitted, and `batches_running` is the number of
+    groups that run at once, in batches. `max_age` is the bound on the age of tokens, and `overdue` the treatment of
+    groups beyond this bound. `surplus` is the treatment of groups that still run when a batch is full."""
 
     name: str
     refill: Refill
@@ -238,7 +239,8 @@ def _task(number: int, useless: float, seconds: float) -> Task:
 
 _begun: Counter[int] = Counter()
 _graded: Counter[int] = Counter()
-"""The sessions of each prompt that have begun, and that were graded, so that each way has the same draws."""
+"""Numbers of sessions that have begun, and of sessions that were graded, by prompt. The numbers select the draws, so
+that each way has the same draws."""
 
 
 class Sleeper:

@@ -35,8 +35,8 @@ ROUND_TRIPS = 200
 
 QUICK_KINDS = ("namespace", "process-landlock", "process", "memory")
 SLOW_KINDS = ("podman", "docker", "gvisor", "apptainer")
-"""Kinds with slow starts, measured if available. The socket of a container engine is found as the runtime finds it
-(DOCKER_HOST, CONTAINER_HOST)."""
+"""Kinds of runtimes with slow starts, measured if available. The socket of a container engine is found as the runtime
+finds it (DOCKER_HOST, CONTAINER_HOST)."""
 BARE = "bwrap true"
 CONCURRENCY = (1, 8)
 ROUNDS = 4
@@ -139,7 +139,7 @@ async def alive(yard: Yard, number: int, seconds: float) -> dict[str, Any]:
     try:
         left = iter(sandboxes)
         starting = await in_lanes(8, number, lambda: next(left).start())
-        ours = marked(f"{yard.name}/")  # only processes of the yard, because this process may have other children
+        ours = marked(f"{yard.name}/")  # other processes are left out, because this process may have other children
         (zygote,) = [pid for pid in children_of(os.getpid()) if pid in ours and children_of(pid)]
         kib = statistics.median(unshared_kib(pid) for pid in children_of(zygote))
         shells = [await sandbox.open_shell() for sandbox in sandboxes]
@@ -202,7 +202,8 @@ class Pace:
         self._cpu = 0.0
 
     async def add(self, lanes: int, number: int, live: Callable[[], Awaitable[tuple[float, float | None]]]) -> None:
-        """Start and stop `number` more sandboxes, `lanes` at once; `live` returns the seconds of its start and stop."""
+        """Start and stop `number` more sandboxes, `lanes` at once. `live` runs one sandbox, and returns the seconds of
+        the start and of the stop."""
 
         async def once() -> None:
             started, stopped = await live()

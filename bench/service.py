@@ -121,7 +121,7 @@ async def measure(plan: Plan) -> dict[str, Any]:
 
 
 async def _measured(plan: Plan, corpus: Corpus, data: Path, url: str) -> dict[str, Any]:
-    """Measure with the store at `url`; if empty, with a file in the service's data folder."""
+    """Measure with the store at `url`. If `url` is empty, the store is a file in the service's data folder."""
 
     def serving() -> AbstractAsyncContextManager[Process]:
         return service_process(corpus.folder, data, plan.live, url)

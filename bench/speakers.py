@@ -110,7 +110,7 @@ class StoredResponsesTalk:
 
 
 class GeminiTalk:
-    """Google generateContent. The path says whether the reply is streamed."""
+    """Google generateContent. Streamed and whole replies have different paths."""
 
     def __init__(self, *, max_tokens: int, stream: bool = False) -> None:
         self._settings = orjson.dumps({"generationConfig": {"maxOutputTokens": max_tokens}})

@@ -35,7 +35,7 @@ SPREAD = 0.8
 
 AWAITED = {age: Way(f"age {age}, slow groups awaited", "asynchronous", 3, age) for age in (8, 4, 1, 0)}
 LATE = {age: Way(f"age {age}, slow groups trained late", "asynchronous", 3, age, "train") for age in (4, 1)}
-"""Bounded ways by the maximum age."""
+"""The ways to sample with a bound on the age of tokens, by the bound."""
 BOUNDED = (*AWAITED.values(), *LATE.values())
 STOPPED = Way("3 batches running, surplus stopped", "asynchronous", 3, surplus="cancel")
 COMPARED = (UNBOUNDED, AWAITED[1], LATE[1], STOPPED)
@@ -58,7 +58,7 @@ async def run(quick: bool) -> dict[str, Any]:
 
 
 def measure(plan: Plan) -> dict[str, Any]:
-    # with all slots busy, a batch takes one mean duration: so long takes the trainer
+    # With all slots busy, a batch takes one mean duration. The trainer takes equally long.
     mean = sum(moderate_time(random.Random(number)) for number in range(10_000)) / 10_000
     size = (plan.batches, plan.target)
     return {

@@ -1,4 +1,5 @@
-"""The processor time of short commands, each a process of its own that calls a service, beside the start of Python.
+"""The processor time of short commands, each a process of its own that calls a service, compared with the start of
+Python.
 
 The service is a stub with fixed replies, so that only the command counts: its imports, its call, and its output. The
 commands take turns. A figure is the smallest of its repetitions, because other work of the machine only adds to it.

@@ -200,8 +200,8 @@ async def _post(client: Client, url: str, body: bytes) -> bytes:
 
 
 def asgi_turn(gateway: Gateway, prefix: str, call: WireCall) -> Turn:
-    """Return a turn that calls the gateway in this process, as its server would. `prefix` is the session's part of the
-    path."""
+    """Return a turn that calls the gateway in this process, as its server would. `prefix` is the part of the URL's path
+    that names the session."""
     head = {
         "type": "http",
         "method": call.method,

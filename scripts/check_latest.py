@@ -2,9 +2,9 @@
 
     python scripts/check_latest.py [TRAINER ...] [--json]
 
-Prints a table: of each trainer the version that docs/trainers.md names as tested, the newest version, and the result of
-the bridge's tests with the newest version. Only a version that is newer than the tested one is installed, into an
-environment of its own under .cache/latest, where the log is, too. The exit status is 1 if a bridge failed.
+Prints a table with a row for each trainer: the version that docs/trainers.md names as tested, the newest version, and
+the result of the bridge's tests with the newest version. Only a version that is newer than the tested one is installed,
+into an environment of its own under .cache/latest, which also has the log. The exit status is 1 if a bridge failed.
 
 The environment begins as the one of the bridge's tests, which `make` builds; the newest version then replaces the
 pinned one. Packages that the Makefile installs without their dependencies are replaced without them, so a newer version
@@ -42,8 +42,8 @@ RUN = Callable[[Sequence[str], Path], bool]
 @dataclass(frozen=True)
 class Trainer:
     """`name` is the trainer's name in docs/trainers.md. The first of `packages` has the trainer's version, and the
-    others have the same. `variable` names the environment in the Makefile, and `target` runs its tests. `dependencies`
-    is False if the Makefile installs the packages without their dependencies."""
+    others have the same version. `variable` names the environment in the Makefile, and `target` runs its tests.
+    `dependencies` is False if the Makefile installs the packages without their dependencies."""
 
     name: str
     packages: tuple[str, ...]
@@ -82,7 +82,7 @@ def tested_version(trainer: Trainer, page: str) -> str:
 
 
 def newest_version(package: str) -> str | None:
-    """Return the newest version in the registry, also one for another Python than this one."""
+    """Return the newest version in the registry. The version may be for another Python than this one."""
     command = (sys.executable, *PIP, "index", "versions", "--ignore-requires-python", package)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = re.match(rf"{re.escape(package)} \((.+)\)", done.stdout)
@@ -103,7 +103,7 @@ def logged(command: Sequence[str], log: Path) -> bool:
 
 
 def tried(trainer: Trainer, tested: str, newest: str | None, run: RUN = logged) -> Tried:
-    """Run the trainer's tests with its newest version, if that is newer than the tested one."""
+    """Run the trainer's tests with its newest version, if this version is newer than the tested version."""
     if newest is None or not is_newer(newest, tested):
         return Tried(trainer.name, tested, newest, UNKNOWN if newest is None else NEWEST)
     place = LATEST / trainer.packages[0]

@@ -1,4 +1,4 @@
-"""Writes the contents of each preset into its page, the last section of docs/harnesses/NAME.md, and the table of common
+"""Writes the contents of each preset into the last section of its page, docs/harnesses/NAME.md, and the table of common
 options into docs/harnesses.md.
 
 Run the script by hand after a preset has changed; a test compares the pages with the presets. The text above the
@@ -37,7 +37,7 @@ def with_section(text: str, preset: Preset) -> str:
 
 
 def options_table() -> str:
-    """Return the table of programs, with what each takes, as in docs/harnesses.md."""
+    """Return the table in docs/harnesses.md: each agent program, with the common options that it takes."""
     columns = ("Program", "Version", "MCP servers", "Skills", "Images", "Sub-agents", *map(_code, COMMON))
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for preset in map(load_preset, preset_names()):

@@ -167,7 +167,7 @@ class Venv:
 
 
 def requirements_of(wheel: Path) -> list[str]:
-    """The wheel's unconditional requirements (no extras), minus those left out; markers are kept for pip."""
+    """Return the wheel's requirements, except those of extras and those in LEFT_OUT. Markers are kept for pip."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = archive.read(name).decode()
@@ -231,7 +231,7 @@ def locked(prefix: Path) -> Iterator[None]:
     """Hold a lock on a prefix during the block. Other runs wait, and then find the environment complete."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with prefix.with_name(f".{prefix.name}.lock").open("w") as file:
-        os.set_inheritable(file.fileno(), True)  # so that a pip process that outlives a killed run keeps the lock
+        os.set_inheritable(file.fileno(), True)  # a pip process that outlives a killed run keeps the lock
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -23,13 +23,13 @@ OF_NODES = {
     *(f"sandboxes.{name}" for name in ("cpus", "memory_mb", "gpus", "starts_per_second", "warm", "warm_memory_mb")),
     "sandboxes.kubernetes",
 }
-"""Settings and sections that the chart gives to nodes."""
+"""Settings and sections of settings that the Helm chart gives to nodes."""
 OF_CHART = {
     *("host", "port", "tls", "token", "store", "data", "files", "processes", "stop_seconds"),
     *("callbacks.secret", "task_key"),
 }
-"""Settings that the chart itself sets, from other values. `task_key` is stored on the data volume, or is a variable of
-`service.envFromSecret`."""
+"""Settings that the Helm chart itself sets, from other values. `task_key` is stored on the data volume, or is a
+variable of `service.envFromSecret`."""
 DEFINITIONS = {
     "AgentServiceConfig": "agents",
     "EngineSpec": "engine",

@@ -14,7 +14,8 @@ Definitions:
 - A function is any `def`: methods, properties, overloads and nested functions count as functions of their own. Its
   lines run from `def` to its last line; the docstring is included, decorators are not.
 - A docstring is the first string of a module, class or function. A string directly below an assignment in the body of
-  a module or class documents the assigned name. A code line holds a token of neither of these and of no comment.
+  a module or class documents the assigned name. A code line has a token that belongs to no docstring, no such string
+  and no comment.
 - A comment is a line with a `#`, also behind code. A shebang, a coding line, and a comment that is only an
   instruction to a tool (`type: ignore`, `noqa`, `pragma: no cover`, `fmt: off`) do not count; an instruction with a
   reason behind it counts. A string that documents an assigned name counts as one comment.
@@ -22,10 +23,10 @@ Definitions:
   that is not in TRANSPARENT, which may register it, or if its module defines two helpers of this name, such as a
   method and its override.
 - A helper is used once if the package refers to it once, whether it calls it or passes it on. References to a method
-  are the attributes of its name in its module; references to another function are the names in its module. To a
-  function of a module, other modules refer by `module.name` and by the uses of the imported name; an import without
-  use counts as one. Objects are not traced to their types: an attribute of that name counts for every class. Two
-  modules often use the same name for different helpers; the second row of helpers leaves such names out.
+  are the attributes of its name in its module; references to another function are the names in its module. Other
+  modules refer to a function by `module.name` and by the uses of the imported name; an import without use counts as
+  one. Objects are not traced to their types: an attribute of that name counts for every class. Two modules often use
+  the same name for different helpers; the second row of helpers leaves such names out.
 - The import graph has an edge from a module to each module of the package that it imports while it is imported
   itself, so not within functions, nor below an `if` whose test starts with TYPE_CHECKING. `from pkg import name`
   leads to `pkg.name` if that is a module, else to `pkg`. Importing `pkg.name` is no edge to `pkg`. A chain is a path

@@ -44,7 +44,7 @@ LAYERS = (
     ("engines", "harnesses", "evaluators", "vision", "store", "client", "relay", "slurm", "tasks"),
     ("sessions", "nodes", "service", "mcp"),
     ("api",),
-    ("trainers", "cli", "doctor", "lab", "outrider"),
+    ("trainers", "cli", "doctor", "lab", "outrider", "__main__"),
 )
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 SIDEWAYS = {
@@ -59,6 +59,7 @@ SIDEWAYS = {
     ("cli", "doctor"),
     ("cli", "lab"),
     ("outrider", "cli"),
+    ("__main__", "cli"),
 }
 # Programs of their own: they have no configuration but their environment.
 INSIDE_SANDBOXES = (

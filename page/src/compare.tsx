@@ -4,7 +4,7 @@ import { useMemo, useState } from "preact/hooks"
 import { path } from "./api"
 import { MessageView } from "./conversation"
 import { link, useGet, type Place } from "./hooks"
-import type { Message, Session, Turn } from "./model"
+import { failedCalls, type Message, type Session, type Turn } from "./model"
 import { count, line, number, plural, seconds, visible } from "./text"
 import { useTurns } from "./session"
 import { Failed, Loading, Panel, Reward, Scroll, StateBadge } from "./ui"
@@ -84,6 +84,7 @@ export function Compare({ ids }: { ids: [string, string]; place: Place }) {
         ["Whole time", (session) => seconds(session.updated - session.created)],
         ["Verdict", (session) => line(session.result?.verdict?.reason ?? "–", 160)],
         ["Metrics", (session) => Object.entries(session.result?.verdict?.metrics ?? {}).map(([name, value]) => `${visible(name)} ${number(value)}`).join(", ") || "–"],
+        ["Failed model calls", (session) => count(failedCalls(session.result) || null)],
         ["Error", (session) => (session.result?.error ? `${session.result.error.code}: ${line(session.result.error.message, 120)}` : "–")],
     ]
     return (

@@ -6,7 +6,7 @@ import { Findings } from "./findings"
 import { go, link, setQuery, useEvents, useGet, useKeys, type Place } from "./hooks"
 import type { Group as GroupRecord, Session } from "./model"
 import { ago, clock, count, line, number, seconds } from "./text"
-import { Badge, Confirm, Failed, Labels, Loading, Panel, Progress, Reward, Scroll, StageBar, STAGES, StateBadge, classes } from "./ui"
+import { Badge, Confirm, Failed, Labels, Loading, Panel, Progress, Reward, Scroll, StageBar, STAGES, StateBadge, What, classes } from "./ui"
 
 async function again(id: string) {
     let reply: Response
@@ -96,23 +96,20 @@ export function Group({ id, place }: { id: string; place: Place }) {
                     <table class="plain sessions">
                         <thead><tr><th><span class="hidden">Compare</span></th>{head("sample", "#", "num")}<th>Session</th>{head("state", "Ended by")}{head("reward", "Reward")}{head("turns", "Turns", "num")}{head("tokens", "Tokens", "num")}{head("seconds", "Time", "num")}<th class="time"><span class="hidden">Stages</span></th><th>What</th></tr></thead>
                         <tbody>
-                            {sessions.map((session, at) => {
-                                const error = session.result?.error ?? session.last_error
-                                return (
-                                    <tr key={session.id} class={classes(at === active && "active", picked.includes(session.id) && "picked")}>
-                                        <td><input type="checkbox" checked={picked.includes(session.id)} aria-label={`Compare sample ${session.sample_index}`} onChange={() => toggle(session.id)} /></td>
-                                        <td class="num dim">{session.sample_index}</td>
-                                        <td class="id"><a href={link(["sessions", session.id])}>{session.id}</a></td>
-                                        <td><StateBadge session={session} />{session.attempt > 1 && <small class="dim"> attempt {session.attempt}</small>}</td>
-                                        <td><Reward value={session.result?.verdict?.reward} /></td>
-                                        <td class="num">{count(session.result?.turns)}</td>
-                                        <td class="num tokenbar"><i style={{ width: `${((session.result?.tokens?.sampled ?? 0) / mostTokens) * 100}%` }} /><b>{count(session.result?.tokens?.sampled)}</b></td>
-                                        <td class="num">{session.result ? seconds(total(session)) : <span class="dim">{seconds(Date.now() / 1000 - session.created)}</span>}</td>
-                                        <td class="time">{session.result?.seconds && <StageBar seconds={session.result.seconds} most={most} />}</td>
-                                        <td class="what">{error ? <span class="bad-text">{error.code}: {line(error.message, 90)}</span> : <span class="dim">{line(session.result?.verdict?.reason ?? session.result?.answer ?? "", 90)}</span>}</td>
-                                    </tr>
-                                )
-                            })}
+                            {sessions.map((session, at) => (
+                                <tr key={session.id} class={classes(at === active && "active", picked.includes(session.id) && "picked")}>
+                                    <td><input type="checkbox" checked={picked.includes(session.id)} aria-label={`Compare sample ${session.sample_index}`} onChange={() => toggle(session.id)} /></td>
+                                    <td class="num dim">{session.sample_index}</td>
+                                    <td class="id"><a href={link(["sessions", session.id])}>{session.id}</a></td>
+                                    <td><StateBadge session={session} />{session.attempt > 1 && <small class="dim"> attempt {session.attempt}</small>}</td>
+                                    <td><Reward value={session.result?.verdict?.reward} /></td>
+                                    <td class="num">{count(session.result?.turns)}</td>
+                                    <td class="num tokenbar"><i style={{ width: `${((session.result?.tokens?.sampled ?? 0) / mostTokens) * 100}%` }} /><b>{count(session.result?.tokens?.sampled)}</b></td>
+                                    <td class="num">{session.result ? seconds(total(session)) : <span class="dim">{seconds(Date.now() / 1000 - session.created)}</span>}</td>
+                                    <td class="time">{session.result?.seconds && <StageBar seconds={session.result.seconds} most={most} />}</td>
+                                    <td class="what"><What session={session} most={90} /></td>
+                                </tr>
+                            ))}
                         </tbody>
                     </table>
                 </Scroll>

@@ -4,8 +4,8 @@ import { useCallback, useEffect, useMemo, useRef, useState } from "preact/hooks"
 import { ApiError, get, recorded, withQuery } from "./api"
 import { link, setQuery, useEvents, useKeys, useNarrow, type Place } from "./hooks"
 import type { GroupSummary, Session } from "./model"
-import { ago, clock, count, line, seconds } from "./text"
-import { Badge, Failed, Labels, LongList, Progress, Reward, StateBadge, type Column } from "./ui"
+import { ago, clock, count, seconds } from "./text"
+import { Badge, Failed, Labels, LongList, Progress, Reward, StateBadge, What, type Column } from "./ui"
 
 interface Filter {
     name: string
@@ -214,11 +214,7 @@ export function Sessions({ place }: { place: Place }) {
         { name: "Turns", class: "num", cell: (session) => count(session.result?.turns) },
         { name: "Tokens", class: "num", cell: (session) => count(session.result?.tokens?.sampled) },
         { name: "Took", class: "num", cell: (session) => seconds((session.result ? session.updated : Date.now() / 1000) - session.created) },
-        { name: "What", class: "wide", cell: (session) => {
-            const error = session.result?.error ?? session.last_error
-            return error ? <span class="bad-text" title={line(error.message, 400)}>{error.code}: {line(error.message, 120)}</span>
-                : <span class="dim">{line(session.result?.verdict?.reason ?? session.result?.answer ?? "", 120)}</span>
-        } },
+        { name: "What", class: "wide", cell: (session) => <What session={session} most={120} /> },
         { name: "Updated", class: "num dim", cell: (session) => <span title={clock(session.updated)}>{ago(session.updated)}</span> },
     ]
     return (

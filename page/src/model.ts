@@ -31,6 +31,7 @@ export interface Result {
     artifact_bytes?: number
     answer?: string | null
     ignored?: Record<string, number>
+    failed_calls?: Record<string, number>
     frozen?: Record<string, { turns: number; tokens: number }>
 }
 export interface Session {
@@ -202,4 +203,5 @@ export interface Rates {
     points: Record<string, number>[]
 }
 
+export const failedCalls = (result: Result | null) => Object.values(result?.failed_calls ?? {}).reduce((sum, n) => sum + n, 0)
 export const turnKey = (turn: { index: number; model?: string | null }) => `${turn.model ? `${turn.model}/` : ""}${turn.index}`

@@ -5,7 +5,7 @@ import { ApiError, cancel, get, getBlob, hasToken, path, recorded, withQuery } f
 import { Branches } from "./branches"
 import { TurnView } from "./conversation"
 import { link, setQuery, useEvents, useGet, useKeys, type Place } from "./hooks"
-import { turnKey, type Artifacts, type Sample, type Session as SessionRecord, type Timeline as Record_, type Turn } from "./model"
+import { failedCalls, turnKey, type Artifacts, type Sample, type Session as SessionRecord, type Timeline as Record_, type Turn } from "./model"
 import { ago, bytes, clock, count, line, number, plural, seconds, visible } from "./text"
 import { fromTurns, Timeline } from "./timeline"
 import { fates, LEGENDS, type Colour } from "./tokens"
@@ -125,10 +125,16 @@ function Legend({ colour, turns, sampled }: { colour: Colour; turns: Turn[]; sam
     return <div class="legend tokens-legend" aria-label="Legend">{rows.map(([name, text]) => <span key={text}><i class={`t ${name}`}>ab</i>{text}</span>)}</div>
 }
 
+const MOST_KINDS = 8 // of failed calls; the others are folded
+const Kinds = ({ calls }: { calls: [string, number][] }) => (
+    <ul>{calls.map(([name, n]) => <li key={name}><span class="dim">{count(n)} ×</span> <code>{line(name, 120)}</code></li>)}</ul>
+)
+
 function Outcome({ session }: { session: SessionRecord }) {
     const result = session.result, tokens = result?.tokens
     const log = useLog(session)
     const most = STAGES.reduce((sum, name) => sum + (result?.seconds?.[name] ?? 0), 0)
+    const failed = Object.entries(result?.failed_calls ?? {}).sort((a, b) => b[1] - a[1])
     return (
         <section class="outcome" aria-label="Outcome">
             <dl class="tiles">
@@ -154,6 +160,13 @@ function Outcome({ session }: { session: SessionRecord }) {
                     {Object.entries(result.forks ?? {}).map(([cause, n]) => <Badge key={cause} tone="warn" name={`${n} × fork: ${cause}`} />)}
                     {Object.entries(result.ignored ?? {}).map(([name, n]) => <Badge key={name} name={`ignored in ${plural(n, "turn")}: ${line(name, 60)}`} />)}
                 </p>
+            )}
+            {failed.length > 0 && (
+                <div class="verdict failedcalls">
+                    <p><b>Failed model calls</b> {count(failedCalls(result))}</p>
+                    <Kinds calls={failed.slice(0, MOST_KINDS)} />
+                    {failed.length > MOST_KINDS && <details><summary>{plural(failed.length - MOST_KINDS, "more kind")}</summary><Kinds calls={failed.slice(MOST_KINDS)} /></details>}
+                </div>
             )}
         </section>
     )

@@ -2,8 +2,8 @@ import type { ComponentChildren } from "preact"
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks"
 import { recorded, type ApiError } from "./api"
 import { useKeys } from "./hooks"
-import type { ErrorRecord, Session } from "./model"
-import { count, number, visible } from "./text"
+import { failedCalls, type ErrorRecord, type Session } from "./model"
+import { count, line, number, plural, visible } from "./text"
 
 export const classes = (...names: (string | false | null | undefined)[]) => names.filter(Boolean).join(" ")
 
@@ -19,6 +19,14 @@ export function Badge({ name, tone, title }: { name: string; tone?: string; titl
 export const StateBadge = ({ session }: { session: Session }) => (
     <Badge name={session.state === "done" ? session.result?.stop_reason ?? "done" : session.state} />
 )
+
+/** A row's text about a session: its error, or its failed model calls and the verdict's reason or the answer. */
+export function What({ session, most }: { session: Session; most: number }) {
+    const error = session.result?.error ?? session.last_error
+    if (error) return <span class="bad-text" title={line(error.message, 400)}>{error.code}: {line(error.message, most)}</span>
+    const failed = failedCalls(session.result)
+    return <span class="dim">{failed > 0 && <Badge tone="warn" name={plural(failed, "failed call")} />} {line(session.result?.verdict?.reason ?? session.result?.answer ?? "", most)}</span>
+}
 
 export function Labels({ labels, most = 4 }: { labels: Record<string, string>; most?: number }) {
     const pairs = Object.entries(labels)

@@ -27,14 +27,14 @@ TIMESTAMP = "webhook-timestamp"
 SIGNATURE = "webhook-signature"
 SCHEME = "v1,"
 ENCODED = "whsec_"
-"""Prefix of a secret in base64."""
+"""Prefix of a secret whose other characters are base64."""
 MIN_SECRET = 16
 """Minimum characters of a secret. A shorter secret can be guessed from one signature."""
 TOLERANCE_SECONDS = 300.0
 
 
 def signed_headers(secret: str, group_id: str, body: bytes, *, now: float) -> dict[str, str]:
-    """Return the headers that prove that the holder of the secret sends this body at this time."""
+    """Return the headers of a callback: the group's id, the time `now`, and the signature of both and the body."""
     timestamp = str(int(now))
     return {ID: group_id, TIMESTAMP: timestamp, SIGNATURE: _signature(secret, group_id, timestamp, body)}
 
@@ -98,7 +98,7 @@ def check_signature(
 
 
 def check_secret(secret: str) -> None:
-    """Raise InvalidField for a secret that is too short to protect anything, or cannot be decoded."""
+    """Raise InvalidField for a secret that is shorter than MIN_SECRET, or cannot be decoded."""
     if len(secret) < MIN_SECRET:
         raise InvalidField(
             f"a secret needs at least {MIN_SECRET} characters",

@@ -18,7 +18,7 @@ import msgspec
 from outrider.messages import ToolSpec
 
 OPENAI_NAME = "computer"
-"""The model's name for OpenAI's computer tools, which have no name on the wire."""
+"""Name under which a model is shown OpenAI's computer tools. A client's request gives these tools no name."""
 GRID = 1000
 """Google's coordinates are thousandths of the screen's width and height: 0 to 999."""
 
@@ -122,8 +122,8 @@ OPENAI_ACTION: msgspec.json.Decoder[OpenAiAction] = msgspec.json.Decoder(OpenAiA
 
 
 def anthropic_tool(name: str, width: int | None, height: int | None, *, zoom: bool = False) -> ToolSpec:
-    """Return the function of a tool `computer_…`. `zoom` is true if the client can show a part of the screen in full
-    resolution."""
+    """Return the function that a model is shown for Anthropic's tool `computer_…`. `zoom` is true if the client can
+    show a part of the screen in full resolution."""
     properties: Schema = {
         "action": {**_TEXT, "enum": [*_ANTHROPIC_ACTIONS, *(["zoom"] if zoom else [])]},
         "coordinate": {**_POINT, "description": "The pixel [x, y] of the action."},
@@ -149,8 +149,8 @@ def anthropic_tool(name: str, width: int | None, height: int | None, *, zoom: bo
 
 
 def openai_tool(width: int | None, height: int | None) -> ToolSpec:
-    """Return the function of the tools `computer_use_preview` and `computer`. The arguments of a call are an action of
-    a `computer_call`."""
+    """Return the function that a model is shown for OpenAI's tools `computer_use_preview` and `computer`. The arguments
+    of a call are one action of a `computer_call`."""
     point = {"type": "object", "properties": {"x": _INTEGER, "y": _INTEGER}, "required": ["x", "y"]}
     properties: Schema = {
         "type": {
@@ -211,7 +211,8 @@ GOOGLE_FUNCTIONS = frozenset(_GOOGLE)
 
 
 def google_tools(excluded: Collection[str] = ()) -> list[ToolSpec]:
-    """Return the functions of the tool `computerUse`, except the excluded ones."""
+    """Return the functions that a model is shown for Google's tool `computerUse`, except the functions named in
+    `excluded`."""
     return [
         _function(
             name,

@@ -70,15 +70,15 @@ these variables."""
 
 
 class Section(BaseModel):
-    """A section of the settings. The docstring below a field is its text in docs/config.md and, with plain text for
-    links, the help of its option."""
+    """A section of the settings. docs/config.md and the help of an option show the docstring below the field; the help
+    shows links as plain text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class Setting(NamedTuple):
-    """The command-line option of a setting, such as "--port PORT", and its default in words, if the value of the field
-    does not show the default."""
+    """Describes a setting on the command line. `option` is the option, such as "--port PORT". `default` is a text about
+    the default, for a field whose value does not show the default."""
 
     option: str | None = None
     default: str | None = None
@@ -166,7 +166,8 @@ class SandboxesConfig(Section):
     """Names of the [GPUs](gpus.md) that sandboxes may set aside: an index or a UUID for NVIDIA's,
     `vendor/class=device` for others."""
     starts_per_second: Annotated[float, Field(gt=0, le=1000)] = 5.0
-    """Sandboxes [elsewhere](runtimes.md#elsewhere) that a process starts per second, at most, at each service."""
+    """Maximum number of sandboxes that a process starts per second at each [service
+    elsewhere](runtimes.md#elsewhere)."""
     kubernetes: PodsConfig = PodsConfig()
     warm: Annotated[int, Field(ge=0, le=1024), Setting("--warm N")] = 0
     """Sandboxes of each recently used kind to [make ahead](runtimes.md#made-ahead)."""
@@ -345,8 +346,8 @@ class AgentServiceConfig(NamedServer):
 
 
 class PluginsConfig(Section):
-    """The Python that tasks may have run inside the service: packages or modules with all their contents, or single
-    objects by their full path. "*" allows all importable Python."""
+    """The Python code that tasks may name and that runs inside the service. `allow` lists packages and modules, with
+    all their contents, and the full paths of single objects. "*" allows all importable Python."""
 
     allow: Annotated[tuple[str, ...], Setting("--allow-plugin MODULE")] = ("outrider.lab.demo.task",)
     """[Python](security.md#what-tasks-may-name) that tasks may name as `package.module:attribute`, and that runs inside
@@ -354,13 +355,13 @@ class PluginsConfig(Section):
 
 
 class ProrlHandlerConfig(Section):
-    """The translation of the instances of some data sources to tasks.
+    """Translates the instances of some data sources to tasks.
 
     `task`: TOML file with a task, relative to the settings file. In the file, `{row.NAME}` is replaced by the column
     NAME of the instance. `rows`: kind of data set whose adapter makes the task of an instance; the fields of the file
-    go over this task, with `image` and `test_command` as for a data set. `data_sources`: further data sources of the
-    handler; a name that ends with `*` stands for all names with this beginning. `ignored`: sampling parameters that
-    are accepted without effect, because the task's own agent decides.
+    override the fields of this task, with `image` and `test_command` as for a data set. `data_sources`: further data
+    sources of the handler; a name that ends with `*` stands for all names with this beginning. `ignored`: sampling
+    parameters that are accepted without effect, because the task's own agent decides.
     """
 
     task: Path
@@ -511,8 +512,8 @@ class Config(Section):
 
     @property
     def read_from(self) -> Path | None:
-        """The settings file, None without one. Tasks may not read the file. Its path is not a setting, and is not in
-        the JSON of the settings."""
+        """The path of the settings file, or None without a file. Tasks may not read the file. The path is not a
+        setting, and is not in the JSON of the settings."""
         return self._read_from
 
     def as_read_from(self, file: Path | None) -> Self:
@@ -573,10 +574,11 @@ RECIPE_VARIABLES = {
     "RELAY_TIMEOUT": "verl_proxy.call_seconds",
     "LOG_LEVEL": "log_level",
 }
-"""The settings of the variables of verl's recipe, which are read if `compat` has `verl`. OUTRIDER_* variables override
-these variables."""
+"""Maps each variable of verl's recipe, such as PROXY_PORT, to the path of a setting. The variables are read if `compat`
+has `verl`. OUTRIDER_* variables override these variables."""
 ADDED = {"plugins.allow": PluginsConfig().allow}
-"""Settings whose flags add to the value from the environment or the file, or else to the default given here."""
+"""Lists to which a flag adds its values, with the defaults of these lists, by path. A flag adds to the list from the
+environment or the file, or to the default if neither sets the list."""
 OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds", "near", "log_format"})
 """Settings and sections that a machine sets for itself when it joins a service. All other settings come from the
 service."""
@@ -673,24 +675,24 @@ def _own_variables() -> dict[str, Any]:
 
 
 def _systems(*sources: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the setting `compat` of the last source that has the setting."""
+    """Return the value of the setting `compat` in the last source that has this setting."""
     values = [source["compat"] for source in sources if "compat" in source]
     return values[-1] if values and isinstance(values[-1], list | tuple) else ()
 
 
 def chosen_systems(flags: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the setting `compat` of the flags or the environment."""
+    """Return the value of the setting `compat` in the flags, or else in the environment."""
     return _systems(_own_variables(), {"compat": flags["compat"]} if flags.get("compat") else {})
 
 
 def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], named: Mapping[str, str]) -> InvalidField:
-    """Return the error for a wrong setting. The error names the source of the value, a variable by its name. `named`
-    are the names of the variables by path."""
+    """Return the error for a wrong setting. The error names the source of the value, such as "the file" or the name of
+    a variable. `named` maps the paths of settings to the names of the variables that set them."""
     location = fault["loc"]
     path = ".".join(map(str, location))
     having = [name for name, values in reversed(sources) if _has_value(values, location)]
     if len(having) > 1 and having[0] == sources[-1][0] and ".".join(map(str, location[:2])) in ADDED:
-        having = having[1:]  # a flag is a text, so the wrong value is that of the source below
+        having = having[1:]  # the values of a flag are always texts, so the wrong value is from an earlier source
     source = having[0] if having else "nowhere"
     hint = None
     if source == "the environment":
@@ -704,7 +706,8 @@ def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], named: Map
 
 def _value(variable: str, text: str) -> Any:
     """Return a variable's value: lists and objects are JSON; pydantic converts other texts. Raises InvalidField for a
-    broken list or object, unless the setting is a text, such as a path, that may begin like one."""
+    broken list or object. The value of a setting that is no list is then taken as text, because a text such as a path
+    may begin with a bracket."""
     if text[0] not in "[{":
         return text
     try:

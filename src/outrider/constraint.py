@@ -22,7 +22,7 @@ class ConstraintKind(StrEnum):
     REGEX = "regex"
     # A grammar has the syntax of the engine's grammar library: Lark or GBNF.
     GRAMMAR = "grammar"
-    # Calls of tools. No client sends this kind: `ToolChoice` leads to it.
+    # Calls of tools. No client requests this kind directly: it is made from a `ToolChoice`.
     TOOL_CALLS = "tool_calls"
 
 

@@ -19,7 +19,7 @@ SECONDS = (
 """Upper bounds of the buckets of durations, in seconds. The last bucket, without a bound, is not in the list."""
 
 OTHER = "other"
-"""The name for everything that has no name of its own."""
+"""Name under which everything without a name of its own is counted."""
 
 
 class Distribution(msgspec.Struct, frozen=True):

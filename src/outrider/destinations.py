@@ -2,7 +2,7 @@
 
 Pure. A destination is written as `HOST`, `HOST:PORT`, `HOST:*` or `mirror:NAME`. HOST is a name, `*.NAME` for every
 name below NAME, an IP address (IPv6 in brackets), or `*` for every host. Without a port, ports 80 and 443 are meant.
-Invariant: a destination that another one covers never matches a host and port that the other one does not match.
+Invariant: if destination A covers destination B, then A matches every host and port that B matches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ MIRRORS = ("pip", "npm", "apt")
 """The names of mirrors."""
 NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))*")
 NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
-"""The last part of a name that some resolvers read as an IPv4 address, such as 127.1, 0177.0.0.1 or 0x7f000001."""
+"""Matches the last part of a host name that some resolvers read as an IPv4 address, such as 127.1, 0177.0.0.1 or
+0x7f000001."""
 MAX_NAME = 253
 
 
@@ -73,13 +74,14 @@ class Destination(NamedTuple):
         return bool(self.mirror) or not self.host.startswith("*")
 
     def matches(self, host: str, port: int) -> bool:
-        """Return whether the destination includes a host, as `host_name` returns it, and a port."""
+        """Return whether the destination includes this host at this port. `host` has the form that `host_name`
+        returns."""
         if self.mirror or (self.ports and port not in self.ports):
             return False
         return self.host in ("*", host) or (self.host[:2] == "*." and host.endswith(self.host[1:]))
 
     def covers(self, other: Destination) -> bool:
-        """Return whether everything that `other` matches is matched by this destination."""
+        """Return whether this destination matches everything that `other` matches."""
         if self.mirror or other.mirror:
             return self.mirror == other.mirror
         if self.ports and not (other.ports and other.ports <= self.ports):
@@ -99,7 +101,7 @@ def split_port(text: str) -> tuple[str, str | None]:
 
 
 def host_name(text: str) -> str | None:
-    """Return the one spelling of a host's name or address: lower case, no dot at its end, an address as the standard
+    """Return the normal form of a host's name or address: lower case, no dot at its end, an address as the standard
     library writes it. Returns None for everything else: an IPv6 zone, a number that stands for an IPv4 address, or
     characters that no name has."""
     text = text.lower()
@@ -160,7 +162,7 @@ PlaceText = Annotated[str, StringConstraints(min_length=1, max_length=300), Afte
 
 
 def checked_host(value: str) -> str:
-    """Return the one spelling of a host's name or address. Raises ValueError for every other text."""
+    """Return the normal form of a host's name or address (see `host_name`). Raises ValueError for every other text."""
     host = host_name(value)
     if host is None:
         raise ValueError(f"{value!r} is not one host, such as packages.lan")

@@ -126,7 +126,8 @@ def _runtime(name: str) -> Finding:
 
 
 def _tried(name: str, runtime: RuntimeKind, can: Availability) -> Availability:
-    """Run commands in a new sandbox. Returns `can`, or another availability if a command failed."""
+    """Run commands in a new sandbox. Returns `can` if all commands succeed, or else an availability that describes the
+    fault."""
     with tempfile.TemporaryDirectory(prefix="outrider-doctor-") as folder:
         for part in ("sandbox", "gateway"):
             Path(folder, part).mkdir()
@@ -143,8 +144,8 @@ def _tried(name: str, runtime: RuntimeKind, can: Availability) -> Availability:
 
 
 async def _try(name: str, runtime: RuntimeKind, folder: Path) -> bool:
-    """Run commands in a sandbox whose node has this folder. Returns True if a program in a namespace sandbox can write
-    to /usr; False for other kinds. Raises OutriderError."""
+    """Run commands in a sandbox, whose files are kept in `folder`. Returns True if a program in a namespace sandbox can
+    write to /usr; False for other kinds. Raises OutriderError."""
     async with Host(folder) as host:
         context = SandboxContext(
             session_id="doctor",
@@ -223,7 +224,7 @@ def _gpus() -> tuple[Finding, ...]:
 
 
 def _network(runtimes: Iterable[Finding]) -> Finding:
-    """Return whether tasks could have a network, and by which means."""
+    """Return the finding about networks: whether tasks can have a network, and by which means."""
     kinds = [one.name for one in runtimes if one.ok and getattr(resolve("runtime", one.name), "filters_network", False)]
     named = [name for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY") if environment(name)]
     way = f"through the proxy of {named[0]}" if named else "by direct connections"

@@ -68,8 +68,8 @@ class Boundary(StrEnum):
 
 
 CODES_WITHOUT_CLASS = ("internal_error", "expired", "lease_expired")
-"""Codes that belong to no class of exceptions: `internal_error` stands for any unexpected exception, and the others
-are in records that are made without an exception."""
+"""Codes that belong to no class of exceptions: `internal_error` stands for any unexpected exception. The other codes
+are used in records that are made without an exception."""
 
 NO_THREAD = "can't start new thread"
 """Text of Python's RuntimeError when no thread can be started."""
@@ -168,14 +168,14 @@ class OutriderError(Exception):
 
 def renamed_field(old: str, new: str) -> AbstractContextManager[None]:
     """Within the block, an error about the field `old`, or about a field below `old`, names the field `new` instead. So
-    the check of a part of a request works wherever in the request the part is."""
+    one check serves every place of a request that has a part of this kind."""
     return renamed_fields(((old, new),))
 
 
 @contextmanager
 def renamed_fields(names: Iterable[tuple[str, str]], *, whole: Collection[str] = ()) -> Iterator[None]:
-    """Like `renamed_field`, for pairs of an old and a new name. The first pair that matches is used. An error about a
-    field below a new name in `whole` has only the new name as its field."""
+    """Like `renamed_field`, for pairs of an old and a new name. The first pair that matches is used. If the new name is
+    in `whole`, the error names only the new name, without the rest of the path below it."""
     try:
         yield
     except OutriderError as error:

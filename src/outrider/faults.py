@@ -51,7 +51,7 @@ WORDS: dict[str, Callable[[Context], str]] = {
     "too_long": lambda given: f"must have at most {_counted(given['max_length'], 'item')}",
     "string_pattern_mismatch": lambda given: f"must match the pattern {given['pattern']}",
 }
-"""The words by pydantic's kind of fault. Other kinds keep pydantic's words."""
+"""Functions that make the text of a fault, by pydantic's kind of fault. Faults of other kinds keep pydantic's text."""
 
 
 def complaints(error: ValidationError) -> list[ErrorDetails]:
@@ -78,16 +78,16 @@ def fault_text(fault: ErrorDetails, kind: type[BaseModel] | None = None) -> str:
 def first_fault(
     error: ValidationError, kind: type[BaseModel] | None = None, *, below: str = "", hint: str | None = None
 ) -> InvalidField:
-    """Return the error for the first fault. `kind` is the model that refused the values, and `below` the path of these
-    values' field. Raises InvalidField for too many faults."""
+    """Return the error for the first fault. `kind` is the model that refused the values, and `below` is the path of the
+    field that holds these values. Raises InvalidField for too many faults."""
     first = complaints(error)[0]
     field = ".".join(map(str, (below, *first["loc"]) if below else first["loc"]))
     return InvalidField(fault_text(first, kind), field=field, hint=hint)
 
 
 def known_names(kind: type[BaseModel], place: Sequence[int | str]) -> list[str]:
-    """Return the names of the fields that the object at `place` may have. `place` is the location of a fault below
-    `kind`."""
+    """Return the names of the fields that the object at `place` may have. `place` is the path from the model `kind` to
+    this object, as in the location of a fault."""
     models = [kind]
     for part in place:
         fields = [field.annotation for model in models for name, field in model.model_fields.items() if name == part]

@@ -33,8 +33,8 @@ from outrider.messages import (
 
 Grids = Mapping[str, tuple[int, int, int] | str]
 PagesOf = Callable[[str], DocumentPages | str | None]
-"""Returns the pages of a document by its digest: the reason as text if the document cannot be read, and None if it is
-not known yet."""
+"""A function from a document's digest to the document's pages. The result is a text with the reason if the document
+cannot be read, and None if the document has not been read yet."""
 PDF = "application/pdf"
 
 MAX_USER_RUN = 64
@@ -45,7 +45,7 @@ _MEDIA_TYPE = re.compile(r"[\w.+-]{1,32}/[\w.+-]{1,64}", re.ASCII)
 _ADDRESS = re.compile(rf"https?://[!-;=?-Z_a-z~]{{1,{MAX_ADDRESS}}}", re.ASCII)
 _MAX_SEGMENTS = 256
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-"""Markers of JPEG's segments with the image's size."""
+"""Markers of the JPEG segments that contain the image's size."""
 
 
 def carried_by_tool(messages: WireMessages, index: int) -> bool:
@@ -61,7 +61,7 @@ def carried_by_tool(messages: WireMessages, index: int) -> bool:
 
 def check_attachments(parts: Sequence[Part], messages: WireMessages, index: int) -> None:
     """Raise RequestError if there are attachments among the parts of message `index` and no tool sent them. Documents
-    are left to `ReadableMessages`."""
+    are not checked here, but by `ReadableMessages`."""
     for part in parts:
         if isinstance(part, Attachment) and not isinstance(part, Document) and not carried_by_tool(messages, index):
             raise RequestError(f"{part.field}: {part.reason}", field=part.field)
@@ -79,7 +79,7 @@ def attachment(
 
 
 def document(data: bytes, field: str, reason: str, *, head: str = "") -> Document:
-    """Return a PDF document."""
+    """Return the message part for a PDF document. For `field` and `reason`, see `Attachment`."""
     text = f"[{PDF}, {len(data):,} bytes: this model does not read such files]"
     return Document(text, PDF, field, reason, hashlib.sha256(data).hexdigest(), data, head)
 
@@ -141,7 +141,7 @@ def pixel_size(data: bytes) -> tuple[int, int] | None:
 
 
 class UnpreparedImages(Exception):
-    """The grids of these images of a message are not known yet."""
+    """Raised for a message with images whose grids are not known yet."""
 
     def __init__(self, images: Sequence[Image]) -> None:
         super().__init__(f"{len(images)} images")
@@ -149,7 +149,7 @@ class UnpreparedImages(Exception):
 
 
 class UnpreparedDocuments(Exception):
-    """The pages of these documents of a message are not known yet."""
+    """Raised for a message with documents whose pages are not known yet."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
         super().__init__(f"{len(documents)} documents")

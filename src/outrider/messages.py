@@ -54,9 +54,9 @@ class Attachment(Text, frozen=True, tag="attachment", gc=False):
 
 
 class Document(Attachment, frozen=True, tag="document", gc=False):
-    """A PDF document, identified by `digest`, the SHA-256 (hex) of its bytes `data`. `media.py` puts its pages in its
-    place if they can be read, and otherwise treats the document as an attachment. `head` is text about the document,
-    for the model."""
+    """A PDF document, identified by `digest`, the SHA-256 (hex) of its bytes `data`. `media.py` replaces the document
+    by its pages if the pages can be read, and otherwise treats the document as an attachment. `head` is a text about
+    the document that the model is shown."""
 
     digest: str
     data: bytes

@@ -63,7 +63,7 @@ BUILTINS: dict[str, dict[str, str]] = {
 
 
 class PluginFailure(Exception):
-    """The error of a plugin that raised an exception which must not reach the event loop."""
+    """Raised in place of a plugin's exception that must not reach the event loop, such as SystemExit."""
 
 
 @contextlib.contextmanager

@@ -42,7 +42,8 @@ View = Any
 
 
 class Column(ABC):
-    """A column of the field `name` of samples. `of` is the name in `Sample`, if it differs."""
+    """The column of one field of the samples. `name` is the column's name. `of` is the name of the field in `Sample`,
+    if it differs from the column's name."""
 
     def __init__(self, name: str, of: str = "") -> None:
         self.name = name
@@ -59,7 +60,7 @@ class Column(ABC):
 
 
 class TextColumn(Column):
-    """Text. `make` returns a value from its text."""
+    """A column of texts. `make` makes a value from the text in the column."""
 
     def __init__(self, name: str, make: Any = str) -> None:
         super().__init__(name)
@@ -78,7 +79,8 @@ class TextColumn(Column):
 
 
 class JsonColumn(TextColumn):
-    """Values of `shape` as JSON text, because not all readers of Arrow treat maps and nested structs alike."""
+    """A column of values of the type `shape`, as JSON text, because not all readers of Arrow treat maps and nested
+    structs alike."""
 
     def __init__(self, name: str, shape: Any) -> None:
         super().__init__(name, msgspec.json.Decoder(shape).decode)
@@ -88,7 +90,7 @@ class JsonColumn(TextColumn):
 
 
 class NumberColumn(Column):
-    """int32 (`code` "i") or float64 ("d"); None is null."""
+    """A column of numbers: int32 for `code` "i", float64 for "d". None is stored as null."""
 
     def __init__(self, name: str, code: str = "i", *, nullable: bool = False) -> None:
         super().__init__(name)
@@ -110,7 +112,7 @@ class NumberColumn(Column):
 
 
 class ListColumn(Column):
-    """A list for each row. `inner` is the column of the lists' items."""
+    """A column with a list of numbers for each row. `inner` is the column of the numbers of all lists."""
 
     def __init__(self, name: str, inner: NumberColumn) -> None:
         super().__init__(name)
@@ -129,7 +131,8 @@ class ListColumn(Column):
 
 
 class PackedColumn(Column):
-    """A list of numbers for each row, from and to the bytes of packed numbers: no number becomes a Python object."""
+    """A column with a list of numbers for each row. Lists are encoded from packed bytes and decoded to packed bytes, so
+    no number becomes a Python object."""
 
     def __init__(self, name: str, of: str, code: str = "i") -> None:
         super().__init__(name, of)
@@ -152,8 +155,8 @@ class PackedColumn(Column):
 
 
 class SpanColumn(Column):
-    """A list of structs of int32 for each row. `make` returns the value of a struct from its numbers, and `split` the
-    numbers from the value."""
+    """A column with a list of structs of int32 for each row. `make` returns the value of a struct from its numbers, and
+    `split` the numbers from the value."""
 
     def __init__(
         self,
@@ -258,7 +261,7 @@ _METADATA = struct.Struct(
 )
 _CONTINUATION, _METADATA_V5, _RECORD_BATCH = 0xFFFFFFFF, 4, 3
 SMALL = 16 << 10
-"""Bytes of a piece of a message below which the piece is joined with its neighbours."""
+"""Pieces of a message with fewer bytes than this are joined with their neighbours."""
 
 
 SPAN = ("start", "end")
@@ -344,7 +347,7 @@ def batches(samples: Sequence[Sample]) -> Iterator[bytes]:
 
 
 def rows_of_batches(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """Yield the samples of each batch."""
+    """Divide samples among batches, and yield the samples of each batch."""
     some: list[Sample] = []
     size = 0
     for sample in samples:
@@ -427,8 +430,8 @@ def _offsets(lengths: Iterable[int]) -> bytes:
 
 def _validity(values: Sequence[Any]) -> bytes:
     """Return the bitmap of the values that are not None."""
-    # The time for a conversion in base 2 is proportional to the number of digits. Shifts of one large number would take
-    # seconds for the turns of a page.
+    # The bits are converted from a text in base 2, which takes time proportional to their number. Shifting one large
+    # number for each bit would take seconds for the turns of a page.
     digits = "".join(["0" if value is None else "1" for value in reversed(values)])
     return int(digits, 2).to_bytes((len(values) + 7) // 8, "little")
 

@@ -21,8 +21,8 @@ Role = Literal["read", "submit", "node", "admin"]
 """The rights of a token. `submit` includes `read`, `node` only allows a node to join, `admin` allows everything."""
 
 Severity = Literal["error", "warning", "info"]
-"""The severity of a finding: `error` spoils what is trained on or fails sessions, `warning` wastes time or tokens,
-`info` is good to know."""
+"""The severity of a finding: an `error` spoils training data or makes sessions fail, a `warning` wastes time or tokens,
+an `info` is only worth knowing."""
 
 PolicyPause = Literal["finish", "abort"]
 """The effect of a policy pause on the generations in flight: they run to their end, or are cut off and continued
@@ -112,8 +112,8 @@ class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledImage(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of getting an image on one machine, through `node`: the image's digest and the bytes of its files, or
-    the error."""
+    """The result of getting an image on one machine. `node` is a node of the machine. The result has the image's digest
+    and the bytes of its files, or the error."""
 
     node: str
     digest: str | None = None
@@ -191,7 +191,7 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a group alone and of a group in a list."""
+    """The fields that a single group and a group in a list have in common."""
 
     id: str
     state: GroupState
@@ -216,7 +216,7 @@ class GroupView(GroupFields, frozen=True, kw_only=True):
 
 
 class JsonGroupView(GroupFields, frozen=True, kw_only=True):
-    """A `GroupView` as it is in JSON."""
+    """A `GroupView` as decoded from JSON: each sample is a `JsonSample`."""
 
     sessions: tuple[SessionView, ...]
     samples: tuple[JsonSample, ...] | None = None
@@ -321,7 +321,7 @@ class RunDiff(msgspec.Struct, frozen=True, kw_only=True):
     """A comparison of two runs. `reward` and `pass_at` are the differences b - a. `paired` is the number of tasks that
     have graded sessions on both sides; the differences are over these tasks alone, or over all tasks as two independent
     sets if `paired` is 0. `gained` pairs of sessions are solved in `b` only, `lost` in `a` only, and `flips` are the
-    first of them."""
+    first of these pairs."""
 
     a: RunSide
     b: RunSide
@@ -335,9 +335,10 @@ class RunDiff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChangedSessions(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a cancellation or a retry of sessions. `matched` sessions match; `changed` were cancelled or
-    submitted again, in the new `groups` for a retry. `skipped` counts the others by reason. `sessions` are the first
-    100 that match. With `dry_run` nothing was changed. `error` is the refusal at which a retry stopped."""
+    """The result of a cancellation or a retry of sessions. `matched` is the number of sessions that match, and
+    `changed` the number of sessions that were cancelled or submitted again. A retry submits them in the new `groups`.
+    `skipped` counts the matching sessions that were left as they are, by reason. `sessions` are the first 100 that
+    match. With `dry_run` nothing was changed. `error` is the refusal at which a retry stopped."""
 
     matched: int
     changed: int
@@ -360,8 +361,9 @@ class PauseView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueuePauses(msgspec.Struct, frozen=True, kw_only=True):
-    """The pauses of the queue, the oldest first. `held` sessions of the caller's tenant, or of all tenants, wait for
-    their end. `changed` is the number of sessions that this request has held or released."""
+    """The pauses of the queue, the oldest first. `held` is the number of sessions that the pauses hold: those of the
+    caller's tenant, or of all tenants for an admin. `changed` is the number of sessions that this request has held or
+    released."""
 
     pauses: tuple[PauseView, ...]
     held: int
@@ -500,8 +502,8 @@ class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpanView(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened in an attempt. `end` is None while it goes on. docs/timeline.md describes the kinds, and
-    the `data` of each."""
+    """An event or an activity in an attempt. `end` is None while the activity goes on. docs/timeline.md describes the
+    kinds, and the `data` of each."""
 
     kind: str
     name: str
@@ -690,7 +692,8 @@ class RunSeconds(msgspec.Struct, frozen=True, kw_only=True):
 class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """The report of the doctor of runs: the amount of data that was read, and the findings, the most severe first.
 
-    groups, sessions: the groups and the done sessions that were read. not_done: further sessions of these groups.
+    groups, sessions: the groups and the done sessions that were read. not_done: the number of sessions of these groups
+        that are not done.
     truncated: true if there are more groups, which are older and were not read.
     read_sessions, read_turns: the sessions and model calls of the sample whose turns and timelines are read.
     """

@@ -68,7 +68,7 @@ Environment = Annotated[dict[EnvName, EnvValue], Field(max_length=1024)]
 Command = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
 TargetPath = Annotated[Name, AfterValidator(checked_target)]
 MAX_SECONDS = 7 * 86_400
-"""Maximum of a limit and of a pause."""
+"""Maximum seconds of a time limit or a pause in a request."""
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
 Pause = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
 
@@ -266,7 +266,7 @@ class NetworkSpec(Spec):
         return self.allow if own is None else own
 
     def lists(self) -> list[tuple[str, list[str]]]:
-        """Return the lists that are given, each with its field."""
+        """Return the lists of destinations that the spec sets, each with the name of its field."""
         named = [(phase.value, getattr(self, phase.value)) for phase in Phase]
         return [("allow", self.allow), *((name, given) for name, given in named if given is not None)]
 
@@ -278,7 +278,7 @@ class NetworkSpec(Spec):
 
 
 DEFAULT_KIND = "namespace"
-"""The kind of sandbox where neither a task nor a node's setting names one."""
+"""Kind of sandbox if neither the task nor the node's settings name a kind."""
 
 
 class RuntimeSpec(Spec):
@@ -306,7 +306,8 @@ class RuntimeSpec(Spec):
 
     @property
     def sandbox_kind(self) -> str:
-        """The kind, or DEFAULT_KIND without one. Nodes fill in their own default before (`with_default_runtime`)."""
+        """The kind of the sandbox, or DEFAULT_KIND if none is set. A node has already put its own default into the task
+        (`with_default_runtime`)."""
         return self.kind or DEFAULT_KIND
 
     @property
@@ -375,8 +376,9 @@ class McpServer(Spec):
         return self
 
     def secrets(self) -> list[tuple[str, str]]:
-        """Return the variables and headers, by names in which a search for secrets finds every header. A header's
-        credential, such as the token after `Bearer`, is listed as well."""
+        """Return the variables and headers as pairs of a name and a value, in which `redaction.secrets_in` looks for
+        secrets. Every header is named "secret header", so each counts as a secret. The credential in a header, such as
+        the token after `Bearer`, is a pair of its own."""
         headers = [value for text in self.headers.values() for value in (text, text.rpartition(" ")[2])]
         return [*self.env.items(), *(("secret header", value) for value in headers)]
 
@@ -658,7 +660,8 @@ def fields_of_step(step: int) -> Iterator[None]:
 
 
 def step_field(step: int) -> str:
-    """Return the path of the fields of a step. The first step is 0."""
+    """Return the path of a step in a request, such as `task.then.0`; the fields of the step are below this path. The
+    first step is 0, with the path `task`."""
     return f"task.then.{step - 1}" if step else "task"
 
 
@@ -734,8 +737,9 @@ class TranslatedSpec(Spec):
 
 
 class StoredGroupSpec(GroupSpec):
-    """A group as stored. `regrades`: by sample index, the sessions whose runs are graded again without running agents.
-    `regrades` is empty if the group runs agents. `translated` is set for the group of another system's client."""
+    """A group as stored. `regrades` are the ids of the sessions whose runs this group grades again, one for each of its
+    samples. `regrades` is empty for a group that runs agents. `translated` is set for the group of another system's
+    client."""
 
     regrades: list[str] = []
     translated: TranslatedSpec | None = None

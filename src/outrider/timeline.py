@@ -25,10 +25,10 @@ MOST_ENTRIES = 1000
 MOST_CHARACTERS = 200
 """Maximum number of characters of an entry's name."""
 MOST_BYTES = 8 << 20
-"""Maximum size in bytes of a part. The maximum number of entries of all kinds, each with the longest text, fits into a
-part."""
+"""Maximum size of a `TimelinePart` in bytes. A part can hold the maximum number of entries of every kind, each with the
+longest text."""
 MOST_PARTS = 500
-"""Maximum number of parts that are stored at once."""
+"""Maximum number of parts that one call stores."""
 
 
 class EntryKind(StrEnum):
@@ -97,7 +97,8 @@ class Timeline:
         return self.add(kind, name, self._clock(), None, **data)
 
     def end(self, number: int, *, at: float | None = None, **data: Any) -> None:
-        """Note the end of an entry that goes on, at the time `at` (default: now). Other numbers are ignored."""
+        """Note the end of an entry that goes on, at the time `at` (default: now). A number that belongs to no such
+        entry is ignored."""
         if (entry := self._open.pop(number, None)) is not None:
             end = self._clock() if at is None else at
             self._changed[number] = msgspec.structs.replace(entry, end=end, data=entry.data | data)

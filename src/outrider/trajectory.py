@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# The names are texts, and the functions below import numpy when called, because clients and the command line use the
-# records of this module without numpy, whose import takes a fifth of a second.
+# The types are written as texts, and the functions below import numpy when they are called, because the import takes a
+# fifth of a second. Clients and the command line use the records of this module without numpy.
 Ids: TypeAlias = "npt.NDArray[np.int32]"
 Logprobs: TypeAlias = "npt.NDArray[np.float64]"
 
@@ -75,7 +75,7 @@ class ForkCause(StrEnum):
 
 
 HEAD_CHANGES = frozenset({ForkCause.TOOLS_CHANGED, ForkCause.SYSTEM_CHANGED, ForkCause.TOOLS_AND_SYSTEM_CHANGED})
-"""Causes of a fork that continues a recorded history behind another head: other tools, another system prompt."""
+"""Causes of a fork in which a recorded history continues with other tools or another system prompt."""
 
 
 class BranchKind(StrEnum):

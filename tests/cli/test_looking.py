@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,26 @@ async def test_a_program_whose_calls_are_not_served_is_told_apart(cli: Cli, tmp_
     assert result["failed_calls"] == {"not_found: POST /v1/completions": 1}
     assert result["error"]["message"].endswith("; calls answered with an error: not_found: POST /v1/completions (1)")
     assert "model calls answered with an error: not_found: POST /v1/completions (1)" in seen.out
+
+
+async def test_tables_have_the_failed_model_calls_of_a_session_without_an_error(cli: Cli, tmp_path: Path) -> None:
+    body = '{"model": "m", "messages": [{"role": "user", "content": "x"}]}'
+    program = (
+        "for n in 1 2; do curl -s -d {} $OPENAI_BASE_URL/completions; done; "
+        f"curl -s -H \"Authorization: Bearer $OPENAI_API_KEY\" -d '{body}' $OPENAI_BASE_URL/chat/completions"
+    )
+    task = tmp_path / "task.toml"
+    task.write_text(
+        'instruction = "Say hi."\nevaluator = { run = "true" }\nruntime = { kind = "process" }\n'
+        f'[harness]\ncommand = ["sh", "-c", {json.dumps(program)}]\n'
+    )
+    async with running_service(tmp_path=tmp_path, replies=[say("hi")]) as (_, url):
+        ran = await cli("run", task, "--url", url)
+        [session] = (await cli("sessions", "--url", url, "--json")).document["sessions"]
+        seen = [ran, await cli("status", session["group_id"], "--url", url), await cli("sessions", "--url", url)]
+    assert (session["result"]["error"], ran.code) == (None, 0)
+    for each in seen:
+        assert "2 failed model calls" in each.out
 
 
 async def test_a_crash_and_an_excess_are_told_apart_from_a_plain_zero(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,11 @@ def test_without_words_the_help_is_shown(cli: Cli) -> None:
 
 def test_the_version(cli: Cli) -> None:
     assert cli.run("--version").out.startswith("outrider ")
+
+
+def test_the_package_is_the_command(cli: Cli) -> None:
+    ran = subprocess.run([sys.executable, "-m", "outrider", "--version"], capture_output=True, text=True, check=True)
+    assert ran.stdout == cli.run("--version").out
 
 
 @pytest.mark.parametrize(

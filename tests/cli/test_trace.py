@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cli.world import REPLIES, Cli, write_task
+from cli.world import PROGRAM, REPLIES, Cli, write_task
 from outrider.client.trace_events import trace_events
 from outrider.lifecycle import SessionState
 from outrider.schemas import SpanView, TimelineView
@@ -108,3 +110,16 @@ def test_hostile_names_stay_text(name: str) -> None:
         spans=(SpanView(kind="command", name=name, start=1.0, end=2.0),),
     )
     assert [event["name"] for event in trace_events([("one", view)]) if event["ph"] == "X"] == [name]
+
+
+async def test_a_reader_that_has_ended_is_no_error(cli: Cli, tmp_path: Path) -> None:
+    """Such as `head`."""
+    async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url):
+        ran = await cli("run", write_task(tmp_path), "--url", url, "--json")
+        reading, writing = os.pipe()
+        os.close(reading)
+        words = (*PROGRAM, "trace", ran.document["id"], "--url", url)
+        process = await asyncio.create_subprocess_exec(*words, stdout=writing, stderr=asyncio.subprocess.PIPE)
+        os.close(writing)
+        _, said = await process.communicate()
+    assert (process.returncode, said) == (1, b"")

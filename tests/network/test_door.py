@@ -78,6 +78,73 @@ async def test_other_connections_go_to_the_model_gateway(tmp_path: Path) -> None
         assert door.uses == {}
 
 
+async def test_requests_to_the_gateway_and_to_others_share_a_connection(tmp_path: Path) -> None:
+    """As Bun sends them: over any open connection to the one address that both have."""
+    heard: list[bytes] = []
+
+    async def gateway(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(b"")
+        while data := await reader.read(1 << 16):
+            heard[-1] += data
+            if data.endswith(END):
+                writer.write(HELLO)
+        writer.close()
+
+    async with await asyncio.start_unix_server(gateway, tmp_path / "gateway"), a_server() as server:
+        place = f"files.test:{server.port}"
+        other = get(f"http://{place}/x").encode()
+        body = other + b"x" * 200_000 + other + END
+        call = b"POST /v1/messages HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+        absolute = call.replace(b" /v1", f" {ENDPOINT}/v1".encode(), 1)
+        names = {"files.test": [["127.0.0.1"]]}
+        async with a_door(tmp_path, place, names=names, internal=[place]) as (door, _):
+            got = await replies(tmp_path, call, absolute, call, other)
+            assert got.startswith(3 * HELLO)
+            assert got.endswith(b"Connection: close\r\n\r\nhi")
+            assert heard == [3 * call]
+            assert server.heard == [f"GET /x HTTP/1.1\r\nHost: {place}\r\nConnection: close\r\n\r\n".encode()]
+            [use] = door.uses.values()
+            assert (use.server, use.requests) == (place, 1)
+            refused = get("http://elsewhere.test/").encode()
+            assert (await replies(tmp_path, call, refused)).startswith(HELLO + b"HTTP/1.1 403 ")
+            established = b"HTTP/1.1 200 Connection established\r\n\r\n"
+            tunnel = connect(place).encode()
+            assert await replies(tmp_path, call, tunnel, end=True) == HELLO + established
+            tunnel = connect("127.0.0.1:61080").encode() + call
+            assert await replies(tmp_path, call, tunnel, end=True) == HELLO + established + HELLO
+            assert heard[-1] == 2 * call
+            # the rest of a connection goes to the gateway if the end of a request is not known from its head
+            for fields in (b"Transfer-Encoding: chunked", b"Upgrade: x", b"Content-Length: 1\r\nContent-Length: 2"):
+                odd = b"POST /v1/messages HTTP/1.1\r\n%s\r\n\r\n%s" % (fields, END)
+                assert await replies(tmp_path, call, odd, other + END, end=True) == 3 * HELLO
+                assert heard[-1] == call + odd + other + END
+            # so do a head that is too long, and one that does not end
+            for rest in (b"GET /" + b"x" * (100 << 10) + END, b"GET /v1" + END):
+                assert await replies(tmp_path, call, rest, end=True) == 2 * HELLO
+                assert heard[-1] == call + rest
+
+
+END = b"the end"
+
+
+async def replies(folder: Path, *requests: bytes, end: bool = False) -> bytes:
+    """What the door answers to requests that follow each other on one connection. With `end`, the client ends its input
+    after the last request."""
+    async with asyncio.timeout(10):
+        reader, writer = await asyncio.open_unix_connection(folder / "door")
+        try:
+            got = b""
+            for request in requests[:-1]:
+                writer.write(request)
+                got += await reader.readexactly(len(HELLO))
+            writer.write(requests[-1])
+            if end:
+                writer.write_eof()
+            return got + await reader.read()
+        finally:
+            writer.close()
+
+
 async def test_the_operators_proxy_leads_to_servers(tmp_path: Path) -> None:
     """Its password stays outside. Names that this machine cannot resolve are the proxy's business; an address that is
     private stays refused."""

@@ -23,11 +23,11 @@ __all__ = ["servers"]
 
 pytestmark = pytest.mark.real
 
-# OpenCode sends one request through the proxy, and offers no tool of the server.
 WRITE = {
     "claude-code": call("Bash", command="echo hello > out.txt", description="Write"),
     "codex": call("exec_command", cmd="echo hello > out.txt"),
     "gemini-cli": call("run_shell_command", command="echo hello > out.txt"),
+    "opencode": call("bash", command="echo hello > out.txt", description="Write"),
     "openhands": call("terminal", command="echo hello > out.txt", security_risk="LOW"),
     "qwen-code": call("run_shell_command", command="echo hello > out.txt", is_background=False),
 }

@@ -116,6 +116,96 @@ async def test_a_failed_model_call_is_in_the_timeline(tmp_path: Path) -> None:
             assert tab.faults == []
 
 
+BAD_CALLS = r"""
+from urllib.error import HTTPError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
+import os
+
+BASE, KEY = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+for path in [*8 * ["completions"], *map(str, range(9)), *2 * ["<img src=x onerror=hacked=1>\u202e\u05d0&lt;b&gt;"]]:
+    try:
+        urlopen(BASE + "/" + quote(path), b"{}")
+    except HTTPError:
+        pass
+body = b'{"model": "policy", "messages": [{"role": "user", "content": "Hello?"}]}'
+urlopen(Request(BASE + "/chat/completions", body, {"Authorization": "Bearer " + KEY}))
+"""
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+async def test_failed_model_calls_are_counted_by_kind(tmp_path: Path, width: int) -> None:
+    hostile = "not_found: POST /v1/<img src=x onerror=hacked=1>?\u05d0&lt;b&gt;"
+    spec = timeline_task(
+        harness={"command": ["python3", "calls.py"]},
+        evaluator={"kind": "command", "run": "true"},
+        runtime={"kind": "process", "prepare": [{"write": BAD_CALLS, "to": "calls.py"}]},
+    )
+    running = running_service(tmp_path=tmp_path, replies=[say("hello")])
+    async with running as (_, url), AsyncClient(url) as client, browser_tab(url, width=width) as tab:
+        [done] = await client.wait([(await client.submit({"task": spec})).id])
+        [session] = done.sessions
+        assert session.result is not None
+        assert (session.result.failed_calls[hostile], sum(session.result.failed_calls.values())) == (2, 19)
+        await tab.open(f"sessions/{session.id}")
+        await shown(tab, "Failed model calls")
+        assert (await tab.text(".failedcalls p")).split() == ["Failed", "model", "calls", "19"]
+        texts = await tab.page.locator(".failedcalls > ul li").all_inner_texts()
+        assert texts[:2] == ["8 \u00d7 not_found: POST /v1/completions", f"2 \u00d7 {hostile}"]
+        assert len(texts) == 8
+        assert not await tab.page.locator(".failedcalls details li").first.is_visible()
+        await tab.page.get_by_text("3 more kinds").click()
+        await tab.page.locator(".failedcalls details li").last.wait_for()
+        await stays_text(tab, width)
+        await tab.open(f"groups/{done.id}")
+        await shown(tab, "19 failed calls", "td.what")
+        if width > 400:  # the list has no room for the column on a phone
+            await tab.open("sessions")
+            await shown(tab, "19 failed calls", ".listbody")
+        await tab.open(f"compare/{session.id}/{session.id}")
+        await shown(tab, "Failed model calls")
+        assert await tab.page.locator("td").get_by_text("19", exact=True).count() == 2
+        # a node's report may have names that no gateway writes
+        view = json.loads(await client.reply_body(f"/v1/sessions/{session.id}"))
+        view["result"]["failed_calls"] = {HOSTILE: 1, "x" * 5000: 2, "__proto__": 3, "a\u202eb\nc": 4}
+
+        async def answer(route: Any) -> None:
+            await route.fulfill(body=json.dumps(view), content_type="application/json")
+
+        await tab.page.route(f"**/v1/sessions/{session.id}", answer)
+        await tab.open(f"sessions/{session.id}")
+        await tab.page.locator(".failedcalls li").first.wait_for()
+        texts = await tab.page.locator(".failedcalls li").all_inner_texts()
+        assert texts[:3] == ["4 \u00d7 a\u27e8U+202E\u27e9b c", "3 \u00d7 __proto__", f"2 \u00d7 {'x' * 120}…"]
+        assert texts[3].startswith("1 \u00d7 <script>window.hacked = 1</script>")
+        await stays_text(tab, width)
+        assert tab.faults == []
+
+
+async def stays_text(tab: Tab, width: int) -> None:
+    """Assert that hostile text of the session's view has no effect, and that the view is as wide as the screen."""
+    assert await tab.page.evaluate("window.hacked === undefined")
+    assert await tab.page.locator("main script, main img").count() == 0
+    assert await tab.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert await tab.violations() == []
+
+
+async def test_a_finished_run_and_a_file_have_the_failed_model_calls(tmp_path: Path) -> None:
+    file = tmp_path / "session.html"
+    spec = timeline_task(limits={"turns": 1}, evaluator={"kind": "command", "run": "true"})
+    running = running_service(tmp_path=tmp_path, replies=[call("echo hi"), say("done")])
+    async with running as (_, url), AsyncClient(url) as client:
+        [done] = await client.wait([(await client.submit({"task": spec})).id])
+        session = done.sessions[0].id
+        assert await asyncio.to_thread(run_outrider, "show", session, "--html", str(file), "--url", url) == 0
+    async with open_run(tmp_path / "data", None) as run, serving_run(run, 0) as url, browser_tab(url) as tab:
+        await tab.open(f"sessions/{session}")
+        await shown(tab, "limit_reached", ".failedcalls")
+        await tab.page.goto(f"file://{file}")
+        await shown(tab, "limit_reached", ".failedcalls")
+        assert tab.faults == []
+
+
 async def test_the_tokens_of_a_session_are_read(tmp_path: Path) -> None:
     async with page_world(tmp_path) as world, browser_tab(world.url, height=1000) as tab:
         session = session_of(world.parsers, 1)

@@ -23,7 +23,7 @@ from outrider.trajectory import FinishReason
 from support.later import safetensors
 from support.reference_llama import ReferenceLlama
 
-from .vllm_cpu import STARVED, VllmServer
+from .vllm_cpu import STARVED, SharedVllm, VllmServer
 
 pytestmark = pytest.mark.real
 
@@ -129,8 +129,9 @@ async def test_a_folder_that_can_be_seen_to_be_none_is_refused_and_the_engine_se
         assert len((await whole(pool, request(tokenizer.encode(PROMPT)))).ids) == LENGTH
 
 
-async def test_a_folder_that_only_the_server_can_look_for_is_refused(engine: VLLMEngine, tmp_path: Path) -> None:
-    """The last test: this vLLM ends itself over a folder that it cannot read."""
+async def test_a_folder_that_only_the_server_can_look_for_is_refused(
+    engine: VLLMEngine, shared_vllm: SharedVllm, tmp_path: Path
+) -> None:
     async with EnginePool() as pool:
         await pool.add_engine(engine)
         version = pool.policy.version
@@ -138,3 +139,5 @@ async def test_a_folder_that_only_the_server_can_look_for_is_refused(engine: VLL
             await pool.policy.update(version + 1, mode="finish", weights=str(tmp_path / "not/here"))
         status = pool.policy.status()
         assert (status.version, status.paused) == (version, None)
+    # This vLLM is healthy, has no weights any more, and dies of the next request.
+    await shared_vllm.close()

@@ -30,6 +30,7 @@ START_SECONDS = 480
 STOP_SECONDS = 15
 STOP_POLL_SECONDS = 0.05
 TAIL_BYTES = 4000
+ERROR_LINES = 120
 PROMPT_SECONDS = 1.0
 ATTEMPTS = 6
 STARVED = "vLLM answered nothing until its generations had ended: the machine is too loaded for this test"
@@ -137,7 +138,7 @@ class SharedVllm:
         async with aiohttp.ClientSession() as http:
             if await _healthy(http, self._server):
                 return
-        print(f"vLLM has ended:\n{_tail(self._server.log)}")
+        print(f"vLLM has ended:\n{_first_errors(self._server.log)}")
         await self.close()
 
     async def close(self) -> None:
@@ -259,6 +260,12 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _first_errors(log: Path) -> str:
+    """The cause of an end: all later errors only report that the engine's process has ended."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if " ERROR " in line or "Fatal" in line]
+    return "\n".join(lines[:ERROR_LINES]) or _tail(log)
 
 
 def _tail(log: Path) -> str:

@@ -72,6 +72,15 @@ async def test_a_query_sees_each_change_at_once(store: Store, tmp_path: Path) ->
         assert await ask("SELECT state, done, rewarded, mean_reward FROM groups") == [["done", 1, 1, 0.5]]
 
 
+async def test_the_data_folder_may_have_a_relative_path(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the default `.outrider` has."""
+    monkeypatch.chdir(tmp_path)
+    async with an_index(store, Path(".")) as ask:
+        assert await ask("SELECT count(*) FROM sessions") == [[0]]
+
+
 async def test_views_have_turns_errors_rewards_and_tokens(store: Store, tmp_path: Path) -> None:
     async with an_index(store, tmp_path) as ask:
         await a_done_group(store)

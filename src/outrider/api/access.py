@@ -49,7 +49,7 @@ class AccessControl:
     `open_paths` are the paths that need no token: OPEN_PATHS, without the paths that belong to another system. `calls`
     is the maximum number of calls under way with one token. An admin's calls are not limited. The connections of an
     admin with a token are not closed to make room for others. `roles` has the role that each route requires, by method
-    and path. `refusal` makes the reply to an error of this class, for a request's scope.
+    and path. `refusal` makes the reply to an error that is raised here, from the request's scope and the error.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class AccessControl:
                 check_local(headers)
         except OutriderError as error:
             # A call without a valid token is not in the audit log, because it changes nothing, and any program could
-            # fill the log with such calls. Starlette replies to a WebSocket request that is not yet accepted like to
-            # any other request.
+            # fill the log with such calls. To a WebSocket request that is not accepted yet, Starlette replies as to any
+            # other request.
             await self._refusal(scope, error)(scope, receive, send)
             return
         admin = caller.may("admin")
@@ -116,8 +116,8 @@ class AccessControl:
                 del self._under_way[caller.name]
 
     def _check_websocket(self, path: str, caller: Principal) -> None:
-        """Raises Forbidden like `check_role`, and NotFound for an unknown route. Errors raised after the routing of a
-        WebSocket request would reach the dialing program as a bare 403."""
+        """Raise Forbidden if the caller may not call the WebSocket route at `path`, and NotFound for an unknown route.
+        The check comes before the routing, because the client would see a later error as a 403 without a text."""
         for route in self._websockets:
             if route.path_regex.fullmatch(path):
                 called = f"WEBSOCKET {route.path}"
@@ -178,7 +178,7 @@ def caller_in(scope: Scope) -> Principal:
 
 
 async def check_role(connection: HTTPConnection) -> None:
-    """Raises Forbidden if the caller may not call this route."""
+    """Raise Forbidden if the caller may not call the route of this connection."""
     called = _called(connection.scope)
     check(called, connection.app.state.roles[called], caller_in(connection.scope))
 
@@ -208,7 +208,7 @@ def _token(headers: dict[bytes, bytes]) -> bytes | None:
 
 
 def check_local(headers: dict[bytes, bytes]) -> None:
-    """Raises Unauthorized if a request without a token is for, or from, another machine."""
+    """Raise Unauthorized if the Host or Origin header of a request without a token names another machine."""
     for name in (b"host", b"origin"):
         place = headers.get(name, b"localhost").decode("latin-1")
         try:

@@ -24,18 +24,20 @@ from outrider.sessions.priority_semaphore import PrioritySemaphore
 
 ROOM = "outrider.room"
 EACH = MAX_IN_SESSION
-"""Maximum bytes of the counted bodies of one caller's calls under way."""
+"""Maximum total bytes of the bodies of one caller's calls under way. Bodies of up to FREE bytes do not count."""
 ALL = 2 * EACH
-"""Maximum bytes of the counted bodies of all callers' calls under way."""
+"""Maximum total bytes of the bodies of all callers' calls under way. Bodies of up to FREE bytes do not count."""
 FREE = 64 << 10
-"""Bodies of up to this many bytes are not counted, because the server buffers as many bytes of any request."""
+"""Bodies of up to this many bytes do not count toward EACH and ALL, because the server buffers as many bytes of any
+request."""
 WAIT_SECONDS = 120.0
 """Maximum seconds that a body waits for memory."""
 BODY_SECONDS = 300.0
 """Maximum seconds for a body to arrive. The limit is high because trainers may have slow connections."""
 
 Receive = Callable[[int | None, AsyncIterator[bytes]], Awaitable[bytes]]
-"""Receives a body, given its declared length, if any, and its parts."""
+"""A function that receives a body. The arguments are the declared length of the body (None without one) and the body's
+parts."""
 
 
 class HeldBody(NamedTuple):

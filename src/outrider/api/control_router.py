@@ -49,7 +49,8 @@ async def created_in(connection: HTTPConnection) -> Callable[..., None]:
 Serving = Annotated[Service, Depends(service_of)]
 Caller = Annotated[Principal, Depends(caller_of)]
 Created = Annotated[Callable[..., None], Depends(created_in)]
-"""Records the ids of created objects for the audit log: `created(group_id=...)`, before the handler returns."""
+"""A function that records the ids of created objects for the audit log. A handler calls this function before it
+returns: `created(group_id=...)`."""
 
 
 class _BodyReader:
@@ -69,8 +70,8 @@ def body(kind: type[Spec], *, empty: bytes = b"") -> Any:
 
 
 class ControlRouter:
-    """Routes below a version (`/v1`) and a prefix, which check the role of the caller. A handler returns a msgspec
-    struct, or a Response."""
+    """Routes whose paths begin with a version (`/v1`) and a prefix. Each route checks the role of the caller. A handler
+    returns a msgspec struct, or a Response."""
 
     def __init__(self, prefix: str = "", *, version: str = "/v1") -> None:
         self.routes = APIRouter(prefix=version + prefix, dependencies=[Depends(check_role)])
@@ -110,8 +111,8 @@ class ControlRouter:
         response_class: type[Response] = Response,
     ) -> Callable[[H], H]:
         """Return a decorator that adds a route. `errors` are the errors that the OpenAPI description cannot derive from
-        the route's path, parameters and body. `also` are descriptions of further replies, by status; `forms` are those
-        of the same reply in other media types."""
+        the route's path, parameters and body. `also` are the descriptions of further replies, by status. `forms` are
+        the descriptions of this reply in other media types."""
 
         def register(handler: H) -> H:
             self.roles[f"{method} {self.routes.prefix}{path}"] = role

@@ -38,7 +38,7 @@ async def acknowledge(
     service: Serving,
     caller: Caller,
     name: Name,
-    spec: Annotated[AckSpec, body(AckSpec, empty=b"{}")],  # `empty` makes the refusal of an empty body name the field
+    spec: Annotated[AckSpec, body(AckSpec, empty=b"{}")],  # with `empty`, the error for an empty body names the field
     tenant: Tenant = None,
 ) -> ConsumerView:
     """Acknowledge the groups up to a cursor: the consumer continues after this cursor. The position moves back only

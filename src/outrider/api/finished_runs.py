@@ -46,7 +46,7 @@ async def serving_run(run: FinishedRun, port: int) -> AsyncIterator[str]:
 
 
 def run_app(run: FinishedRun) -> Callable[[Scope, Receive, Send], Any]:
-    """Return the ASGI application."""
+    """Return the ASGI application that serves the page over a run."""
     routes = _Routes(run)
     app = Starlette(
         routes=[
@@ -111,9 +111,9 @@ class _Routes:
     async def _page(
         self, request: Request, fitting: Callable[[GroupSummary], Awaitable[list[T]]], *, limit: int
     ) -> tuple[list[T], str | None]:
-        """Return one page: the results of `fitting` for the groups after the request's `after`, and the value of
-        `after` for the next page (None for the last page). The page ends with the group that reaches the request's
-        limit."""
+        """Return one page of a list: the results of `fitting` for the groups after the group that the request's `after`
+        names. Also returns the value of `after` for the next page, which is None on the last page. The page ends with
+        the group that reaches the request's limit."""
         most, after = _number(request, "limit", limit), request.query_params.get("after")
         found: list[T] = []
         for _ in range(0, MOST_GROUPS, GROUPS_AT_ONCE):
@@ -158,7 +158,7 @@ class _Routes:
 
 
 def _number(request: Request, name: str, default: float) -> float:
-    """Return a parameter as a number. Raises InvalidField."""
+    """Return the query parameter `name` as a number, or `default` without the parameter. Raises InvalidField."""
     text = request.query_params.get(name)
     if text is None:
         return default

@@ -48,7 +48,7 @@ STREAM_PING_SECONDS = 10.0
 """The seconds between two checks of a streamed reply. If nothing was sent since the last check, a ping is sent, because
 clients give up silent streams. A silence thus lasts at most twice this time."""
 ANY_CAPACITY = BodyCapacity(None, images=True)
-"""The widest limits of a body."""
+"""The limits for a body whose model is not known yet: no limit by a context length, and images are allowed."""
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
 
 
@@ -189,7 +189,8 @@ class Gateway:
 
 
 async def _any_capacity() -> BodyCapacity:
-    """Return the widest limits, because only the complete body shows which model is called."""
+    """Return the limits for a body whose model is not known yet, because only the complete body shows which model is
+    called."""
     return ANY_CAPACITY
 
 
@@ -236,7 +237,7 @@ class _ClientReply:
         self._quiet = True
 
     async def more(self, body: bytes) -> None:
-        """Send a part, unless the reply has ended. This may happen, because a ping may be late."""
+        """Send a part of the reply. After the end of the reply nothing is sent, because a ping may come late."""
         if body and not self._ended:
             self._quiet = False
             await self._send({"type": "http.response.body", "body": body, "more_body": True})

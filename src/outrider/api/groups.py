@@ -69,7 +69,7 @@ def _quality(accepted: str) -> tuple[str, float]:
 JSON_NAMES = ("application/json", "application/*", "*/*")
 """Media types of an Accept header that include JSON. The first one that is present gives JSON's quality (RFC 9110)."""
 Columns = Annotated[bool, Depends(wants_columns)]
-"""True if the client accepts samples as an Arrow stream."""
+"""True if the client accepts samples as an Arrow stream, and does not prefer JSON."""
 ARROW_REPLY = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
 
@@ -270,7 +270,7 @@ async def _reply(service: Service, view: GroupView | SampleList, *, columns: boo
 
 def _in_form(pieces: Sequence[bytes], *, columns: bool) -> Response:
     reply = long_reply(pieces, MEDIA_TYPE) if columns else long_reply(pieces)
-    reply.headers["Vary"] = "Accept"  # for caches
+    reply.headers["Vary"] = "Accept"  # a cache must not give one client's form to another
     return reply
 
 

@@ -28,8 +28,8 @@ METRICS = ControlRouter("/metrics", version="")
 @METRICS.get("", "read", also=file_answer("The metrics, as text.", TEXT))
 async def metrics(service: Serving, caller: Caller, accept: Annotated[str, Header()] = "") -> Response:
     """Read the metrics of the service and all its nodes, in the text format of Prometheus, or of OpenMetrics if the
-    `Accept` header prefers it. They are about all tenants together: the token is an admin's, or one of the tenant
-    `operator`."""
+    `Accept` header prefers it. The metrics are about all tenants together, so the token must be an admin's or belong to
+    the tenant `operator`."""
     _check_operator(caller, "/metrics")
     values = await service.metrics.read()
     text = await asyncio.to_thread(metrics_text, values, accept)
@@ -38,8 +38,8 @@ async def metrics(service: Serving, caller: Caller, accept: Annotated[str, Heade
 
 @ROUTES.get("", "read", RateList)
 async def rates(service: Serving, caller: Caller) -> RateList:
-    """List what the service has done in each step of the last hour. The list is about all tenants together: the token
-    is an admin's, or one of the tenant `operator`."""
+    """List what the service has done in each step of the last hour. The list is about all tenants together, so the
+    token must be an admin's or belong to the tenant `operator`."""
     _check_operator(caller, "/v1/rates")
     return service.rates.view()
 

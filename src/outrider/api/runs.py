@@ -57,7 +57,7 @@ async def cancel(
 async def retry(
     service: Serving, caller: Caller, spec: Annotated[SessionsSpec, body(SessionsSpec)], created: Created
 ) -> ChangedSessions:
-    """Submit all sessions that match and are done again, as new groups of the same tasks. The old results are kept."""
+    """Submit again all sessions that match and are done, as new groups of the same tasks. The old results are kept."""
     changed = await service.runs.retry(spec, caller)
     _note(changed, created)
     return changed

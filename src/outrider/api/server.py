@@ -57,8 +57,8 @@ from outrider.wire.tls import presenting
 PARTS = (groups, sessions, runs, files, diagnosis, delivery, engines, nodes, policy, relay, tokens, metrics)
 ROUTERS = (*(part.ROUTES for part in PARTS), metrics.METRICS)
 ROLES: dict[str, Role] = {called: role for router in ROUTERS for called, role in router.roles.items()}
-"""The role that each control route requires, by method and path. A tenant's objects are for its own tokens and for
-admins: tests/api/test_tenants.py lists the replies to other tenants' tokens, route by route."""
+"""The role that each control route requires, by method and path. Only a tenant's own tokens and admins get a tenant's
+objects: tests/api/test_tenants.py lists, for each route, the reply to another tenant's token."""
 WEBSOCKETS = tuple(
     route for router in ROUTERS for route in router.routes.routes if isinstance(route, APIWebSocketRoute)
 )

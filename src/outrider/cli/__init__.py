@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None:
             import gc
 
-            gc.disable()  # until the command runs: see CliCommand.invoke
+            gc.disable()  # turned on again by CliCommand.invoke, when the command runs
         from outrider.cli.commands import run_command
 
         return run_command(argv)

@@ -25,7 +25,8 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 """Settings of every command: the options that show its help, and the help's maximum width in columns."""
 
 Callback = Callable[[click.Context, click.Parameter, Any], Any]
-"""Called when a value is read: with the context, the parameter and the value. Returns the value to be used."""
+"""A function that is called when the value of an option is read, with the context, the parameter and the value. Returns
+the value to be used instead."""
 
 
 class CliArgument:
@@ -108,7 +109,7 @@ class _Option(click.Option):
 
 
 class CliCommand(click.Command):
-    """A command. Its help is the docstring of its function, in the same lines."""
+    """A command. The help is the docstring of the command's function, with the same line breaks."""
 
     def __init__(
         self, callback: Callable[..., Any], params: Sequence[click.Parameter], *, help: str, name: str | None = None
@@ -117,8 +118,9 @@ class CliCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         if not gc.isenabled():
-            # In a process of its own, the garbage collector is off until now. Imported objects are never garbage, and
-            # scanning them during the imports and at the end of Python takes a quarter of the time of a short command.
+            # If the command line has a process of its own, `main` has turned the garbage collector off. Imported
+            # objects are never garbage, and scanning them during the imports and at the end of Python takes a quarter
+            # of the time of a short command.
             gc.freeze()
             gc.enable()
         return super().invoke(ctx)
@@ -130,9 +132,9 @@ class CliCommand(click.Command):
 
 
 class CliGroup(click.Group):
-    """Commands or groups by name. `load` returns the command or group with a name. It is called only for the command
-    that runs or whose help is shown. `lines` are the first lines of their help. If a line is None, it is read from the
-    command."""
+    """Commands or groups by name. `load` returns the command or group with a name, and is called only for the command
+    that runs or whose help is shown. `lines` has the first line of each member's help by the member's name. If a line
+    is None, the command is loaded to read the line."""
 
     def __init__(
         self,
@@ -202,7 +204,8 @@ class CliGroup(click.Group):
 
 
 def _single(kind: Any) -> tuple[Any, bool]:
-    """Return the type of a single value, and True for a list: `str` and True for `list[str] | None`."""
+    """Return the type of one value of a parameter, and whether the parameter takes a list of values. For `list[str] |
+    None`: `str` and True."""
     [given] = [each for each in get_args(kind) if each is not NoneType] if NoneType in get_args(kind) else [kind]
     return (get_args(given)[0], True) if get_origin(given) is list else (given, False)
 

@@ -75,8 +75,8 @@ COMMANDS = {
     "slurm": ("slurm:slurm", "Submit a job that runs a service and its nodes on a Slurm cluster."),
     "eval": ("evaluate:eval_", "Run the tasks of a source, and score the policy."),
 }
-"""The commands by name: each a module of this package and a command in the module, and the first line of the command's
-help, which the list of commands shows without the module."""
+"""The commands by name. The value has the command's place (`module:function`, in this package) and the first line of
+its help. So the list of commands can be shown without an import of the modules."""
 
 GROUPS = {
     "consumers": (
@@ -162,7 +162,7 @@ GROUPS = {
         {"create": "token:create", "list": "token:list_tokens", "revoke": "token:revoke"},
     ),
 }
-"""The groups of commands: the help of each, and its commands by name."""
+"""The groups of commands by name. The value has the group's help, and the group's commands in the form of COMMANDS."""
 
 
 def run_command(argv: Sequence[str] | None) -> int:
@@ -225,7 +225,7 @@ def _command(name: str) -> click.Command:
 
 
 def _load(place: str) -> CliCommand:
-    """Import a command."""
+    """Import the command at `place`, such as `serve:serve`."""
     module, _, name = place.partition(":")
     loaded: CliCommand = getattr(import_module(f"outrider.cli.{module}"), name)
     return loaded

@@ -76,7 +76,8 @@ def demo(
 
         outrider demo --model outrider-demo/policy-0
     """
-    # The imports are here, because the help also imports this module, without the server's libraries.
+    # The imports are in the function, because the help of the program imports this module, and must not wait for the
+    # server's libraries.
     from outrider.lab.demo.dialogue import POLICY
     from outrider.lab.demo.run import run_demo
     from outrider.lab.demo.summary import sample_faults, write_files
@@ -204,6 +205,6 @@ def _make(folder: Path) -> None:
 
 
 def _near(path: Path) -> Path:
-    """Return a path below the current folder as a relative path, and every other path unchanged."""
+    """Return `path` relative to the current folder if the path is below this folder, and unchanged otherwise."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

@@ -13,7 +13,7 @@ from outrider.cli.terminal import Terminal
 from outrider.doctor import Finding, diagnose
 
 NAMES = {"gpus": "GPUs"}
-"""Names of parts that differ from the names of the fields."""
+"""Headings in the report for fields of a `Diagnosis` whose own name is not shown."""
 
 
 @command
@@ -40,6 +40,12 @@ def doctor(terminal: Terminal) -> None:
         for part, findings in parts.items()
         for index, found in enumerate(findings)
     ]
-    hints = [f"{found.name}: {found.hint}" for findings in parts.values() for found in findings if found.hint]
+    hinted: dict[str, list[Finding]] = {}
+    for found in (found for findings in parts.values() for found in findings if found.hint):
+        hinted.setdefault(str(found.hint).replace(f"install {found.name}", "install NAME"), []).append(found)
+    hints = [
+        f"{', '.join(found.name for found in alike)}: {hint if len(alike) > 1 else alike[0].hint}"
+        for hint, alike in hinted.items()
+    ]
     terminal.show(diagnosis, Text(", ".join(versions)), table(("", "name", "usable", "detail"), rows), *hints)
     raise Exit(SUCCESS if diagnosis.ok else FAILURE)

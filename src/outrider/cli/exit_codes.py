@@ -2,7 +2,7 @@
 
 SUCCESS = 0
 FAILURE = 1
-"""The command could not do its work, or the outcome is bad: a session that failed, a check that does not hold."""
+"""The command could not do its work, or the outcome is bad, such as a failed session or a check that does not hold."""
 USAGE = 2
 """The request is invalid."""
 INTERRUPTED = 130

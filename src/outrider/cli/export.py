@@ -178,7 +178,7 @@ def export(
 
 
 class _Images:
-    """Counts the images of exported samples, and downloads them if there is a folder."""
+    """Counts the images of exported samples. If there is a folder for images, also downloads the images to it."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = ImageFolder(folder) if folder else None
@@ -198,7 +198,7 @@ class _Images:
 
 
 def _groups(service: Client, only: str | None, after: int, *, samples: bool) -> Generator[GroupView, None, None]:
-    """Yield the one group `only`, or every group after the cursor."""
+    """Yield the group with the id `only`, or every group after the cursor if `only` is None."""
     if only is not None:
         group = service.group(only, samples=samples)
         if group.state is not GroupState.DONE:
@@ -214,8 +214,8 @@ def _groups(service: Client, only: str | None, after: int, *, samples: bool) -> 
 
 @asynccontextmanager
 async def _reading(client: AsyncClient, after: int, *, samples: bool) -> AsyncIterator[asyncio.Future[ResultsPage]]:
-    """Read the page after a cursor while the block runs, because writing a page takes longer than reading it. The
-    future has the page or the error."""
+    """Read the page of results after a cursor in the background while the block runs. The block can meanwhile write the
+    page before, which takes longer than reading. Yields a future with the page or the error."""
     page: asyncio.Future[ResultsPage] = asyncio.get_running_loop().create_future()
 
     async def read() -> None:

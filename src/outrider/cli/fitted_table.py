@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 GAP = 2
-"""Columns of the output between two columns of the table."""
+"""Number of spaces between two columns of the table."""
 TEXT_WIDTH = 24
 """The width to which the last column may be wrapped, if it has text."""
 

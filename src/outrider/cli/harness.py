@@ -77,7 +77,7 @@ def install_harness(
     """
     path = install(name, terminal.note, version=version)
     if version is not None:
-        check(name, version)  # the preset may not fit this version
+        check(name, version)  # raises an error if the preset does not fit this version
     terminal.show(_row(name), f"{name} is installed in {path}")
 
 

@@ -74,7 +74,8 @@ def join(
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidField(f"{address!r} is no address of a service", field="url", hint=f"such as {DEFAULT_URL}")
-    # The import is here, because the help also imports this module, without the renderers.
+    # The import is in the function, because the help of the program imports this module, and must not wait for the
+    # renderers.
     from outrider.nodes.messages import NAMING, NODE_NAME
 
     name = name or platform.node() or "node"
@@ -93,7 +94,8 @@ def join(
             seconds = f"{settings.stop_seconds:g} s"
             terminal.note(f"stopping: the sessions that run have {seconds} to end (Ctrl-C again interrupts them)")
 
-        # The imports are here, because the help also imports this module.
+        # The imports are in the function, because the help of the program imports this module, and must not wait for
+        # them.
         try:
             if ray is None:
                 from outrider.nodes.joining import JoiningMachine

@@ -16,7 +16,7 @@ def start_log(level: int, *, token: str | None = None, process: str = "", as_jso
     log = logging.StreamHandler()
     log.setFormatter((JsonLogFormatter if as_json else LogFormatter)(token, process=process))
     logging.basicConfig(level=level, handlers=[log])
-    if level > logging.DEBUG:  # each server of a service logs its start and its end, and mcp logs each request
+    if level > logging.DEBUG:  # hides the start and end of each server, and each request to mcp
         for name in ("uvicorn.error", "mcp"):
             logging.getLogger(name).setLevel(max(level, logging.WARNING))
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-import outrider.tokens.rendering  # noqa: F401 - before `main` starts a thread: a process with threads imports more
+import outrider.tokens.rendering  # noqa: F401 - before `main` starts a thread: with threads, the import takes longer
 from outrider.cli.event_loop import run_service, short_pauses
 from outrider.cli.long_running import start_log
 from outrider.concurrency.chores import Failures
@@ -178,7 +178,8 @@ async def _work(setup: NodeSetup, socket: Socket, starter: Starter | None = None
 
 
 async def _run(setup: NodeSetup, service: ServiceProxy, hung_up: asyncio.Task[Any], starter: Starter | None) -> None:
-    # These imports are here, because they need the service's module search path.
+    # The imports are in the function, because the module search path comes from the service, and is set before this
+    # call.
     from outrider.api.gateway_server import serving_gateway
     from outrider.engines.pool.follower import PoolFollower
     from outrider.sandbox.host_paths import HostPaths

@@ -75,7 +75,7 @@ HarnessName = Annotated[
     CliOption("--harness", metavar="PRESET", help="Agent program for all tasks.", show_default="their own"),
 ]
 BUILT_IN = "tools"
-"""The agent for a data set's tasks that name no agent."""
+"""Name of the built-in agent, which runs the tasks of a data set that name no agent."""
 AgentName = Annotated[
     str | None,
     CliOption("--agent", metavar="NAME", help="Agent in Python for tasks that name none.", show_default=BUILT_IN),
@@ -124,7 +124,7 @@ def command(function: Callable[..., None]) -> CliCommand:
         with ExitStack() as stack:
             for name, kind in made.items():
                 passed[name] = _made(kind, ctx, given)
-                if isinstance(passed[name], AbstractContextManager):  # a `Client`
+                if isinstance(passed[name], AbstractContextManager):  # a `Client`, which is closed after the command
                     stack.enter_context(passed[name])
             function(**passed)
 
@@ -132,7 +132,7 @@ def command(function: Callable[..., None]) -> CliCommand:
 
 
 FOR_ANY_HARNESS = ("mcp_servers", "skills")
-"""Fields of a task's harness that a data set gives to any agent."""
+"""Fields of a task's harness that a data set sets for whichever agent runs the task."""
 
 
 def with_harness(
@@ -157,7 +157,7 @@ def _made(kind: Any, ctx: click.Context, given: Mapping[str, Any]) -> Any:
         return RunFilter(given)
     if _is_client(kind):
         return kind(**_service(given))
-    from outrider.cli.setting_options import read_settings  # see _is_config
+    from outrider.cli.setting_options import read_settings  # late: see the comment above `_is_client`
 
     return read_settings(given)
 

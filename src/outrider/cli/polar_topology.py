@@ -158,7 +158,7 @@ def settings_of(topology: PolarTopology) -> dict[str, Any]:
 
 
 def _default_kind(nodes: Sequence[_GatewayNode]) -> str | None:
-    """Return the kind of sandbox of tasks that name none, None if no node has a default runtime."""
+    """Return the kind of sandbox for tasks that name no kind. Returns None if no node has a default runtime."""
     for number, node in enumerate(nodes):
         runtime = node.default_runtime
         same = runtime == nodes[0].default_runtime

@@ -142,7 +142,8 @@ async def _run_all(
 
 
 def _address(client: AsyncClient) -> str:
-    """Return the option with which another command calls the same service, or "" if it needs none."""
+    """Return the option ` --url URL` with which another command calls the same service, or "" if the command needs no
+    option."""
     return "" if client.url == (environment("OUTRIDER_URL") or DEFAULT_URL).rstrip("/") else f" --url {client.url}"
 
 

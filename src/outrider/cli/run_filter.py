@@ -56,7 +56,7 @@ OPTIONS: Mapping[str, Any] = {
 
 
 class RunFilter:
-    """A filter of sessions, as given in options."""
+    """A filter of sessions, made from the options of a command."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.fields: dict[str, Any] = {

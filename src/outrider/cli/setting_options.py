@@ -26,9 +26,11 @@ ConfigFile = Annotated[
 ]
 Verbose = Annotated[bool, CliOption("--verbose", "-v", help="Log more.")]
 MACHINE = OWN - {"data"}
-"""Settings of a machine that joins. The data folder is not one of these settings, because a node has no store."""
+"""Settings that a machine sets for itself when it joins a service. The data folder is not one of these settings,
+because a node has no store."""
 MachineConfig = Annotated[Config, MACHINE]
-"""Type of a parameter with options for `MACHINE`; a `Config` has options for all settings."""
+"""Type of a command's parameter with options for the settings in MACHINE only. A parameter of the type `Config` has
+options for all settings."""
 
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 

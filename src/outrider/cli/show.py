@@ -16,7 +16,7 @@ from rich.text import Text
 
 from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.options import command
-from outrider.cli.tables import number
+from outrider.cli.tables import counted, number
 from outrider.cli.terminal import Terminal, printable
 from outrider.client.client import Client
 from outrider.errors import ErrorRecord, ServiceError
@@ -176,22 +176,23 @@ def _ending(result: SessionResult) -> Iterator[Text]:
         "in unsure branches": tokens.unsure,
         "of drift": tokens.drift,
     }
+    figures = f"{counted(result.turns, 'turn')} · {counted(tokens.sampled, 'token')}, {tokens.trained} trained on"
     yield Text(
-        f"{result.stop_reason.value} · {result.turns} turns · {tokens.sampled} tokens, {tokens.trained} trained on"
+        f"{result.stop_reason.value} · {figures}"
         + "".join(f", {count} {name}" for name, count in others.items() if count),
         style="bold",
     )
     if result.forks:
-        counted = ", ".join(f"{count} {cause}" for cause, count in sorted(result.forks.items()))
-        yield Text(f"forks: {counted}", style="yellow")
+        causes = ", ".join(f"{count} {cause}" for cause, count in sorted(result.forks.items()))
+        yield Text(f"forks: {causes}", style="yellow")
     for name, use in sorted(result.frozen.items()):
-        yield Text(printable(f"{name} (frozen): {use.turns} turns · {use.tokens} tokens"))
+        yield Text(printable(f"{name} (frozen): {counted(use.turns, 'turn')} · {counted(use.tokens, 'token')}"))
     if result.ignored:
-        counted = ", ".join(f"{name} ({count})" for name, count in sorted(result.ignored.items()))
-        yield Text(printable(f"asked for without effect (turns): {counted}"), style="yellow")
+        names = ", ".join(f"{name} ({count})" for name, count in sorted(result.ignored.items()))
+        yield Text(printable(f"asked for without effect (turns): {names}"), style="yellow")
     if result.failed_calls:
-        counted = ", ".join(f"{name} ({count})" for name, count in sorted(result.failed_calls.items()))
-        yield Text(printable(f"model calls answered with an error: {counted}"), style="yellow")
+        kinds = ", ".join(f"{name} ({count})" for name, count in sorted(result.failed_calls.items()))
+        yield Text(printable(f"model calls answered with an error: {kinds}"), style="yellow")
     if (verdict := result.verdict) is not None:
         metrics = "".join(f" · {name} {number(value)}" for name, value in sorted(verdict.metrics.items()))
         reason = f" · {verdict.reason}" if verdict.reason else ""

@@ -123,7 +123,7 @@ def slurm(
     _check(given, settings)
     data = Path(os.path.abspath(settings.data))
     folder = data / FOLDER
-    added = ["--processes", "0"]  # the next lines add the job's defaults for flags that are not given
+    added = ["--processes", "0"]  # flags that the job adds; the next lines add defaults for flags that are not given
     added += [] if "host" in settings.model_fields_set else ["--host", "0.0.0.0"]
     added += [] if "port" in settings.model_fields_set else ["--port", "0"]
     job = BatchJob(

@@ -27,7 +27,7 @@ from outrider.schemas import (
     SessionView,
     TokenView,
 )
-from outrider.trajectory import StageSeconds
+from outrider.trajectory import SessionResult, StageSeconds
 
 if TYPE_CHECKING:
     from outrider.client.rollout import RolledOut
@@ -36,7 +36,7 @@ MAX_ERROR = 72
 """Maximum length of an error in a table, in characters."""
 
 STAGES = ("wait s>", "init s>", "run s>", "eval s>")
-"""The columns of `stage_seconds`."""
+"""The table's columns for the four numbers that `stage_seconds` returns."""
 
 UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 """Units for ages of at least a minute, the largest first, each with its length in seconds."""
@@ -84,7 +84,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def session_table(group: GroupView) -> RenderableType:
     """Return a row for each session: state or stop reason, reward, turns, sampled tokens, seconds of each stage,
-    error."""
+    error. Without an error, the last cell has the number of failed model calls, if there are any."""
     columns = ("session", "state", "reward>", "turns>", "tokens>", *STAGES, "error")
     rows: list[Sequence[object]] = []
     for session in group.sessions:
@@ -95,6 +95,8 @@ def session_table(group: GroupView) -> RenderableType:
             shown = f"exit code {result.harness_exit.code}"
         elif result is not None and result.stop_reason is StopReason.AGENT_EXCESS and result.verdict is not None:
             shown = result.verdict.reason or ""
+        elif result is not None and error is None:
+            shown = _failed_calls(result)
         if len(shown) > MAX_ERROR:
             shown = shown[: MAX_ERROR - 3] + "..."
         shown = shown.replace("\n", " ")
@@ -108,7 +110,8 @@ def session_table(group: GroupView) -> RenderableType:
 
 
 def sessions_table(sessions: Sequence[SessionView]) -> RenderableType:
-    """Return a row for each session of several groups: state or stop reason, reward, turns, sampled tokens, error."""
+    """Return a row for each session of several groups: state or stop reason, reward, turns, sampled tokens, error.
+    Without an error, the last cell has the number of failed model calls, if there are any."""
     rows: list[Sequence[object]] = []
     for session in sessions:
         result = session.result
@@ -116,9 +119,15 @@ def sessions_table(sessions: Sequence[SessionView]) -> RenderableType:
             rows.append((session.id, word(session.state.value), "-", "-", "-", ""))
             continue
         reward = result.verdict.reward if result.verdict else None
-        error = result.error.code if result.error else ""
+        error = result.error.code if result.error else _failed_calls(result)
         rows.append((session.id, word(result.stop_reason.value), reward, result.turns, result.tokens.sampled, error))
     return table(("session", "state", "reward>", "turns>", "tokens>", "error"), rows)
+
+
+def _failed_calls(result: SessionResult) -> str:
+    """Return the number of the session's failed model calls as a text, empty without one."""
+    failed = sum(result.failed_calls.values())
+    return counted(failed, "failed model call") if failed else ""
 
 
 def counted(number: int, noun: str) -> str:

@@ -47,9 +47,9 @@ MAX_VALUE = 160
 WIDTH = 80
 """Width of the list of tasks, in columns."""
 GAP = 3
-"""Columns between the columns of a table."""
+"""Number of spaces between two columns of a table."""
 MAX_TOLD = 20
-"""Maximum number of kinds of faults that are explained."""
+"""Maximum number of kinds of faults that `list` explains."""
 MIN_INSTRUCTION, MAX_ID = 12, 32
 """Minimum width of the column of instructions, and maximum width of the column of ids."""
 

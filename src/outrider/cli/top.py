@@ -41,9 +41,9 @@ REFRESH_SECONDS = 1.0
 QUIT = "q"
 """The key that ends the command."""
 RATE_SECONDS = 30.0
-"""Seconds over which rates are averaged, up to now."""
+"""Rates are averages over this many seconds, up to now."""
 ERRORS_EVERY = 10.0
-"""Seconds between two queries for errors: each query is a process of the service."""
+"""Seconds between two queries for errors. Queries are rare, because the service starts a process for each."""
 ERROR_SECONDS = 3600
 ERRORS = f"""SELECT code, boundary, count(*) AS times, max(at) AS at, session_id, message
 FROM errors WHERE at > unixepoch() - {ERROR_SECONDS} GROUP BY code, boundary ORDER BY at DESC LIMIT 8"""
@@ -240,7 +240,7 @@ class _Cut:
 def _keys() -> Iterator[Callable[[float], str]]:
     """Yield a function that waits up to some seconds for a key, and returns the pressed keys. Within the block, the
     terminal passes each key on at once without showing it. Ctrl-C still interrupts."""
-    import termios  # late: only a terminal needs these
+    import termios  # imported late, because only a terminal needs these modules
     import tty
 
     if not sys.stdin.isatty():

@@ -69,8 +69,10 @@ def trace(
         with ExitStack() as stack:
             file: BinaryIO = sys.stdout.buffer if output is None else stack.enter_context(output.open("wb"))
             events = _write(file, _timelines(service, sessions))
+    except BrokenPipeError:
+        raise  # a program such as `head` reads no more, and the command ends without a word
     except OSError as error:
-        raise ServiceError(f"cannot write {output}: {error.strerror}") from error
+        raise ServiceError(f"cannot write {output or 'standard output'}: {error.strerror}") from error
     if terminal.json:
         terminal.write_json(Traced(sessions=len(sessions), events=events, output=str(output)))
     elif output is not None:
@@ -105,10 +107,11 @@ def _timelines(service: Client, sessions: list[SessionView]) -> Iterator[tuple[s
 
 
 def _write(file: BinaryIO, timelines: Iterator[tuple[str, TimelineView]]) -> int:
-    """Write one event a line, as soon as it is known. Returns the number of events."""
+    """Write one event per line, each as soon as its timeline has been read. Returns the number of events."""
     count = 0
     file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
     for count, event in enumerate(trace_events(timelines), 1):
         file.write((b",\n" if count > 1 else b"") + msgspec.json.encode(event))
     file.write(b"\n]}\n")
+    file.flush()
     return count

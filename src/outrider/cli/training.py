@@ -34,7 +34,8 @@ LINE_STEPS = 4
 def train_policy(terminal: Terminal, policy: Path, runtime: str, out: Path, seeds: int) -> TrainSummary:
     """Train `seeds` times. Write the trained policies, train.json and curve.png to `out`. Raises KeyboardInterrupt at
     the first Ctrl-C if no step is done, and at the second Ctrl-C."""
-    # The imports are here, because `outrider demo` also runs without the libraries for training.
+    # The imports are in the function, because `outrider demo` without --train must run without the libraries for
+    # training.
     from outrider.lab.demo.curve import draw
     from outrider.lab.demo.train import MAX_STEPS, check_installed, summary, train
 

@@ -23,7 +23,7 @@ INTERPOLATION = "${"
 
 
 class _ProxyServer(BaseModel):
-    """The group. A key with the value null counts as left out."""
+    """The keys of the group `proxy_server`. A key with the value null counts as left out."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 

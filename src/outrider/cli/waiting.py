@@ -12,8 +12,8 @@ from outrider.errors import OutriderError
 from outrider.schemas import ServiceStatus
 
 QUIET_SECONDS = 10.0
-"""Seconds between two requests for the service's status. If nothing has happened in between, a note gives the
-reason."""
+"""Seconds between two requests for the service's status. If the sessions have made no progress in between, a note with
+the reason is written."""
 
 
 @asynccontextmanager

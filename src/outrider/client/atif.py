@@ -40,7 +40,7 @@ def trajectory(sample: Sample, row: ChatRow) -> Trajectory:
                 step["is_copied_context"] = True
             steps.append(step)
         elif message["role"] == Role.TOOL.value:
-            if not steps or steps[-1]["source"] != "agent":  # the tool's call is not in the row
+            if not steps or steps[-1]["source"] != "agent":  # the row does not contain the call of this tool
                 steps.append({"source": "agent", "message": "", "llm_call_count": 0, "is_copied_context": True})
             step = steps[-1]
             calls = {call["tool_call_id"] for call in step.get("tool_calls", ())}
@@ -118,8 +118,8 @@ def metrics_of(sample: Sample, start: int, end: int) -> dict[str, Any]:
 
 
 def content_of(content: str | list[dict[str, str]] | None, media: Iterator[str]) -> str | list[dict[str, Any]]:
-    """Convert a message's content to ATIF's form. `media` yields the media types of the row's images, from the first
-    image of this message on."""
+    """Convert a message's content to ATIF's form. `media` is an iterator over the media types of the row's images. The
+    next item is the type of this message's first image."""
     if not isinstance(content, list):
         return content or ""
     parts: list[dict[str, Any]] = []

@@ -146,13 +146,13 @@ PATIENCE = 300.0
 REPORT_AFTER = 5.0
 """Seconds after which `patiently` logs a warning with the reason for its retries."""
 REPORT_EVERY = 30.0
-"""Minimum seconds between two such warnings of an event loop, however many calls are retried."""
+"""Minimum seconds between two warnings about retries in one event loop, however many calls are retried."""
 LATER = frozenset({408, 425, 429})
 """The statuses below 500 after which another try may help, also if a proxy sent them."""
 UNAVAILABLE = frozenset({502, 503, 504})
 """The statuses with which a proxy replies while the service behind the proxy restarts."""
 GZIP = 31
-"""zlib's number for data with the header of gzip."""
+"""The argument `wbits` with which zlib reads data in the gzip format."""
 SPREAD = 1.25
 """A client multiplies the wait that a busy service requests by a random factor from 1 to SPREAD, so that refused
 clients do not all retry at the same time."""
@@ -214,7 +214,7 @@ class AsyncClient:
         self._headers = {"User-Agent": "outrider"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-        elif address.username is not None:  # for a proxy in front of the service
+        elif address.username is not None:  # a user and password, for a proxy in front of the service
             user = f"{unquote(address.username)}:{unquote(address.password or '')}"
             self._headers["Authorization"] = f"Basic {base64.b64encode(user.encode()).decode()}"
         self._trusted = trusting(ca)
@@ -239,8 +239,8 @@ class AsyncClient:
         seconds, raises Busy (QueueFull for a full queue).
 
         A group with an `idempotency_key` is also submitted again while the service cannot be reached: if the service
-        has stored the group already, that group is returned. A group without a key is not, because the service might
-        then run the group twice."""
+        has stored the group already, that group is returned. A group without a key is not submitted again in this case,
+        because the service might run the group twice."""
         return await self._submit("/v1/groups", group, patience)
 
     async def regrade(
@@ -255,8 +255,8 @@ class AsyncClient:
         return await self._submission(path, GroupView, spec, patience)
 
     async def _submission(self, path: str, shape: type[T], spec: Spec | Mapping[str, Any], patience: float) -> T:
-        """Send a submission until the service is no longer busy; one with an idempotency key also until the service can
-        be reached."""
+        """Send a submission, and repeat it while the service is busy. A submission with an idempotency key is also
+        repeated while the service cannot be reached."""
         body = _encoded(spec)
         key = spec.get("idempotency_key") if isinstance(spec, Mapping) else getattr(spec, "idempotency_key", None)
         submission = partial(self._call, "POST", path, shape, body=body)
@@ -277,8 +277,8 @@ class AsyncClient:
     async def group_page(
         self, wanted: Mapping[str, Any] = {}, *, after: str | None = None, limit: int = 20
     ) -> GroupList:
-        """Return one page of the groups that match, newest first. `wanted` has arguments of `sessions` by name; the
-        bounds of the reward are those of a group's mean reward."""
+        """Return one page of the groups that match, newest first. `wanted` are filters, named as the arguments of
+        `sessions`. `min_reward` and `max_reward` apply to a group's mean reward."""
         return await self._call("GET", "/v1/groups", GroupList, query=_filter(wanted, after, limit))
 
     async def cancel(self, group_id: str) -> GroupView:
@@ -413,7 +413,7 @@ class AsyncClient:
                         refusal = _refusal(await reply.whole(), reply)
                         if reply.status not in UNAVAILABLE or clock() >= give_up_at:
                             raise refusal
-                    async for line in _lines(reply):  # none for a refusal, whose body has been read
+                    async for line in _lines(reply):  # no lines for an error reply, whose body is already read
                         give_up_at, tries = clock() + PATIENCE, 0
                         if line.startswith(b"data: "):
                             event = msgspec.json.decode(line[6:], type=EventView)
@@ -505,7 +505,7 @@ class AsyncClient:
         return await self._call("POST", "/v1/sessions/cancel", ChangedSessions, body=_encoded(wanted))
 
     async def retry_sessions(self, wanted: SessionsSpec | Mapping[str, Any]) -> ChangedSessions:
-        """Submit all sessions that match and are done again, in new groups of the same tasks."""
+        """Submit again all sessions that match and are done, in new groups of the same tasks."""
         return await self._call("POST", "/v1/sessions/retry", ChangedSessions, body=_encoded(wanted))
 
     async def pauses(self) -> QueuePauses:
@@ -772,7 +772,7 @@ class AsyncClient:
 
     def _unreachable(self, error: OSError) -> ServiceError:
         if self.url.startswith("https:"):
-            import ssl  # see wire/tls.py
+            import ssl  # late, for the reason given in wire/tls.py
 
             if isinstance(error, ssl.SSLCertVerificationError):
                 return ServiceUnusable(
@@ -785,12 +785,12 @@ class AsyncClient:
                     f"no TLS connection to the service at {self._shown}: {error}",
                     hint="a service without a certificate has an address that begins with http://",
                 )
-        # The numbers of an unknown host name are negative, and only their error has their text.
+        # The error of an unknown host name has a negative number, for which `os.strerror` has no text.
         number = error.errno or 0
         known = os.strerror(number) if number > 0 else error.strerror
         reason = known or str(error) or type(error).__name__
         address = urlsplit(self.url)
-        if address.port is None and number >= 0:  # with an unknown name no port was tried
+        if address.port is None and number >= 0:  # for an unknown host name, no port was tried
             tried, usual = 443 if address.scheme == "https" else 80, urlsplit(DEFAULT_URL).port
             return ServiceError(
                 f"cannot reach the service at {self._shown}: {reason}; the address has no port, so port {tried} was"
@@ -849,7 +849,7 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
             if not unreachable or not failed.retryable or now >= give_up_at:
                 raise failed
         if isinstance(failed, Busy) and patience == math.inf:
-            # a caller that waits for ever expects the wait
+            # no warning, because a caller without a time limit expects to wait
             log.info("the service is asked again in %.0f s: %s", wait, failed.message)
         elif now + wait - started >= REPORT_AFTER and _Reports.due():
             reported = True
@@ -863,8 +863,8 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
 
 
 class _Reports:
-    """The time of the newest warning about retries, for each event loop. Hundreds of calls may be retried at once, and
-    for the same reason."""
+    """Holds the time of the newest warning about retries, for each event loop. So few warnings are logged when hundreds
+    of calls are retried at once for the same reason."""
 
     _newest: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, float]] = WeakKeyDictionary()
 
@@ -918,7 +918,7 @@ class ExternalSession:
 
     async def fail(self, error: BaseException) -> None:
         """Report an error, unless the session is completed. Raises nothing: the caller is about to raise `error`, and a
-        session without a report ends as an error by its own clock."""
+        session without a report ends as an error after its `idle_seconds`."""
         self.failed = True
         if not self.completed:
             with suppress(OutriderError):
@@ -952,8 +952,8 @@ class BlockingExternalSession:
 def _blocking(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Client, P], T]:
-    """Return a method of `Client` that calls a method of `AsyncClient` and waits for the result. Both methods have the
-    same signature and docstring, also for type checkers and `help()`."""
+    """Return a method of `Client` that calls a method of `AsyncClient` and waits for the result. Type checkers and
+    `help()` show the same signature and docstring for both methods."""
 
     @wraps(method)
     def call(self: Client, /, *args: P.args, **named: P.kwargs) -> T:
@@ -1038,7 +1038,7 @@ class Client:
         with self.open(self.asynchronous.external_session(session)) as opened:
             try:
                 yield BlockingExternalSession(self, opened)
-            except BaseException as error:  # `open` does not pass the error of the block on
+            except BaseException as error:  # `open` does not report the block's error to the session
                 self.run(opened.fail(error))
                 raise
 
@@ -1139,7 +1139,8 @@ def _encoded(body: Spec | Mapping[str, Any]) -> bytes:
 
 
 def _unpacked(body: bytes, reply: Response) -> bytes:
-    """Return the body of a reply, without the compression by a proxy. Raises ServiceUnusable for other compressions."""
+    """Return the body of a reply, decompressed if a proxy has compressed the body with gzip. Raises ServiceUnusable for
+    any other compression."""
     coding = (reply.header(b"content-encoding") or b"identity").decode("latin-1").strip().lower()
     if coding == "identity":
         return body
@@ -1167,7 +1168,7 @@ def _refusal(body: bytes, reply: Response) -> OutriderError:
         hint = "the reply is not from Outrider: see whether the address is right, and what a proxy in front refuses"
         return ServiceUnusable(text, hint=hint)
     error = error_from(record)
-    if lasting and type(error) is ServiceError and not record.retryable:  # a code of another version
+    if lasting and type(error) is ServiceError and not record.retryable:  # a code of another version of Outrider
         error = ServiceUnusable(error.message, hint=error.hint, field=error.field, log_tail=error.log_tail)
     if isinstance(error, Busy):
         with suppress(ValueError):  # the header may have no number, because a proxy may write a date

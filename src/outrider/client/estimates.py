@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 MOST_RESAMPLED = 500
-"""Number of values above which an interval is the normal approximation, which is then as good and needs no
+"""For more values than this, an interval is computed by the normal approximation, which is then as good and needs no
 resamples."""
 NORMAL_QUANTILE = 1.959964
 """The quantile of the normal distribution for CONFIDENCE."""
@@ -35,8 +35,8 @@ def bootstrap_interval(means: Sequence[float]) -> tuple[float, float] | None:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the confidence interval of the mean of `values`, as `bootstrap_interval`, or by the normal approximation
-    for more than MOST_RESAMPLED values. None for fewer than two values."""
+    """Return the confidence interval of the mean of `values`: that of `bootstrap_interval` for up to MOST_RESAMPLED
+    values, and by the normal approximation for more values. None for fewer than two values."""
     if len(values) <= MOST_RESAMPLED:
         return bootstrap_interval(values)
     half = NORMAL_QUANTILE * stdev(values) / math.sqrt(len(values))

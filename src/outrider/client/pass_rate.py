@@ -43,7 +43,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     interval: the 95 % confidence interval of `mean`, by bootstrap over tasks (RESAMPLES resamples from a fixed seed);
         None with fewer than two tasks.
     pass_at: for each k, the unbiased estimate of the probability that at least one of k samples of a task passes (Chen
-    et al. 2021, section 2.1), as a mean over the tasks with k graded samples or more.
+        et al. 2021, section 2.1), as a mean over the tasks with k graded samples or more.
     tasks, samples: the numbers of tasks and samples with a value.
     """
 
@@ -133,7 +133,7 @@ async def evaluate(
             }
             ids.append((await patiently(partial(client.submit, body))).id)
         groups = await patiently(partial(client.wait, ids, watch))
-    except BaseException:  # also a cancellation of this evaluation
+    except BaseException:  # also for a cancellation of this evaluation
         for group_id in ids if run is None else ():
             with suppress(OutriderError):  # a failure here must not hide the error that ended the evaluation
                 await shielded(partial(client.cancel, group_id))

@@ -47,7 +47,7 @@ class RolledOut(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a run.
 
     groups: the ids, in the order of the tasks.
-    earlier: the number of groups that were already done when the run went on.
+    earlier: the number of groups that an earlier call had submitted and that were done before this call.
     mean_reward: over all graded sessions, None if no session was graded.
     mixed: the number of groups in which not all rewards are equal: only such a group gives GRPO an advantage.
     failures: the ungraded sessions by error code, or by stop reason if they have no error.
@@ -109,7 +109,8 @@ async def roll_out(
     for body in _bodies(tasks, run=run, samples=samples, priority=priority):
         try:
             submission = partial(client.submit, body, patience=math.inf)
-            # An address at which there is no service is an error at once; later the service may be restarting.
+            # If the service cannot be reached at first, the address may be wrong, so the error is raised at once. Later
+            # the service may be restarting, so the submission is repeated.
             group = await (patiently(submission) if groups else submission())
         except Conflict as error:
             raise InvalidField(
@@ -122,7 +123,8 @@ async def roll_out(
     earlier = sum(group.state is GroupState.DONE for group in groups.values())
     while active := [group for group in groups.values() if group.state is not GroupState.DONE][:WAITED_FOR]:
         tell(active)
-        # Only the request for the first group waits, and so sets the pace.
+        # Only the request for the first group waits for its group, up to WAIT_SECONDS. This wait is the pause between
+        # two polls.
         waits = [WAIT_SECONDS] + [0.0] * (len(active) - 1)
         calls = [partial(client.group, group.id, wait=wait) for group, wait in zip(active, waits, strict=True)]
         for group in await asyncio.gather(*map(patiently, calls)):

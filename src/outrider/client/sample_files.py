@@ -45,7 +45,7 @@ class SampleFormat(StrEnum):
 
 
 class JsonLines:
-    """One JSON object on each line."""
+    """A writer of JSON lines: one JSON object on each line."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -61,7 +61,7 @@ class JsonLines:
 
 
 class Parquet:
-    """Parquet, with a row group for every ROW_GROUP_TOKENS tokens.
+    """A writer of Parquet, with a row group for every ROW_GROUP_TOKENS tokens.
 
     Token columns are large lists: `ids` and `versions` of int32, `loss_mask` of int8, `logprobs` of float64. `metrics`
     and `labels` are JSON text, because not all readers treat Arrow maps alike. `images` is a list of structs.
@@ -147,7 +147,7 @@ def _token_arrays(rows: Sequence[Sample]) -> dict[str, Any]:
 
 
 class ArrowStream:
-    """An Arrow IPC stream with the columns of `sample_columns.py`."""
+    """A writer of an Arrow IPC stream with the columns of `sample_columns.py`."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -53,13 +53,13 @@ Choice = bool | Literal["again"]
 SAME = 1e-9
 """Rewards whose difference is at most this count as equal."""
 FAILED_IN_A_ROW = 16
-"""The sampler fails after the first groups of this many prompts have failed and no group was graded in between, because
-the cause then affects all prompts."""
+"""Number of prompts. If the first groups of this many prompts fail, and no group is graded in between, the sampler
+fails, because the cause then affects all prompts."""
 HELD_SECONDS = 600.0
 """A full batch that was held for this time is logged as a warning, and again each time the time has doubled."""
 FRUITLESS_BATCHES = 20
-"""The sampler gives up a batch if it is not full after FRUITLESS_BATCHES times `target` graded groups, because the
-tasks are then too hard or too easy for the policy."""
+"""If a batch is not full after this many times `target` graded groups, the sampler fails, because the tasks are then
+too hard or too easy for the policy."""
 SOURCES = (
     "give a sequence of tasks, or a function that returns the same task for the same number and raises IndexError after"
     " the last one"
@@ -67,7 +67,7 @@ SOURCES = (
 
 
 class RolloutService(Protocol):
-    """The methods of a service that the sampler calls; `client.AsyncClient` has them."""
+    """The methods of a service that the sampler calls. `client.AsyncClient` implements these methods."""
 
     async def submit(self, group: Mapping[str, Any]) -> GroupView: ...
     async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView: ...
@@ -287,7 +287,8 @@ class DynamicSampler:
         self._run = state.run
         self._next = state.next
         self._batches = state.batches
-        # The groups of the oldest versions come first: then no batch is full of newer groups before they are submitted.
+        # The prompts of the oldest versions are submitted first, because newer groups could otherwise fill a batch
+        # before the older groups are known to the sampler.
         self._waiting = deque(
             _Prompt(each.number, each.attempt, each.failures, each.version, protected=True)
             for each in sorted(state.pending, key=lambda each: math.inf if each.version is None else each.version)
@@ -347,7 +348,8 @@ class DynamicSampler:
 
     @property
     def counts(self) -> Counts:
-        """The outcomes of groups since the previous batch. After the last batch, these are in no batch."""
+        """The outcomes of groups since the previous batch. Outcomes after the last batch are only here, and in no
+        batch."""
         return self._counts
 
     def state(self) -> SamplerState:
@@ -397,7 +399,8 @@ class DynamicSampler:
             return self._deliver(began, held)
 
     async def _fill(self) -> float:
-        """Wait until a batch may be delivered. Returns the time for which the batch was full before, in seconds."""
+        """Wait until a batch may be delivered. Returns for how many seconds the batch was full, but had to wait for
+        older groups."""
         full_since: float | None = None
         patience = HELD_SECONDS
         self._wanted = True
@@ -425,7 +428,7 @@ class DynamicSampler:
                 else:
                     await wait_for_event(changed, full_since + patience - _now())
                 if full_since is not None and _now() >= full_since + patience:
-                    slow = next(iter(self._running), "GROUP")  # none while the group is being submitted
+                    slow = next(iter(self._running), "GROUP")  # empty while the slow group is still being submitted
                     log.warning(
                         "a full batch is held for slow groups (%d run): outrider show %s", len(self._running), slow
                     )
@@ -497,13 +500,14 @@ class DynamicSampler:
         return ready[: self._target]
 
     def _must_wait(self) -> bool:
-        """Return True if some group that runs might be too old before it is delivered, if the next batch were delivered
-        without it."""
+        """Return True if the next batch must wait for groups that still run. Without the wait, such a group might be
+        too old when it is delivered in a later batch."""
         if self._max_age is None or self._overdue == "train":
             return False
         running = [*self._running.values(), *([self._submitting] if self._submitting else [])]
-        # Before the version has risen by `steps`, `left` groups are delivered after this batch. The groups of versions
-        # before `oldest` must be among them. A trainer that does not raise the version waits for all running groups.
+        # After this batch, `left` more groups are delivered until the version has risen by `steps`. All groups with a
+        # version below `oldest` must be among these groups. A trainer that does not raise the version waits for all
+        # running groups.
         for steps in range(1, self._max_age + 2):
             oldest = self._version + steps - self._max_age
             left = max(0, steps * self._groups_per_version - self._delivered - self._target)
@@ -520,7 +524,7 @@ class DynamicSampler:
             return self._target - running - ready if self._wanted else 0
         allowed = self._inflight
         if self._surplus == "cancel":
-            # each ready group reduces the number of groups that will be of use
+            # the batch needs one group less for each ready group, and what it does not need would be cancelled
             allowed = max(self._inflight - ready, min(self._inflight, self._target - ready))
         if self._max_age is not None:
             trainable = (self._max_age + 1) * self._groups_per_version - self._delivered
@@ -605,7 +609,8 @@ class DynamicSampler:
                 check_at = _now() + LONG_POLL
                 oldest = await check_known(self._client.group, next(iter(self._running)))
                 if oldest.id in self._running and oldest.cursor is not None:
-                    # The service counts anew after a start without its old data, and the result is not a new one.
+                    # After a start without its old data, the service counts cursors anew, so this group may be done at
+                    # a lower cursor than the sampler's.
                     cursor = min(cursor, oldest.cursor - 1)
 
     async def _settle(self, group: GroupView) -> None:
@@ -689,8 +694,8 @@ class DynamicSampler:
         self._waiting.append(_Prompt(prompt.number, prompt.attempt + 1, prompt.failures, protected=True))
 
     def _is_stale(self, prompt: _Prompt, group: GroupView | None = None) -> bool:
-        """Return True if the prompt's group is too old. This happens only if the version was raised by more than one
-        for `groups_per_version` groups, or by somebody else."""
+        """Return True if the prompt's group is too old. This happens only if the version was raised more often than
+        once for `groups_per_version` groups, or by another program."""
         if self._max_age is None or self._overdue == "train":
             return False
         return _oldest_version(prompt, group) < self._version - self._max_age

@@ -1,4 +1,4 @@
-"""Timelines as events of the Trace Event Format, which ui.perfetto.dev and chrome://tracing show.
+"""Converts timelines to events of the Trace Event Format, which ui.perfetto.dev and chrome://tracing show.
 
 Each session is a process of the trace, and each kind of spans has one row or, if spans overlap, several rows.
 Pure. Invariant: the spans of a row do not overlap, because the format nests the spans of a row.

@@ -32,8 +32,8 @@ def build_once(
     is_built: Callable[[Path], bool] = Path.exists,
     on_wait: Callable[[], object] = lambda: None,
 ) -> Path:
-    """Return `place`, after building the entry there unless `is_built(place)` is true. Blocks while another builder is
-    at work.
+    """Return `place`. If `is_built(place)` is False, first build the entry there. Blocks while another builder is at
+    work.
 
     `build` receives an empty folder. This folder, or the file `part` in it, is then renamed to `place`. `on_wait` is
     called before waiting for another builder. Raises the errors of `build`, and then leaves no draft behind.
@@ -50,7 +50,7 @@ def build_once(
             build(draft)
             sync_file_system(draft)
             os.replace(draft / part if part else draft, place)
-        finally:  # also after a cancellation
+        finally:  # the draft is removed after any error, also after a cancellation
             if draft.exists():
                 remove_tree(draft)
     return place

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 Steps = Generator[int, None, T]
 """A computation in pieces. The generator yields the size of each next piece, in bytes of input, and returns the result.
-A piece should cover at most PIECE_BYTES, unless a single message or text is larger."""
+A piece should cover at most PIECE_BYTES. Only a single message or text that is larger may be one larger piece."""
 
 INLINE_BYTES = 32 << 10
 """Bytes of input that are processed on the event loop. The rest is processed in the thread. For an ordinary call, a
@@ -52,12 +52,12 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
                 if cancelled is None and grace is not None:
                     loop.call_later(grace, task.cancel)
                 cancelled = error
-                waiter = loop.create_future()  # the callback reads the variable `waiter`, and so wakes the new future
+                waiter = loop.create_future()  # the task's callback wakes the current `waiter`
     try:
         if cancelled is None:
             return task.result()
         if not task.cancelled():
-            task.exception()  # otherwise asyncio would log the error as never retrieved
+            task.exception()  # reads the error, because asyncio logs errors that are never read
         raise cancelled
     finally:
         # The traceback of an error references this frame. If the frame also referenced the error, both would live until

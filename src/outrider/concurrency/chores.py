@@ -55,8 +55,9 @@ class Failures:
         return tuple(self._failing.values())
 
     def note(self, name: str, error: BaseException) -> None:
-        """Record a failure of the work `name`. The first failure is logged, with a traceback if the error looks like a
-        bug. Within QUIET_SECONDS after the last log line about `name` nothing is logged; the next failure is."""
+        """Record a failure of the work `name`. The first failure after a success is logged, with a traceback if the
+        error looks like a bug. If the last log line about `name` is less than QUIET_SECONDS old, the first failure
+        after this time is logged instead."""
         text, now = redacted(described(error))[:MOST_CHARACTERS], self._clock()
         known = self._failing.get(name)
         since, count = (now, 0) if known is None else (known.since, known.count)
@@ -86,8 +87,8 @@ class Chores:
     """Runs chores and single tasks: `async with Chores(failures) as chores`.
 
     Leaving the block cancels the chores started with `begin`, and waits for them and for the tasks started with
-    `create_task`. If the block raises, these tasks are cancelled, too. `fatal` selects the errors that end the owner,
-    as an error in a task of asyncio.TaskGroup does. By default no error is fatal.
+    `create_task`. If the block raises, these tasks are cancelled, too. `fatal` selects the errors that end the owner.
+    Such an error acts like an error in a task of asyncio.TaskGroup. By default no error is fatal.
     """
 
     def __init__(
@@ -115,7 +116,8 @@ class Chores:
             return
         if error is not None:
             self.cancel()
-        await self._group.__aexit__(None, None, None)  # without the block's error, which the task group would wrap
+        # The block's error is not passed on, because the task group would wrap it.
+        await self._group.__aexit__(None, None, None)
 
     def cancel(self) -> None:
         """Cancel chores and other tasks."""

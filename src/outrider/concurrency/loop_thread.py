@@ -54,11 +54,11 @@ class LoopThread:
                 await closing.wait()
 
         holding = asyncio.run_coroutine_threadsafe(hold(), self._loop)
-        holding.add_done_callback(lambda _: opened.cancel())  # no effect on a future with a result
+        holding.add_done_callback(lambda _: opened.cancel())  # has no effect if the future already has a result
         try:
             value, closing = opened.result()
         except CancelledError:
-            _outcome(holding)  # raises the error that the manager raised on entry
+            _outcome(holding)  # raises the manager's error, if entering the manager failed
             raise
         except KeyboardInterrupt:
             holding.cancel()

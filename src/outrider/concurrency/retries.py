@@ -16,9 +16,9 @@ factor would become too large for a float."""
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are in seconds. Wait number n (from 0) is drawn between 0 and `first` * 2^n, but is at most `longest`.
-    `attempts` is the maximum number of attempts, including the first; None if the operation or its caller decides when
-    to stop."""
+    """The waits between the attempts of an operation, in seconds. Wait number n (from 0) is drawn between 0 and `first`
+    * 2^n, but is at most `longest`. `attempts` is the maximum number of attempts, including the first; None if the
+    operation or its caller decides when to stop."""
 
     first: float
     longest: float

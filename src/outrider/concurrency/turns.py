@@ -47,7 +47,8 @@ class Turns:
             part, line = parts.popitem(last=False)
             turn = line.popleft()
             served = not turn.cancelled()
-            # Behind all other owners and the owner's other parts, or in front as before if the request was cancelled.
+            # A served owner moves behind all other owners, and a served part behind the owner's other parts. If the
+            # request was cancelled, both stay in front.
             if line:
                 parts[part] = line
                 parts.move_to_end(part, last=served)

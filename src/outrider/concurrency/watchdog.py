@@ -35,7 +35,7 @@ minute."""
 FRAMES = 4
 """Number of innermost frames of the loop's stack in a log line."""
 MOST = 0.5
-"""A cause decides the kind of a stall if the cause lasts for at least this fraction of the stall."""
+"""The fraction of a stall that `kind_of` takes for "most of the time"."""
 
 
 class StallKind(StrEnum):
@@ -132,7 +132,7 @@ class Watchdog:
 
     async def __aenter__(self) -> Self:
         self._loop_thread = threading.get_ident()
-        with suppress(OSError):  # not every kernel provides this file
+        with suppress(OSError):  # the file does not exist on every kernel
             self._schedstat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
         self._note_now(time.monotonic(), time.thread_time())
         self._look_later()

@@ -59,7 +59,7 @@ class WireCall(msgspec.Struct, frozen=True):
         """Return the value of the first header with this name, which must be in lower case; None without such a
         header."""
         for key, value in self.headers:
-            if key == name:  # latin-1 has a character for each byte, so decoding never fails
+            if key == name:  # decoding never fails, because latin-1 has a character for each byte
                 return value.decode("latin-1")
         return None
 

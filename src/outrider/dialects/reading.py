@@ -70,7 +70,7 @@ _NULLS = frozenset({b"", b"null"})
 _STRING = msgspec.json.Decoder(str)
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _ABSENT = Raw()
-"""The value of a missing field. Compare by identity: then no value from a client is taken for a missing field."""
+"""The value of a missing field. It must be compared by identity (`is`), because a client may send an equal value."""
 _LONGEST_NEUTRAL = 16
 """Maximum length in bytes of a value that is compared with the neutral values. No table has a longer neutral value."""
 _ASKS_NOTHING: tuple[Any, ...] = (None, "", [], {})
@@ -176,8 +176,8 @@ def _find_surrogate(value: Any, path: str) -> str | None:
 
 
 class BodyReader(Generic[BodyT]):
-    """Parses a body into a struct of type `kind`. The dialect handles the fields of `kind`, and the fields of the
-    structs that are fields of `kind`; for all other fields the reader applies the rules of `table`."""
+    """Parses a body into a struct of type `kind`. The dialect itself handles the fields that `kind` and its nested
+    structs declare. The reader applies the rules of `table` to all other fields."""
 
     def __init__(self, kind: type[BodyT], table: Table) -> None:
         own = {field.encode_name for field in msgspec.structs.fields(kind)}
@@ -245,8 +245,8 @@ def apply_rules(
 
 
 def bounded_notes(notes: Iterable[str]) -> tuple[str, ...]:
-    """Return the notes in printable form, without repetition and limited in length and number, because clients choose
-    the names of fields and tools."""
+    """Return the notes in printable form. Repeated notes are left out. The length and the number of notes are limited,
+    because clients choose the names of fields and tools."""
     shortened = (note[:MAX_NOTE] for note in notes)
     printable = (
         note if note.isprintable() else "".join(char if char.isprintable() else "?" for char in note)
@@ -260,7 +260,7 @@ def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
         return
     if len(memoryview(raw)) <= _LONGEST_NEUTRAL:
         value = decode(_ANY, raw, where + rule.name)
-        # `in` compares by equality, so 1.0 and True are as neutral as 1.
+        # If 1 is neutral, 1.0 and True are neutral, too, because `in` compares by equality.
         if value in _ASKS_NOTHING or value in rule.neutral:
             return
     if rule.treatment is Treatment.REFUSED:
@@ -309,8 +309,8 @@ def file_from_base64(media_type: str | None, data: str, where: str, reason: str,
 
 
 def file_from_address(url: str | None, media_type: str | None, where: str, reason: str) -> Attachment:
-    """Return the attachment of a file, which may be in a data URL, at an address, or at a place that is unknown here
-    (None)."""
+    """Return the attachment of a file. `url` is a data URL or the file's address, or None if the place of the file is
+    unknown."""
     if url is not None and (head := _DATA_URL.match(url)) is not None:
         return file_from_base64(head[1] or media_type, url[head.end() :], where, reason)
     return attachment(media_type, where, reason, address=url)

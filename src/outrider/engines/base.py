@@ -130,8 +130,8 @@ AnyRequest = GenerateRequest | ChatRequest
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """New text of a chat generation. The last chunk has `finish` and the whole `reply`; in capture mode also
-    the ids and log-probabilities; and the `report` of the engine's worker if the engine has a worker."""
+    """New text of a chat generation. The last chunk has `finish` and the whole `reply`. In capture mode it also has the
+    ids and log-probabilities. If the engine has workers, it also has the `report` of the worker."""
 
     text: str = ""
     reasoning: str = ""
@@ -249,8 +249,8 @@ def image_form_of(engine: object) -> ImageForm | None:
 
 class KnownVersions(msgspec.Struct, frozen=True):
     """The last known policy version of a server (`served`), and the version of weights without a label (`unlabelled`).
-    `run` is a random name of this run of the service, because other runs may have used the same server and the same
-    version numbers."""
+    `run` is a random name. It distinguishes this run of the service from other runs, which may have used the same
+    server and the same version numbers."""
 
     served: int = 0
     unlabelled: int = 0
@@ -343,7 +343,7 @@ class ListsEngines(Protocol):
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The argument of every engine class: `Kind(EngineOptions)`. `tokenizer` is the folder of the tokenizer."""
+    """The argument with which every engine class is constructed. `tokenizer` is the folder of the tokenizer."""
 
     name: str
     url: str | None = None

@@ -41,7 +41,7 @@ class PauseGate:
     async def passage(self, cut: Callable[[], None] = lambda: None) -> AsyncGenerator[None, None]:
         """Enclose one generation: wait until the gate is open, and count the generation as in flight until the block
         ends. `cut_off` calls `cut`."""
-        while not self._open.is_set():  # the gate may close again before this task runs
+        while not self._open.is_set():  # a loop, because the gate may close again before this task runs
             await self._open.wait()
         self.in_flight += 1
         self._idle.clear()
@@ -66,7 +66,7 @@ class PauseGate:
         await wait_for_event(self._idle, seconds)
 
     def cut_off(self) -> None:
-        """Call the `cut` of every generation in flight. A generation without a `cut` continues."""
+        """Call the `cut` callback of every generation in flight. A generation without this callback continues."""
         for cut in tuple(self._cuts):
             cut()
 

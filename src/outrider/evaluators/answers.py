@@ -54,8 +54,9 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
         except (IsADirectoryError, UnicodeDecodeError) as error:
             raise NoAnswer(f"{file} is no text") from error
         except RuntimeFailure as error:
-            # The file is too large or not a regular file, or the sandbox is broken: the probe finds out which.
-            await outcome.runtime.exec(["true"], seconds=PROBE_SECONDS)  # raises if the whole sandbox is broken
+            # The file is too large or not a regular file, or the sandbox is broken. If the sandbox is broken, this
+            # command raises.
+            await outcome.runtime.exec(["true"], seconds=PROBE_SECONDS)
             raise NoAnswer(f"{file} cannot be read: {error.message}") from error
     if not text.strip():
         raise NoAnswer("there is no reply" if file is None else f"{file} is empty")
@@ -98,8 +99,9 @@ def _tags(reply: str) -> Iterator[_Mark]:
 
 
 def _boxes(reply: str) -> Iterator[_Mark]:
-    """Yield the contents of boxes, the last one first. Of nested boxes only the inner one is yielded. The command
-    without a brace is no box, unless a digit follows, which TeX would put into the box."""
+    """Yield the contents of boxes, the last one first. Of nested boxes only the inner one is yielded. A command without
+    a brace is skipped. If a digit follows such a command, TeX would put the digit into a box: then no earlier box is
+    yielded."""
     before = stop = len(reply)
     while (before := max(reply.rfind("\\boxed", 0, before), reply.rfind("\\fbox", 0, before))) >= 0:
         brace = BOX.match(reply, before)

@@ -42,7 +42,7 @@ class CombiningEvaluator:
     takes_endpoints = True
 
     def __init__(self, spec: EvaluatorSpec, endpoints: Endpoints) -> None:
-        if spec.kind not in KINDS:  # because the allow-list does not check the parts of other kinds
+        if spec.kind not in KINDS:  # the allow-list does not check the parts of other kinds
             raise InvalidField("only the kinds weighted and all have parts", field=f"{FIELD}.kind")
         options = read_options(KINDS[spec.kind], spec)
         self._parts = _parts(options.parts, spec, endpoints)

@@ -57,7 +57,7 @@ class CommandEvaluator:
         if TURNS_VARIABLE in self._run:
             variables[TURNS_VARIABLE] = f"{path}-turns"
             lines = []
-            for call in outcome.calls:  # without the bytes of images, which are named by their digests
+            for call in outcome.calls:  # the bytes of images are left out, because digests name the images
                 bare = (with_images(message, lambda image: replace(image, data=b"")) for message in call.messages)
                 lines.append(msgspec.json.encode(replace(call, messages=tuple(bare))) + b"\n")
             files[variables[TURNS_VARIABLE]] = b"".join(lines)
@@ -66,7 +66,7 @@ class CommandEvaluator:
                 for name, content in files.items():
                     await runtime.write(name, content)
             except RuntimeFailure as error:
-                await runtime.exec(["true"], seconds=CLEANUP_SECONDS)  # raises if the whole sandbox is broken
+                await runtime.exec(["true"], seconds=CLEANUP_SECONDS)  # this call raises if the whole sandbox is broken
                 message = f"the file for the verdict cannot be created: {error}"
                 raise EvaluatorError(message, hint=FULL, inside=error.inside) from error
             result = await runtime.exec(self._run, env=variables, seconds=self._seconds)
@@ -85,7 +85,7 @@ class CommandEvaluator:
         except FileNotFoundError as error:
             raise _failure("the evaluator removed the file for the verdict", result) from error
         except (IsADirectoryError, RuntimeFailure) as error:
-            await runtime.exec(["true"], seconds=CLEANUP_SECONDS)  # raises if the whole sandbox is broken
+            await runtime.exec(["true"], seconds=CLEANUP_SECONDS)  # this call raises if the whole sandbox is broken
             raise _failure(f"the verdict cannot be read: {error}", result) from error
         if result.exit_code is None:
             raise _failure(f"the evaluator did not end within {self._seconds:g} s", result, inside=False)

@@ -40,7 +40,8 @@ class Endpoints:
         self._cache: OrderedDict[bytes, Any] = OrderedDict()
 
     def grader(self, name: str, *, field: str) -> GraderConfig:
-        """Return the grader with this name. Raises InvalidField for an unknown name, with all known names."""
+        """Return the grader with this name. For an unknown name, raises InvalidField with a hint that lists the known
+        names."""
         if name not in self._graders:
             known = ", ".join(sorted(self._graders)) or "none"
             raise InvalidField(
@@ -57,7 +58,7 @@ class Endpoints:
             )
 
     def mark(self, *texts: str) -> str:
-        """Return a word that the authors of the texts cannot guess. The same texts give the same word during the
+        """Return a word made from `texts` that their authors cannot guess. Equal texts give the same word during the
         lifetime of this object."""
         return hmac.new(self._secret, json.dumps(texts).encode(), hashlib.sha256).hexdigest()[:12]
 

@@ -105,7 +105,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         value, error = None, None
         try:
             value = context.run(call)
-        except BaseException as raised:  # also SystemExit, because the caller waits for a result
+        except BaseException as raised:  # SystemExit is also caught, because the caller waits for a result
             error = raised
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, error)

@@ -24,7 +24,7 @@ MAX_ANSWER = 4 << 20
 TRANSIENT = frozenset({502, 503, 504})
 """Statuses of an unreachable grader, or of a proxy in front of it."""
 MAX_SAID = 2000
-"""Maximum characters of a refusing reply in an error."""
+"""Maximum characters of a grader's reply that an error quotes."""
 
 
 class Refused(EvaluatorError):

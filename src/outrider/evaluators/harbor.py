@@ -33,7 +33,7 @@ REWARD = "reward"
 MAX_REWARDS = 1 << 20
 """Maximum bytes of a file of rewards."""
 STEP_SECONDS = 60.0
-"""Time limit of every command except the tests themselves."""
+"""Time limit in seconds of every command except the tests themselves."""
 BEFORE = f"rm -rf {REWARD_JSON} {REWARD_TEXT} {OUTPUT} && mkdir -p {LOGS}"
 CLEAR = "mkdir -p /tests && find /tests -mindepth 1 -delete"
 RUN = f"chmod +x {TEST} && ({TEST}) > {OUTPUT} 2>&1"
@@ -94,7 +94,7 @@ async def verify(
     done = await runtime.exec(BEFORE, seconds=STEP_SECONDS)
     if done.exit_code != 0:
         raise EvaluatorError(f"{LOGS} cannot be made ready", log_tail=done.log_tail(), inside=True)
-    if tests:  # because an agent may have created unwritable files at these paths
+    if tests:  # an agent may have created unwritable files at these paths
         await runtime.exec(["rm", "-rf", "--", *(file.to for file in tests)], seconds=STEP_SECONDS)
     for file in tests:
         await runtime.write(file.to, file.data(), executable=file.executable)

@@ -148,8 +148,8 @@ def verified(answer: dict[str, Any]) -> Verdict:
 
 
 def scored(answer: dict[str, Any]) -> Verdict:
-    """Read a verdict from the reply of ProRL's reward servers. Raises ValueError: a reply without a number is no score
-    of 0."""
+    """Read a verdict from the reply of ProRL's reward servers. Raises ValueError for a reply without a number, because
+    such a reply is not a score of 0."""
     score = answer.get("score")
     if isinstance(score, list) and score:
         score = score[0]

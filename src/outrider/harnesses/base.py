@@ -28,8 +28,8 @@ class ModelEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionIds(msgspec.Struct, frozen=True, kw_only=True):
-    """The ids of an attempt: of its group and session, the session's place in the group (from 0), and the number of the
-    attempt (from 1)."""
+    """The ids of an attempt: the id of the group, the id of the session, the session's place in the group (from 0), and
+    the number of the attempt (from 1)."""
 
     group_id: str = ""
     session_id: str = ""

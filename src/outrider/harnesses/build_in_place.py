@@ -57,6 +57,6 @@ def build_in_place(folder: Path, contents: BuildInputs, build: Callable[[], None
             draft.write_bytes(msgspec.json.encode(contents))
             sync_file_system(folder)
             draft.rename(folder / MARKER)
-        except BaseException:  # includes KeyboardInterrupt
+        except BaseException:  # an incomplete folder is removed, even after KeyboardInterrupt
             shutil.rmtree(folder, ignore_errors=True)
             raise

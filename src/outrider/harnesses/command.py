@@ -113,7 +113,7 @@ class CommandHarness:
             )
         self._home = str(home)
         words = self._words(context)
-        # In a later step, the files in the sandbox are those of the step before, which the agent may have changed.
+        # In a later step, the sandbox still has the files from the previous step, and the agent may have changed them.
         first, self._installed = not self._installed, True
         if first:
             for number, server in enumerate(self._servers):
@@ -142,7 +142,7 @@ class CommandHarness:
         except FileNotFoundError:
             return
         except (IsADirectoryError, RuntimeFailure):
-            pass  # there is no file with this content
+            pass  # the path has no file with this content
         raise InvalidField(
             f"{path} is in the sandbox, and harness {self._preset.name!r} writes a file of its own there",
             field="task.runtime.prepare",
@@ -221,7 +221,8 @@ class CommandHarness:
                 options[f"option.{name}.list"] = Verbatim(json.dumps(value))
                 options[f"option.{name}.members"] = Verbatim(json.dumps(dict.fromkeys(value, True))[1:-1])
                 continue
-            text = str(value).lower() if isinstance(value, bool) else str(value)  # booleans as in JSON and TOML
+            # booleans are written as in JSON and TOML
+            text = str(value).lower() if isinstance(value, bool) else str(value)
             text = option.spelling.get(text, text)
             options[f"option.{name}"] = fill(text, words) if option.type == "template" else text
         own = self._preset.words.get(str(self._options.get(DIALECT) or next(iter(self._preset.dialects), "")), {})

@@ -11,14 +11,15 @@ from typing import Literal
 import msgspec
 
 ALLOWED_TOOLS = "allowed_tools"
-"""Name of the option with the built-in tools that the model is offered. Tools of MCP servers are offered besides."""
+"""Name of the option that lists the built-in tools offered to the model. Tools of MCP servers are offered in
+addition."""
 
 OptionType = Literal["string", "template", "integer", "number", "boolean", "names"]
 
 
 class CommonOption(msgspec.Struct, frozen=True, kw_only=True):
-    """A common option. `choices`, if not empty, are the values of all programs together; `minimum` is the smallest
-    number. `instead` is the hint for a program without the option."""
+    """A common option. `choices`, if not empty, has every value that at least one program accepts; `minimum` is the
+    smallest number. `instead` is the hint for a program without the option."""
 
     type: OptionType
     help: str

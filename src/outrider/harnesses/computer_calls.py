@@ -51,10 +51,10 @@ VENDORS: tuple[Vendor, ...] = get_args(Vendor)
 
 ANTHROPIC_NAME = "computer"
 NOTCH = 100
-"""Pixels of a page by which one notch of the wheel scrolls."""
+"""Number of pixels by which one notch of the mouse wheel scrolls a page."""
 _MAX_NOTCHES = 50
 _WAIT_SECONDS = 2.0
-"""OpenAI's action `wait` has no duration."""
+"""Duration of OpenAI's action `wait`, which has no argument for a duration."""
 
 _KEYS = {
     "alt": "alt",
@@ -107,12 +107,13 @@ _KEYS = {
     "`": "grave",
     " ": "space",
 }
-"""X names of keys, by the vendors' names in lower case. Has only the keys whose vendor's name is not the X name."""
+"""X names of keys that have another name at a vendor. The keys of this dictionary are the vendors' names in lower
+case."""
 
 
 def tools(vendor: Vendor, width: int, height: int, *, zoom: bool) -> list[ToolSpec]:
-    """Return the vendor's computer tools for a screen of this size in pixels. `zoom` is true if images of a part of the
-    screen are of use to the model."""
+    """Return the vendor's computer tools for a screen of this size in pixels. `zoom` is true if the model may request
+    images of a part of the screen."""
     match vendor:
         case "anthropic":
             return [anthropic_tool(ANTHROPIC_NAME, width, height, zoom=zoom)]
@@ -195,7 +196,7 @@ def _anthropic(arguments: str) -> list[Action]:
             return [_checked(Zoom, start=(x0, y0), end=(x1 - 1, y1 - 1))]
         case action if action in _CLICKS:
             button, count = _CLICKS[action]
-            if call.coordinate is None:  # click at the mouse's position
+            if call.coordinate is None:  # without a coordinate, click at the mouse's position
                 return [_holding(call.text, Press(button, "click"))] * count
             x, y = call.coordinate
             return [_holding(call.text, _checked(Click, x=x, y=y, button=button, count=count))]
@@ -307,7 +308,7 @@ def _key(keys: str | list[str]) -> Key:
     ValueError."""
     if isinstance(keys, str):
         words = keys.split("+")
-        if keys.endswith("+"):  # the last key is plus itself
+        if keys.endswith("+"):  # the last key is the plus key
             words = [*filter(None, words), "+"]
     else:
         words = keys

@@ -45,11 +45,11 @@ SETTLE_SECONDS = 0.5
 TREE_SECONDS = 10.0
 """Time limit for reading the accessibility tree. What has been read by then is the result."""
 TREE_BYTES = 64_000
-"""Maximum bytes of an accessibility tree: what `screen_tree.py` prints at most, in UTF-8."""
+"""Maximum size of an accessibility tree, in bytes of UTF-8. The output of `screen_tree.py` is never larger."""
 BUS = "a11y-bus"
 """Name of the socket of the accessibility bus in the desktop's folder."""
 PYTHON = "/usr/bin/python3"
-"""The Python that has Debian's bindings of AT-SPI. Another one may be the first on PATH."""
+"""The Python that has Debian's bindings of AT-SPI. PATH may find another Python first."""
 SCRIPT = Path(__file__).with_name("screen_tree.py")
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -200,7 +200,7 @@ class Desktop:
             return (Text("nothing was done: the screen is given as text, which has no zoom"),)
         for action in actions:
             if options.actions is not None and isinstance(action, Screenshot):
-                break  # the last action, whose result is what the model sees after each call
+                break  # a screenshot is the last action, and is taken below, as after every call
             result = await self._act(action)
             if result != Text(DONE):
                 return (result,)
@@ -239,7 +239,7 @@ class Desktop:
         return Text(done.log_tail().strip() or (DONE if done.exit_code == 0 else f"[exit code {done.exit_code}]"))
 
     async def _screenshot(self, part: Zoom | None = None) -> Part:
-        """Return an image of the screen or of its part."""
+        """Return an image of the screen, or only of the part `part`."""
         file = f"{self._folder}/screen.png"
         area = ""
         if part is not None:
@@ -253,7 +253,7 @@ class Desktop:
     async def _tree(self) -> Text:
         """Return the accessibility tree of the screen."""
         options, script = self._options, f"{self._folder}/{SCRIPT.name}"
-        # Half of the time is for the start of the script, and for the program that is asked last.
+        # Half of the time is for the start of the script, and for the reply of the program that is queried last.
         words = [PYTHON, script, str(options.width), str(options.height), f"{min(TREE_SECONDS, self._seconds / 2):g}"]
         done = await self._execute(words, self._seconds)
         if done.timed_out:
@@ -266,7 +266,7 @@ class Desktop:
     async def _execute(self, command: str | Sequence[str], seconds: float) -> ExecResult:
         env = {"DISPLAY": DISPLAY}
         if self._options.observation != "screenshot":
-            # The last two turn the accessibility of Chromium and of Qt on. GTK's is always on.
+            # The last two variables turn on accessibility in Chromium and in Qt. In GTK accessibility is always on.
             env |= {
                 "AT_SPI_BUS_ADDRESS": f"unix:path={self._folder}/{BUS}",
                 "GNOME_ACCESSIBILITY": "1",

@@ -1,6 +1,6 @@
 """The harness of an agent that runs elsewhere, which Outrider does not start.
 
-`sessions/external.py` runs sessions with this harness. A node sees the harness only when it grades such a session.
+`sessions/external.py` runs sessions with this harness. A node makes this harness only to grade such a session.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ def make_harness(spec: HarnessSpec) -> Harness:
 
 
 def mcp_tool_names(spec: HarnessSpec) -> dict[str, str]:
-    """Return, by MCP server, the names under which the agent calls the server's tools, with {tool}."""
+    """Return for each MCP server the pattern of its tools' names in the agent's calls, such as `mcp__files__{tool}`.
+    The keys are the servers' names."""
     settings = load_preset(spec.preset).mcp if spec.preset is not None else None
     name = settings.tool if settings is not None else TOOL_OF_AGENTS
     return {server.name: name.format(server=server.name, tool="{tool}") for server in spec.mcp_servers}
@@ -112,7 +113,7 @@ def _command_preset(spec: HarnessSpec) -> Preset:
     options: dict[str, Option] = {}
     for name in names_in((*command, *spec.env.values(), *spec.files.values()), "option"):
         value = spec.options.get(name)
-        if isinstance(value, bool):  # tested first, because a bool is also an int
+        if isinstance(value, bool):  # bool is tested before int, because a bool is also an int
             options[name] = Option(type="boolean")
         else:
             options[name] = Option(type="number" if isinstance(value, int | float) else "string")

@@ -32,7 +32,8 @@ def find_python(minor: str | None, *, uv: Sequence[str] | None) -> Path:
             continue
         told = (_output([str(candidate), "-c", _ASK]) or "").splitlines()
         if len(told) == 2 and told[0] == minor:
-            return Path(told[1]).resolve()  # the candidate may be a shim, as in pyenv
+            # the path that the interpreter reports, because the candidate may be a shim, as in pyenv
+            return Path(told[1]).resolve()
     raise HarnessUnavailable(
         f"needs Python {minor}, which was not found on this machine",
         hint=f"put a python{minor} on PATH, or run: uv python install {minor} (or: pyenv install {minor})",

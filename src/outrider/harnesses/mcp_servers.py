@@ -53,12 +53,13 @@ class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def listed(self) -> bool:
-        """Return True if the program's settings have a list of servers, and no table."""
+        """Return True if the program's settings have a list of servers instead of a table."""
         return any("{name}" in form.values() for form in self.entries.values())
 
 
 def check_mcp_servers(name: str, settings: McpSettings | None, servers: Sequence[McpServer], *, hint: str) -> None:
-    """Raise InvalidField if the harness `name` cannot be given the servers. `hint` is for a harness that takes none."""
+    """Raise InvalidField if the harness `name` cannot be given the servers. `hint` is the error's hint for a harness
+    that takes no servers."""
     if servers and settings is None:
         raise InvalidField(f"harness {name!r} cannot be given MCP servers", field=FIELD, hint=hint)
     for number, server in enumerate(servers):
@@ -71,8 +72,8 @@ def check_mcp_servers(name: str, settings: McpSettings | None, servers: Sequence
 
 
 def check_reachable(servers: Sequence[McpServer], destinations: Sequence[str] = ()) -> None:
-    """Raise InvalidField for a server that a sandbox cannot reach: one that is neither on its own loopback nor among
-    the destinations of its network while the agent runs."""
+    """Raise InvalidField for a server that a sandbox cannot reach: a server that is neither on the sandbox's own
+    loopback nor among the destinations of the sandbox's network while the agent runs."""
     for number, server in enumerate(servers):
         if server.url is None:
             continue
@@ -111,7 +112,7 @@ def with_servers(text: str, settings: McpSettings, servers: Sequence[McpServer])
         name = settings.name.format(server=server.name)
         entries[name] = _entry(settings.entries[server.transport], name, server)
     if PurePosixPath(settings.file).suffix == ".toml":
-        # Tables may follow all other tables of a file.
+        # In TOML, a new table may be appended to the end of the file.
         tables = (_table(settings, name, entry) for name, entry in entries.items())
         return "\n".join((text.rstrip("\n"), *tables)) + "\n"
     data = json.loads(text or "{}")
@@ -149,5 +150,5 @@ def _in_toml(value: Any) -> str:
         return f"{{{', '.join(f'{_in_toml(name)} = {_in_toml(each)}' for name, each in value.items())}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(_in_toml, value))}]"
-    # A string of JSON is a string of TOML, except for this character.
+    # A JSON string is also a TOML string, except that TOML requires an escape for DEL.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

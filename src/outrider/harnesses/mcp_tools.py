@@ -89,7 +89,8 @@ async def _served(runtime: Runtime, server: McpServer, folder: str) -> AsyncIter
             group.start_soon(_receive, shell, to_session)
             group.start_soon(_send, runtime, f"{folder}/in", from_session)
             async with ClientSession(received, sent) as session:
-                # Task groups would wrap an exception of the block in a group.
+                # An exception of the block is raised again outside the task groups, which would wrap it in an
+                # ExceptionGroup.
                 try:
                     yield await _started(session, runtime, server, folder)
                 except Exception as error:
@@ -135,8 +136,8 @@ def _tool(session: ClientSession, server: McpServer, found: Any) -> Tool:
     async def call(context: HarnessContext, arguments: Mapping[str, Any]) -> str:
         try:
             result = await session.call_tool(found.name, dict(arguments))
-        except Exception as error:  # an error of the server, which the model sees as the result, or of the connection
-            # In a broken sandbox this command raises RuntimeFailure.
+        except Exception as error:  # the server or the connection failed
+            # In a broken sandbox, this command raises RuntimeFailure. Otherwise the model gets the error as the result.
             await context.runtime.exec(["true"], seconds=PROBE_SECONDS)
             return f"the MCP server {server.name} failed: {error or type(error).__name__}"
         text = "\n".join(map(_text, result.content))
@@ -187,7 +188,7 @@ async def _receive(shell: Shell, to_session: MemoryObjectSendStream[SessionMessa
             try:
                 message = jsonrpc_message_adapter.validate_json(line.output, by_name=False)
             except ValidationError:
-                continue  # the server printed something else
+                continue  # the line is no message of the protocol
             try:
                 await to_session.send(SessionMessage(message))
             except (anyio.BrokenResourceError, anyio.ClosedResourceError):
@@ -195,7 +196,7 @@ async def _receive(shell: Shell, to_session: MemoryObjectSendStream[SessionMessa
 
 
 async def _send(runtime: Runtime, pipe: str, from_session: MemoryObjectReceiveStream[SessionMessage]) -> None:
-    """Pass on the session's messages until the server does not read them, or the sandbox is broken."""
+    """Pass on the session's messages until the server no longer reads them, or the sandbox is broken."""
     async with from_session:
         async for message in from_session:
             line = message.message.model_dump_json(by_alias=True, exclude_unset=True) + "\n"

@@ -76,7 +76,7 @@ async def find_missing(
     complaints = [match for pattern in _COMPLAINTS for match in pattern.finditer(said)]
     try:
         found = await sandbox.unusable(command[0])
-        if found is None and complaints:  # the last program that a shell or `env` did not find
+        if found is None and complaints:  # check the last program that a shell or `env` did not find
             found = await sandbox.unusable(max(complaints, key=lambda match: match.start())["name"])
         if found is None and (library := _LIBRARY.search(said)):
             found = Missing(f"it needs the library {library['name']}, which is not in the sandbox", OTHER_ROOT)
@@ -109,7 +109,8 @@ class _Sandbox:
         if place is None:
             return _not_there(name)
         test = await self._runtime.exec(["test", "-f", place, "-a", "-x", place], seconds=LOOK_SECONDS)
-        if test.exit_code == 1:  # any other code: `test` succeeded, or the sandbox has no `test`
+        # For any other exit code, the file is executable, or the sandbox does not have the command `test`.
+        if test.exit_code == 1:
             return Missing(
                 f"{place} is not executable", "chmod +x it; a prepare step that writes it takes executable = true"
             )
@@ -147,7 +148,8 @@ class _Sandbox:
             await self._runtime.read(path, limit=0)
         except FileNotFoundError:
             return False
-        except (RuntimeFailure, OSError):  # the path exists, but is larger than 0 bytes, a folder, or unreadable
+        # the path exists, but is a folder, cannot be read, or is a file larger than 0 bytes
+        except (RuntimeFailure, OSError):
             return True
         return True
 
@@ -210,7 +212,7 @@ def _not_there(name: str) -> Missing:
         hint = f'it is in a virtual environment: write venv = "{venv}" below [harness]; {_allow(venv)}'
     else:
         folder = program.parent.parent if program.parent.name == "bin" else program.parent
-        if folder in (Path("/"), Path.home(), Path.home() / ".local"):  # such a folder contains many other files
+        if folder in (Path("/"), Path.home(), Path.home() / ".local"):  # a folder with many other files is not mounted
             folder = program
         hint = f'show it to the sandbox: write mounts = [{{source = "{folder}"}}] below [runtime]; {_allow(folder)}'
     return Missing(f"{where}; on the host it is {on_host}", hint)

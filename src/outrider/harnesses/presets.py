@@ -163,8 +163,8 @@ class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 Finding = Literal["yes", "no", "not tried"]
-"""Whether a program has a feature, as found by a certificate. "not tried" means that the certificate found no tool for
-the feature."""
+"""The result of a certificate for a feature of a program. "not tried" means that the certificate found no tool for the
+feature."""
 
 
 class Certified(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -279,7 +279,7 @@ def load_preset(name: str, *, field: str | None = "task.harness.preset") -> Pres
     return _read(name)
 
 
-@functools.cache  # every session loads its preset, and the file cannot change while the service runs
+@functools.cache  # cached, because every session loads its preset, and the file does not change while the service runs
 def _read(name: str) -> Preset:
     text = files("outrider.harnesses").joinpath("presets", f"{name}.toml").read_text("utf-8")
     raw = tomllib.loads(text)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 MAX_CHARACTERS = 16_000
-"""Maximum length of the output: below the limit of a tool's result, so that the result is not cut again."""
+"""Maximum characters of the output. This is below the limit of a tool's result, so the result is not cut again."""
 MAX_ELEMENTS = 5_000
 """Maximum number of elements that are read, printed or not."""
 MAX_DEPTH = 50
@@ -27,7 +27,7 @@ MAX_DEPTH = 50
 MAX_TEXT = 200
 """Maximum characters of a name or a value."""
 CALL_SECONDS = 1.0
-"""Time limit of one question to a program."""
+"""Time limit of one query to a program, in seconds."""
 
 EMBEDDED = "\ufffc"
 """The character that stands for a child in an element's text."""
@@ -70,7 +70,7 @@ NOTED = (
     "busy",
     "modal",
 )
-"""States that are printed if an element has them. Most elements have the others."""
+"""States that are printed for an element. Other states are not printed, because most elements have them."""
 
 
 class Box(NamedTuple):
@@ -81,7 +81,7 @@ class Box(NamedTuple):
 
 
 class Gone(Exception):
-    """The element does not exist any more, or its program does not answer."""
+    """The element no longer exists, or its program does not reply."""
 
 
 class Element(Protocol):
@@ -98,7 +98,7 @@ class Element(Protocol):
 
 
 class Full(Exception):
-    """A limit is reached. The message is the note."""
+    """A limit of the output is reached. The exception's message becomes a note at the end of the output."""
 
 
 class ScreenTree:
@@ -115,7 +115,7 @@ class ScreenTree:
         self._gone = 0
 
     def read(self, desktop: Element) -> str:
-        """Return the text of the programs on a desktop, the active one first."""
+        """Return the text of the programs on a desktop, the active program first."""
         try:
             programs = [(program, self._windows(program)) for program in self._children(desktop)]
             for program, windows in sorted(programs, key=lambda each: not any(active for active, _ in each[1])):
@@ -145,7 +145,7 @@ class ScreenTree:
                 self._gone += 1
 
     def _windows(self, program: Element) -> list[tuple[bool, Element]]:
-        """Return the windows of a program, each with whether it is active, the active one first."""
+        """Return the windows of a program, the active window first. The flag is True for an active window."""
         windows = []
         for window in self._children(program):
             try:
@@ -190,7 +190,7 @@ class ScreenTree:
             self._element(child, indent, depth + 1, within=name)
 
     def _line(self, element: Element, role: str, name: str, states: frozenset[str]) -> _Line | None:
-        """Return the line of an element, or None if the element says nothing or is not on the screen."""
+        """Return the line of an element, or None if the element has nothing to print or is not on the screen."""
         box = element.box()
         if box is None or box.width <= 0 or box.height <= 0:
             return None
@@ -270,7 +270,8 @@ class Accessible:
         return Box(box.x, box.y, box.width, box.height)
 
     def text(self) -> str:
-        """Return the beginning of the element's own text: of an element with children, only if it can be edited."""
+        """Return the beginning of the element's own text. Returns "" for an element without a text, and for an element
+        with children that cannot be edited."""
         interfaces = self._interfaces()
         if "Text" not in interfaces or ("EditableText" not in interfaces and self.count() > 0):
             return ""
@@ -294,7 +295,7 @@ class Accessible:
         start = time.monotonic()
         try:
             answer = question(*arguments)
-        except Exception as error:  # GLib.Error, whose module is as optional as AT-SPI
+        except Exception as error:  # GLib.Error is not named, because its module is as optional as AT-SPI
             raise Gone from error
         # After the time limit the library gives 0 or "" for some questions, and no error.
         if answer is None or time.monotonic() - start >= CALL_SECONDS:
@@ -304,7 +305,7 @@ class Accessible:
 
 def main(width: int, height: int, seconds: float) -> None:
     until = time.monotonic() + seconds
-    warnings.simplefilter("ignore")  # the bindings call much of themselves deprecated
+    warnings.simplefilter("ignore")  # the bindings warn that many of their own functions are deprecated
     importlib.import_module("gi").require_version("Atspi", "2.0")
     atspi = importlib.import_module("gi.repository.Atspi")
     atspi.set_timeout(int(CALL_SECONDS * 1000), int(CALL_SECONDS * 1000))

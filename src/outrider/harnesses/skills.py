@@ -31,7 +31,8 @@ for folder in "$@"; do
   cp -RL -- "$folder" "$0/$name" || exit 1
 done
 """
-"""Shell script that copies folders into the folder $0. Exit code 3 means that the printed name is taken already."""
+"""Shell script that copies folders into the folder $0. With exit code 3, the folder already has a skill of the printed
+name."""
 TAKEN = 3
 
 _HEAD = re.compile(r"\A---[ \t]*\r?\n(?P<lines>.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)

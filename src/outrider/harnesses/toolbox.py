@@ -162,7 +162,8 @@ async def edit_file(runtime: Runtime, path: str, old: str, new: str) -> str:
     are below the working directory. Returns the text for the model. Raises RuntimeFailure if the sandbox is broken."""
     if not 0 < len(path.encode()) <= MAX_PATH or "\0" in path:
         return "give the path of a file"
-    # The mode is read first, because the write sets the file's mode. This command raises if the sandbox is broken.
+    # The mode is read first, because the write sets the file's mode. This command raises RuntimeFailure if the sandbox
+    # is broken.
     executable = (await runtime.exec(["test", "-x", path], seconds=PROBE_SECONDS)).exit_code == 0
     try:
         text = (await runtime.read(path)).decode() if old else ""
@@ -174,7 +175,8 @@ async def edit_file(runtime: Runtime, path: str, old: str, new: str) -> str:
     except (IsADirectoryError, UnicodeDecodeError):
         return f"{path} is no text file"
     except RuntimeFailure as error:
-        # The file cannot be read or written, or the sandbox is broken. In a broken sandbox, the next command raises.
+        # The file cannot be read or written, or the sandbox is broken. In a broken sandbox, the next command raises
+        # RuntimeFailure.
         await runtime.exec(["true"], seconds=PROBE_SECONDS)
         return error.message
     return f"changed {path}" if old else f"wrote {path}"
@@ -199,8 +201,10 @@ def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | Non
         arguments = {name: given[name] for name in properties if name in required or name in given}
         for name, value in arguments.items():
             if properties[name].get("type") == "string":
-                value.encode()  # fails for half of a surrogate pair, which no program accepts
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # invalid JSON or invalid arguments
+                # `encode` raises an error for half of a surrogate pair, which no program accepts.
+                value.encode()
+    # The text is no JSON, or an argument is invalid.
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return arguments
 

@@ -111,7 +111,7 @@ def stray_links(venv: Venv, shown: Sequence[Path]) -> list[Path]:
     return [link for link, goal in leaving if not any(goal.is_relative_to(root) for root in roots)]
 
 
-@functools.lru_cache(maxsize=32)  # a scan visits many thousand files; `stamp` renews the cached value
+@functools.lru_cache(maxsize=32)  # cached, because a scan visits many thousand files; a new `stamp` causes a new scan
 def _leaving(prefix: Path, stamp: str) -> tuple[tuple[Path, Path], ...]:
     """Return the symbolic links to existing paths outside of the environment, with their targets."""
     links: list[Path] = []
@@ -179,7 +179,7 @@ async def _compile(venv: Venv, sources: Sequence[Path], seconds: float) -> bool:
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
         env={},
-        start_new_session=True,  # so that Ctrl-C reaches only this process, which kills the child below
+        start_new_session=True,  # Ctrl-C reaches only this process, which kills the child below
     )
     try:
         async with asyncio.timeout(seconds):
@@ -235,7 +235,8 @@ def _outside(packages: Path) -> list[Path]:
         for _, path in _QUOTED_PATH.findall("\n".join(_MAPPED.findall(_text(finder)))):
             found += [place for place in (Path(path), Path(f"{path}.py")) if place.exists()]
     projects = []
-    for record in sorted(packages.glob("*.dist-info/direct_url.json")):  # every installer writes this file
+    # all installers write this file for an editable install
+    for record in sorted(packages.glob("*.dist-info/direct_url.json")):
         try:
             told = json.loads(_text(record))
             editable = bool(told["dir_info"]["editable"])

@@ -72,7 +72,7 @@ class _InnerConnections(Connections):
 
 
 class _InnerResponse(Response):
-    """A whole response of an application in this process."""
+    """The response of an application in this process, received as a whole."""
 
     def __init__(self) -> None:
         self._status = 500
@@ -101,4 +101,4 @@ class _InnerResponse(Response):
 
 async def _received(body: bytes) -> AsyncIterator[dict[str, Any]]:
     yield {"type": "http.request", "body": body, "more_body": False}
-    await asyncio.get_running_loop().create_future()  # waits for ever: the outer call ends with the caller's connection
+    await asyncio.get_running_loop().create_future()  # waits for ever: the caller's disconnect ends the outer call

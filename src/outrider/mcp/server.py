@@ -56,7 +56,7 @@ def mcp_server(client: AsyncClient, may: Callable[[Role], bool] | None = None) -
                 )
             text = enclosed(await tool.call(client, tool.read(asked.arguments or {})), more=tool.more)
         except OutriderError as error:
-            # The message of an error may also have text of the caller or of a task.
+            # The message is enclosed, because an error may quote text of a task or of the caller.
             return types.CallToolResult(
                 content=[
                     types.TextContent(type="text", text=enclosed(error_text(error.record()), more="ask for less"))

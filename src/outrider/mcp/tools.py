@@ -200,7 +200,7 @@ class McpTool(NamedTuple):
     destroys: bool = False
 
     def read(self, given: Mapping[str, Any]) -> Spec:
-        """Return the arguments of a call. Raises InvalidField."""
+        """Parse the arguments of a call of this tool. Raises InvalidField."""
         try:
             return self.arguments.model_validate(dict(given))
         except ValidationError as error:

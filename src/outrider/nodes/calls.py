@@ -84,7 +84,7 @@ class PendingCall(Generic[R]):
             pass
 
     def cancel(self) -> None:
-        """Make the peer cancel the call, unless the call has ended. Only a `NodeStream` can be cancelled."""
+        """Make the peer cancel the call. Does nothing if the call has ended. Only a `NodeStream` can be cancelled."""
         if not self._ended:
             self._calls.send(CancelCall(self._number))
 
@@ -254,5 +254,5 @@ class LinkCalls:
         self._answered.set()
         if task.cancelled():
             if isinstance(work, Coroutine):
-                work.close()  # the task may have been cancelled before it awaited `work`
+                work.close()  # the task may never have awaited `work`
             self._link.send(CallReply(number))

@@ -42,7 +42,8 @@ MAX_LANES = 16
 MAX_FAILING = 64
 """Maximum number of failing background tasks in a node's report. Further tasks are left out."""
 MAX_COUNTED = 256
-"""The most runtimes, dialects, and error codes per dialect that a node's counts may have."""
+"""Maximum number of runtimes in a node's counts. The same limit holds for dialects, and for the error codes of a
+dialect."""
 MAX_NAME = 256
 MAX_PATH = 4096
 MAX_ANSWER = 1 << 20
@@ -149,7 +150,8 @@ def _rewards_turns(result: SessionResult, given: Given) -> bool:
         return True
     numbers = (verdict.reward, *verdict.turns.values(), *verdict.rows.values())
     return (
-        all(abs(number) <= MAX_REWARD for number in numbers)  # also refuses NaN, for which every comparison is false
+        # This form also refuses NaN, for which every comparison is false.
+        all(abs(number) <= MAX_REWARD for number in numbers)
         and all(0 <= index < result.turns for index in verdict.turns)
         and all(0 <= row < result.samples for row in verdict.rows)
     )
@@ -381,9 +383,9 @@ def shortened(result: SessionResult) -> SessionResult:
 
 
 def checked_stats(name: str, report: Report) -> NodeStats:
-    """Return the statistics of a node's report, with the service's name for the node, and with the list of
-    failures and its texts cut to their maximum lengths. Raises Nonsense for impossible numbers, and for lanes that are
-    too many or have too long a name."""
+    """Return the statistics of a node's report, with the service's name for the node, and with the list of failures and
+    its texts cut to their maximum lengths. Raises Nonsense for impossible numbers, and for too many lanes or too long a
+    lane name."""
     stats = report.stats
     names_fit = all(len(lane.name) <= MAX_NAME for lane in stats.lanes)
     if not (_all_counts(stats) and len(stats.lanes) <= MAX_LANES and names_fit and stats.capacity <= MAX_SESSIONS):
@@ -397,8 +399,8 @@ def checked_stats(name: str, report: Report) -> NodeStats:
 
 def checked_counts(report: Report, before: NodeCounts) -> NodeCounts:
     """Return the counts of a node's report. `before` are the counts of the node's last report. Raises Nonsense for
-    impossible numbers, for too many or too long names, for other buckets than SECONDS, and for a failed start or call
-    that is not counted any more."""
+    impossible numbers, for too many or too long names, for histograms with other buckets than SECONDS, and for a count
+    that is smaller than in the last report."""
     counts = report.counts
     names: list[Mapping[str, object]] = [counts.sandboxes, counts.failed_calls, *counts.failed_calls.values()]
     if (
@@ -412,7 +414,8 @@ def checked_counts(report: Report, before: NodeCounts) -> NodeCounts:
 
 
 def _grows(before: NodeCounts, counts: NodeCounts) -> bool:
-    """Return True if no number has become smaller. The service exports sums, which must not become smaller either."""
+    """Return True if no count is smaller than before. The service exports sums of these counts, and an exported sum
+    must never decrease."""
     for runtime, was in before.sandboxes.items():
         now = counts.sandboxes.get(runtime)
         if now is None or now.failed < was.failed or now.started.total < was.started.total:

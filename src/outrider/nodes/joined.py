@@ -42,7 +42,7 @@ FINAL = frozenset({Close.LEFT, Close.NONSENSE})
 MAX_MEMBERS = 1024
 """Maximum number of joined nodes at a time."""
 MAX_REFUSED = 16
-"""Maximum number of recently cut off nodes that the status shows."""
+"""Maximum number of cut-off nodes that the status shows, the most recent ones."""
 
 
 class JoinedNodes:
@@ -100,9 +100,9 @@ class JoinedNodes:
             if hello.received:
                 await socket.close(Close.REMOVED, "the service has given this node up")
                 return
-            # A node may be replaced only from its own machine, and only while disconnected. A node that has not begun
-            # has no sessions yet, so any machine with the same token may replace the node: the same machine may have
-            # connected again under another random name.
+            # A member that runs sessions may be replaced only by a node of the same machine, and only while the member
+            # is disconnected. A member that has not begun has no sessions, so any machine with the same token may
+            # replace it: the same machine may have connected again under another random name.
             if name in self._own or (
                 member is not None
                 and (
@@ -124,7 +124,8 @@ class JoinedNodes:
                 break
             member.socket.end(Disconnected(Close.REMOVED, "it was started again"))
             await asyncio.wait([member.serving])
-            # The loop then checks again, because other connections may have waited for this end, too.
+            # Now the loop checks the name again, because several connections may have waited for the end of this
+            # member.
         if member.owner != owner:
             await socket.close(Close.CONFLICT, close_reason(f"node {name!r} came with another token"))
             return
@@ -151,7 +152,7 @@ class JoinedNodes:
             log.info("node %s has joined", node.name)
             member.begun = True
             self._publisher.nodes.append(node)
-            for model, pool in self._parts.pools.items():  # the states may have changed since `serve` sent them
+            for model, pool in self._parts.pools.items():  # `serve` sent the states, which may have changed since
                 node.send_pool_state(model, pool_state(pool))
             self.added.publish(node)
 
@@ -171,12 +172,12 @@ class JoinedNodes:
                         name=node.name, token=member.owner, at=time.time(), reason=redacted(storable(end.reason))
                     )
                 )
-        except Exception as error:  # a bug, which must not end the service
+        except Exception as error:  # a bug in the code for one node must not end the service
             log.exception("node %s failed", node.name)
             how = error
         finally:
             log.info("node %s has left: %s", node.name, how)
-            member.socket.take_over()  # detaches the connections, so that nothing more is sent to the node
+            member.socket.take_over()  # this call detaches the connections: nothing more is sent to the node
             if self._members.get(node.name) is member:
                 del self._members[node.name]
             if all(other.node.machine != node.machine for other in self._members.values()):
@@ -210,7 +211,7 @@ class JoinedNode:
         try:
             await socket.send(encode(NodeWelcome(self.socket.received)))
             end = await self.socket.carry(socket, arrived, replaced)
-            if end.code == Close.NONSENSE:  # if the service found the error, no close code was sent yet
+            if end.code == Close.NONSENSE:  # if the service found the error, the node has no close code yet
                 await socket.close(end.code, close_reason(end.reason))
         except Disconnected as error:
             end = error

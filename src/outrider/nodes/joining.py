@@ -109,7 +109,7 @@ class JoiningMachine:
                     self._refusal = ready.error
                     return
                 self._joined(name)
-                if self._leaving.is_set():  # the machine began to leave before the process had joined
+                if self._leaving.is_set():  # the machine began to leave before this process joined
                     await process.pipe.send(encode(LeaveService()))
         except Disconnected:
             pass

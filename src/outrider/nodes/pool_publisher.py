@@ -56,9 +56,9 @@ class PoolPublisher:
                         node.send_pool_state(model, state)
                     self._published[model] = state
             except Exception as error:  # an engine may be third-party code, whose state may not be encodable
-                failure = error  # raised after the states of the other pools are sent
+                failure = error  # the error is raised after the states of the other pools are sent
         if failure is not None:
-            self._changed.set()  # so that the next turn sends the state again
+            self._changed.set()  # the next turn then sends the state again
             raise failure
 
     async def _publish_loads(self) -> None:

@@ -47,7 +47,7 @@ class RayMachine:
     values."""
 
     def __init__(self, place: dict[str, Any], name: str, level: int) -> None:
-        logging.getLogger().setLevel(level)  # the machine's processes get the same level
+        logging.getLogger().setLevel(level)  # the node processes of the machine get this log level, too
         found = msgspec.convert(place, JoinTarget)
         settings = Config.model_validate_json(found.config).as_read_from(Path(found.file) if found.file else None)
         config = with_processes(settings)
@@ -134,7 +134,7 @@ class RayFleet:
                     await asyncio.wait([stopping, *runs], timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     if any(run.done() for run in runs):
                         refusal = self._refusal()
-                        # Without a pause, actors that fail at once would be made again and again.
+                        # The pause limits how often an actor that fails at once is made again.
                         await asyncio.wait([stopping], timeout=LOOK_SECONDS)
                 if refusal is None:
                     await self._leave()

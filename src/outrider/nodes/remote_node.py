@@ -55,7 +55,7 @@ from outrider.trajectory import SessionResult, Turn
 from outrider.wire.frames import Beat, Close, Nonsense
 from outrider.wire.link import Disconnected, Link, Socket
 
-if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes none
+if TYPE_CHECKING:  # imported only for annotations, because this module makes no pools
     from outrider.engines.pool.pool import EnginePool
 
 log = logging.getLogger("outrider.node")
@@ -77,8 +77,7 @@ generations are refused."""
 MOST_RECENT = 10_000
 """Maximum number of attempts whose last timeline entries are still accepted."""
 SPARE_TAKES = 16
-"""A node may have two `Take` calls, waiting or granted, for each of its attempts, and this number of further `Take`
-calls."""
+"""Number of `Take` calls, waiting or granted, that a node may have in addition to two for each of its attempts."""
 
 Pools = Mapping[str | None, "EnginePool"]
 """The engine pools of a service by model. The policy's key is None."""
@@ -290,7 +289,7 @@ class NodeConnection:
                     await shielded(lambda: self._end_of(attempt.name, call))
                     raise
             check(result, RESULT_RULES, given)
-        except CallEnded as error:  # the node is about to exit: otherwise only a cancelled call ends without a result
+        except CallEnded as error:  # the node is about to exit, because this call was not cancelled
             raise self._lost() from error
         except Nonsense as error:
             self.link.close(Close.NONSENSE, str(error))
@@ -337,7 +336,7 @@ class NodeConnection:
                     note_uses(self._pool(used.model), self._name, uses)
             case messages.Gate():
                 gate = self._pool(message.model).policy.gate
-                if not gate.expects(self._name):  # a node follows the pool before it sends `Ready`
+                if not gate.expects(self._name):  # the node needs the states of the pools before it can send `Ready`
                     gate.expect(self._name, self._lose)
                 try:
                     gate.report(self._name, message.report)
@@ -388,7 +387,7 @@ class NodeConnection:
         except Conflict:
             raise
         except BaseException:
-            given.certain = False  # whether the turn is stored is unknown
+            given.certain = False  # the turn may or may not be stored
             raise
         given.note_turn(call)
 

@@ -129,7 +129,7 @@ class ServiceProxy:
         async def send_report() -> None:
             nonlocal looked
             if self._images is not None and time.monotonic() - looked > IMAGES_SECONDS:
-                with suppress(OSError):  # a shared file system may fail, and the last names are then used again
+                with suppress(OSError):  # if a shared file system fails, the last names are used again
                     self._image_names = await asyncio.to_thread(self._images)
                 looked = time.monotonic()
             self._send_report(node, pools)
@@ -268,7 +268,7 @@ class SharedResources(NodeResources):
 
         try:
             return ResourceShare(give_back, await held.next())
-        except BaseException:  # also a cancellation
+        except BaseException:  # includes a cancellation
             give_back()
             raise
 

@@ -31,11 +31,12 @@ PREFIX = "OUTRIDER_"
 HOME = "OUTRIDER_HOME"
 
 END_SECONDS = 10.0
-"""A process that has not ended its sandboxes and exited after this many seconds is killed."""
+"""Seconds that a node process has to end its sandboxes and exit. After this time the process is killed."""
 
 RESTARTS = RetryPolicy(first=0.1, longest=30.0)
 STEADY_SECONDS = 60.0
-"""A process that exits after this many seconds or more is started again after the shortest wait of RESTARTS."""
+"""If a process ran for at least this many seconds before it exited, it is started again after the shortest wait of
+RESTARTS."""
 
 
 class NodeProcess:
@@ -83,7 +84,7 @@ class NodeProcess:
                     self._process.kill()
                 await self._process.wait()
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # the process was the leader of its own process group
+                os.killpg(self._process.pid, signal.SIGKILL)  # the process group has the id of its leader, the process
             self._ended = True
 
     @property
@@ -114,7 +115,7 @@ async def one_after_another(
             finally:
                 await shielded(process.end)
             how = f"ended with {process.exit_code}"
-        except Exception as error:  # a start that failed, or a bug, which must not end the other nodes
+        except Exception as error:  # neither a failed start nor a bug may end the other nodes
             book.note(chore, error)
             how = f"failed: {described(error)}"
         if not ended(how):

@@ -127,5 +127,6 @@ class _HuggingFaceForward:
         finally:
             if training:
                 self._model.train()
-        layers = [(layer.keys, layer.values) for layer in past.layers]  # the model has added the new tokens' columns
+        # The model itself adds the columns of the new tokens to the cache.
+        layers = [(layer.keys, layer.values) for layer in past.layers]
         return output.logits[:, -1].float().cpu(), layers

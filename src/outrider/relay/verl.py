@@ -56,7 +56,7 @@ PING_SECONDS = 30.0
 SILENT_SECONDS = 90.0
 """A connection is closed after this many seconds without a message. Both sides send a ping every PING_SECONDS."""
 MAX_FRAME = 100 << 20
-"""Maximum bytes of a message, by the protocol."""
+"""Maximum bytes of a message. The protocol sets this limit."""
 NO_HELLO, NOT_SERVED = 4001, 4002
 REFUSALS: dict[int, type[OutriderError]] = {
     NO_HELLO: EngineMisbehaved,
@@ -65,7 +65,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""Close codes and HTTP statuses after which another connection would fail again, with the errors that `run` raises."""
+"""The error that `run` raises, by close code or HTTP status. The table has only codes and statuses after which another
+connection would fail again."""
 HINTS = {
     NOT_SERVED: "start the proxy in its relay mode",
     401: "give the proxy's token: ProxyWorker(..., token=...)",
@@ -106,11 +107,11 @@ class _Ended(Exception):
 class ProxyWorker:
     """A worker for the proxy at `url` (`http://host:port`, or `https`).
 
-    `engine` takes token ids; the caller starts and closes the engine. `renderer` is that of the engine's model.
-    `max_tokens` is the limit of a reply if the proxy sets no limit. `facts` are further values of every response:
-    `node_id`, `gpu_id` and `rank_info` of the protocol. `token` is a bearer token for a proxy that requires one, and
-    `ca` a PEM file with the authority of the proxy's certificate. `reconnecting` are the waits between attempts to
-    connect.
+    `engine` takes token ids; the caller starts and closes the engine. `renderer` renders messages for the engine's
+    model. `max_tokens` is the limit of a reply if the proxy sets no limit. `facts` are further values of every
+    response: `node_id`, `gpu_id` and `rank_info` of the protocol. `token` is a bearer token for a proxy that requires
+    one, and `ca` a PEM file with the authority of the proxy's certificate. `reconnecting` are the waits between
+    attempts to connect.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class ProxyWorker:
                 failed += 1
 
     async def _serve(self, http: aiohttp.ClientSession) -> None:
-        """Run one connection to its end. Raises _Ended, aiohttp.ClientError and OSError. At that time the calls of the
+        """Run one connection to its end. Raises _Ended, aiohttp.ClientError and OSError, but only once all calls of the
         connection have ended."""
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
@@ -183,7 +184,7 @@ class ProxyWorker:
                     self.attached.clear()
                     for task in running:
                         task.cancel()
-        except ExceptionGroup as group:  # the errors of one connection, each of which ends it
+        except ExceptionGroup as group:  # each of these errors ends only the connection
             raise group.exceptions[0] from None
         finally:
             await shielded(partial(socket.close))
@@ -344,12 +345,12 @@ class ProxyWorker:
         return msgspec.structs.replace(last, ids=ids, logprobs=logprobs)
 
     def _spoken(self, ids: list[int]) -> list[int]:
-        """Return the ids before the family's stop id at their end, if there is one."""
+        """Return the ids without the last id if this is a stop id of the family."""
         return ids[:-1] if ids and ids[-1] in self._renderer.stop_ids else ids
 
 
 def _decoded(data: str | bytes) -> _Frame:
-    """Return the head of a message. Raises _Ended for a message that cannot be read."""
+    """Return the type and the request id of a message. Raises _Ended for a message that cannot be read."""
     try:
         return msgspec.json.decode(data, type=_Frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -78,8 +78,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""Close codes and HTTP statuses after which reconnecting would fail again, with the errors that `Worker.run` raises for
-them."""
+"""The error that `Worker.run` raises, by close code or HTTP status. The table has only codes and statuses after which
+reconnecting would fail again."""
 
 HINTS: dict[int, str] = {
     Close.REMOVED: "the engine was removed from the service; a new worker adds it again",
@@ -137,7 +137,7 @@ class Worker:
 
     @property
     def running(self) -> bool:
-        """True from the start of `run` to its end: False once the worker has given up. Can be read in any thread."""
+        """True while `run` runs, and False once the worker has given up. Can be read in any thread."""
         return self._loop is not None
 
     async def run(self) -> None:
@@ -154,7 +154,7 @@ class Worker:
             connector = aiohttp.TCPConnector(ssl=self._trusted or True)
             async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as tasks:
                 await self._stay_attached(session, tasks)
-        except ExceptionGroup as group:  # the task group puts the error of its block into a group
+        except ExceptionGroup as group:  # a task group wraps its block's error in an ExceptionGroup
             if len(group.exceptions) > 1:
                 raise
             self._set_attached(group.exceptions[0])
@@ -204,7 +204,7 @@ class Worker:
         self.engine.version = version
         loop = self._loop
         if loop is not None:
-            with suppress(RuntimeError):  # the loop may have been closed by now
+            with suppress(RuntimeError):  # raised if the loop was closed meanwhile
                 loop.call_soon_threadsafe(self._tell_version, version)
 
     def _tell_version(self, version: int) -> None:
@@ -241,10 +241,10 @@ class Worker:
             if (kind := REFUSALS.get(code)) is not None:
                 raise kind(f"{self.url} refuses this worker: {getattr(end, 'reason', '') or end}", hint=HINTS.get(code))
             if self.connections > before:
-                if code != Close.SILENT:  # a worker that the service drops each time must wait longer and longer
+                if code != Close.SILENT:  # if the service drops the worker again and again, the waits grow
                     failed = 0
-                # After these seconds the service no longer waits for the worker, so its generations are ended and their
-                # messages dropped.
+                # `resume` is the number of seconds for which the service waits for a worker to reconnect. After this
+                # time the worker's generations are ended, and their messages dropped.
                 seconds = self._welcome.resume if self._welcome is not None else 0
                 self._forget = asyncio.get_running_loop().call_later(seconds, self._generations.abort_all)
             log.info("worker %s has no connection to %s: %s", self.name, self.url, end)
@@ -322,7 +322,7 @@ class Worker:
 
     async def _done(self, call: WorkerCall) -> WorkerReply:
         if call.action == "pause":
-            self._paused = True  # set before the reply, which may never reach the service
+            self._paused = True  # recorded before the reply is sent, because the reply may be lost
             await self.engine.pause(call.mode)
         elif call.action == "resume":
             await self.engine.resume()

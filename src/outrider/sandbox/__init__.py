@@ -1,4 +1,4 @@
-"""Sandboxes: their making and preparation, warm sandboxes for later sessions, and the removal of what a crash leaves.
+"""Makes and prepares sandboxes, keeps warm sandboxes for later sessions, and removes what a crash leaves behind.
 `open_sandbox` opens a sandbox without a service.
 
 Of Outrider, this package imports only `concurrency/` and modules of the top folder, such as `spec.py`, `errors.py` and

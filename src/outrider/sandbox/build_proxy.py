@@ -1,7 +1,7 @@
-"""The network of the RUN steps of a build: the hosts that the operator allows.
+"""The proxy through which the RUN steps of an image build reach the hosts that the operator allows.
 
-The sandbox of a build has no network. A program in the sandbox reaches this proxy at the sandbox's endpoint. The proxy
-connects to an allowed host directly, or through the operator's own proxy, which this process's variables name.
+The sandbox of a build has no other network. A program in the sandbox reaches this proxy at the sandbox's endpoint. The
+proxy connects to an allowed host directly, or through the operator's own proxy, which this process's variables name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ INDEXES = (
     *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_DEFAULT_INDEX"),
     *("NPM_CONFIG_REGISTRY", "npm_config_registry", "GOPROXY", "CARGO_REGISTRIES_CRATES_IO_INDEX"),
 )
-"""Variables with the URL of a package index. RUN gets each of them whose value in this process has an allowed host."""
+"""Names of variables with the URL of a package index. RUN gets the variables of this process whose URL has an allowed
+host."""
 
 
 def checked_hosts(hosts: Iterable[str]) -> frozenset[str]:
@@ -52,9 +53,9 @@ def checked_hosts(hosts: Iterable[str]) -> frozenset[str]:
 
 
 def index_variables(hosts: frozenset[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables of `environ` (by default this process's) with the URL of an index on one of the hosts. A URL
-    with a user name or a password is left out, because the author of a Dockerfile must not read the operator's
-    passwords."""
+    """Return the variables of `environ` (by default this process's) whose value is the URL of a package index on one of
+    the hosts. A URL with a user name or a password is left out, because the author of a Dockerfile must not read the
+    operator's passwords."""
     environ = variables() if environ is None else environ
     found = {}
     for name in INDEXES:
@@ -72,7 +73,7 @@ def allowed(hosts: frozenset[str], host: str, port: int) -> bool:
 
 class BuildProxy:
     """The proxy of one build. The variables `environ`, by default this process's, may name the operator's own proxy
-    (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts that do not need it (NO_PROXY)."""
+    (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts that are reached without this proxy (NO_PROXY)."""
 
     def __init__(self, hosts: frozenset[str], environ: Mapping[str, str] | None = None) -> None:
         self._hosts = hosts
@@ -102,7 +103,7 @@ class BuildProxy:
         return BuildPassage(ProxyRoute(server=ProxiedServer(host=request.host, port=request.port, internal=True)))
 
     def refuse(self, request: RequestHead, reason: str) -> None:
-        """See `ProxyGate`. Only hosts that no option names are recorded."""
+        """See `ProxyGate`. Nothing is recorded here: `refused` has only the hosts that no `--allow-host` names."""
 
 
 class BuildPassage:

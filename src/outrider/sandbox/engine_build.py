@@ -98,10 +98,10 @@ def build_by_engine(
     network: bool = False,
     note: Callable[[str], None] = lambda text: None,
 ) -> RootImage:
-    """Build the image of a folder's Dockerfile with an engine, and import the image. The image in the store gets the
-    engine's name for it, and also `name` if given. If `network` is true, the steps have the engine's network. `note` is
-    called with a line before each part of the work. Blocks. Raises InvalidField for the Dockerfile, BadImage with the
-    end of the engine's output, and RuntimeUnavailable if the engine is not installed."""
+    """Build the image of a folder's Dockerfile with an engine, and import the image. The imported image gets the name
+    that `engine_name` returns, and also `name` if given. If `network` is true, the steps have the engine's network.
+    `note` is called with a line before each part of the work. Blocks. Raises InvalidField for the Dockerfile, BadImage
+    with the end of the engine's output, and RuntimeUnavailable if the engine is not installed."""
     checked_dockerfile(context, store)
     program = shutil.which(engine)
     if program is None:

@@ -31,13 +31,13 @@ from outrider.sandbox.runtimes.tool_server.uploads import entries
 from outrider.spec import RuntimeSpec
 
 Id = tuple[int, int] | str
-"""Device and inode, or the path itself if it does not exist or cannot be examined."""
+"""Id of a file: its device and inode, or its path if the file does not exist or cannot be examined."""
 
 
 class HostPathRule(NamedTuple):
-    """A rule about a file or folder that tasks may not read as a whole. `what` describes the file or folder. If
-    `below`, nothing below the folder may be named either. If `shown`, the file or folder must also be outside of the
-    folders of `SHOWN`."""
+    """A rule about a file or folder that tasks may not read as a whole. `what` describes the file or folder. If `below`
+    is true, nothing below the folder may be named either. If `shown` is true, the file or folder must also be outside
+    of the folders of `SHOWN`, which are visible in every sandbox of a kind."""
 
     what: str
     below: bool
@@ -69,8 +69,9 @@ class Located(NamedTuple):
 
 
 class Named(NamedTuple):
-    """A folder or file that tasks may read because of `setting`. `at` are the path and all mounts below the path. If
-    `shown`, the folder is one of `SHOWN`, and `setting` is the kind of sandbox."""
+    """A folder or file that tasks may read because of `setting`. `at` are the targets of the path and of all mounts
+    below the path. If `shown` is true, the folder is one of `SHOWN`, and `setting` is the kind of sandbox that shows
+    it."""
 
     path: Path
     setting: str
@@ -215,12 +216,12 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return spec.model_copy(update={**changes, "mounts": mounts})
 
     def check_venv(self, path: str, shown: Iterable[Path], *, field: str) -> None:
-        """Raise InvalidField for a virtual environment that needs forbidden paths of the host. `shown` are the paths
-        that it needs.
+        """Raise InvalidField for a virtual environment that needs forbidden paths of the host. `shown` are the host's
+        paths that programs of the environment need.
 
-        An allowed environment does not make the targets of its links allowed: whoever made the environment chose the
-        links. The service's own interpreter is always allowed, because it is visible in the sandbox of every harness
-        preset.
+        The targets of an environment's links are checked even if the environment itself is allowed, because whoever
+        made the environment chose the links. The service's own interpreter is always allowed, because it is visible in
+        the sandbox of every harness preset.
         """
         own = Path(sys.base_prefix).resolve()
         roots = (*self.allow, own)
@@ -266,7 +267,7 @@ def _kept(config: Config) -> Iterator[Kept]:
     """Yield the existing files and folders of this machine that tasks may not read."""
     key = config.tls.key or config.tls.certificate  # without a key file, the certificate's file holds the key
     homes = []
-    with suppress(RuntimeError):  # there is no home
+    with suppress(RuntimeError):  # this user has no home folder
         homes.append(Path.home())
     with suppress(KeyError):  # this user has no entry in the user database
         homes.append(Path(pwd.getpwuid(os.geteuid()).pw_dir))

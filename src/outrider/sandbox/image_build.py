@@ -48,7 +48,7 @@ RUN_SECONDS = 600.0
 """Time limit of one RUN. Harbor has the same limit for a whole build."""
 QUICK_SECONDS = 60.0
 NO_USER = re.compile(r"(?:owner|chown|chgrp|[ug]id|groups)[^\n]*(?:Invalid argument|Operation not permitted)")
-"""Words of a program that fails because the sandbox has only one user."""
+"""Pattern of the error message of a program that fails because the sandbox has only one user."""
 LINKS_AT_ONCE = PATHS_AT_ONCE = 500
 MAX_LINKS = 255
 ROOT_LAYER = "0"
@@ -67,9 +67,9 @@ def build_image(
     note: Callable[[str], None] = lambda text: None,
 ) -> RootImage:
     """Build the image of a folder's Dockerfile in sandboxes of kind `namespace`, unless the image exists. The image
-    gets the name used by Harbor tasks, and `name`. RUN may reach `hosts` (see build_proxy.py). `seconds` bounds each
-    RUN; `note` is called with a line before each step. Blocks, and must be called outside of an event loop. Raises
-    InvalidField for the Dockerfile, BadImage with the line that failed, and RuntimeUnavailable."""
+    gets the name used by Harbor tasks, and also `name` if given. RUN may reach `hosts` (see build_proxy.py). `seconds`
+    bounds each RUN; `note` is called with a line before each step. Blocks, and must be called outside of an event loop.
+    Raises InvalidField for the Dockerfile, BadImage with the line that failed, and RuntimeUnavailable."""
     if name is not None and "@" in name:
         raise InvalidField(
             f"{name!r} has a digest, which only images of a registry have", field="name", hint="give a name without @"
@@ -146,8 +146,8 @@ class Build:
 
 
 def users_of_build() -> tuple[int, RuntimeUnavailable | None]:
-    """Return the number of users in the sandbox of a build, and why there are not MOST_USERS, if so. Packages such as
-    tmux give files to other users."""
+    """Return the number of users in the sandbox of a build: MOST_USERS, or 1 with the reason why there are no more.
+    Packages such as tmux give files to other users."""
     try:
         user_ids(MOST_USERS)
     except RuntimeUnavailable as error:
@@ -156,7 +156,8 @@ def users_of_build() -> tuple[int, RuntimeUnavailable | None]:
 
 
 def run_hint(context: Path, refused: frozenset[str], hosts: frozenset[str]) -> str | None:
-    """Return the hint for a RUN that failed, with the hosts that the proxy has refused; None if there are none."""
+    """Return the hint for a RUN that failed, with the hosts that the proxy has refused. Returns None if the proxy has
+    refused no host."""
     if not refused:
         return None
     flags = " ".join(f"--allow-host {host}" for host in sorted(refused | hosts))
@@ -164,7 +165,7 @@ def run_hint(context: Path, refused: frozenset[str], hosts: frozenset[str]) -> s
 
 
 async def carry_out(runtime: Runtime, step: BuildStep, *, env: Mapping[str, str], drafts: Path, seconds: float) -> None:
-    """Carry out one step. RUN gets the variables `env` in addition to its own, which take precedence, and is killed
+    """Carry out one step. A RUN gets the variables `env` in addition to its own, which take precedence. A RUN is killed
     after `seconds`. Raises RuntimeFailure, also if a command fails."""
     match step:
         case RunInstruction():
@@ -194,7 +195,7 @@ async def carry_out(runtime: Runtime, step: BuildStep, *, env: Mapping[str, str]
 
 
 async def goes_into(runtime: Runtime, step: Copy | CopyFrom | WriteFile) -> bool:
-    """Return whether a file is put into the target, because the target is a folder."""
+    """Return whether the step's target is a folder, so that a copied file keeps its name in the folder."""
     if step.into:
         return True
     return (await runtime.exec(f"test -d {shlex.quote(step.target)}", seconds=QUICK_SECONDS)).exit_code == 0
@@ -329,8 +330,9 @@ async def checked(runtime: Runtime, command: list[str]) -> None:
 
 
 def as_image_layer(saved: Path, target: Path) -> None:
-    """Write the root's part of a sandbox's layer archive as an image layer. The archive marks removals as overlayfs
-    does, by devices and attributes. The image layer marks them by file names."""
+    """Convert an archive of a sandbox's writable layers into an image layer, which has only the changes to the root.
+    The archive marks removals as overlayfs does, by devices and attributes. The image layer marks them by file
+    names."""
     with tarfile.open(saved, "r:") as archive, tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as layer:
         for member in archive:
             top, _, name = member.name.partition("/")
@@ -351,7 +353,7 @@ def as_image_layer(saved: Path, target: Path) -> None:
 
 def link_tree(source: Path, target: Path) -> None:
     """Fill `target`, an empty folder, with the tree of `source`, and hard-link the files. Linking is safe because
-    images never change, and a layer unpacked over the tree replaces files and writes to none."""
+    images never change, and because unpacking a layer over the tree replaces files and writes to no existing file."""
     for at, folders, files in os.walk(source):
         here = target / os.path.relpath(at, source)
         for name in (*folders, *files):

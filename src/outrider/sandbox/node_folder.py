@@ -105,7 +105,7 @@ class NodeFolder:
                     elif entry.name != LOCK:
                         os.unlink(entry.path)
             remove_tree(self.path)
-        finally:  # also if /proc cannot be read for lack of a descriptor: the next sweep must get the lock
+        finally:  # the lock is released even if /proc cannot be read, so that the next sweep gets the lock
             os.close(self.lock)
             if self.keeper is not None:
                 self.keeper.kill()
@@ -185,8 +185,8 @@ def remove_tree(path: Path) -> None:
 
 
 async def sweep(host: Host, failures: Failures) -> dict[str, int]:
-    """Remove the leftovers of killed nodes: folders, processes, control groups, and what the parts of `host` find. Call
-    this function every SWEEP_EVERY_SECONDS.
+    """Remove the leftovers of killed nodes: folders, processes, control groups, and the leftovers that the parts of
+    `host` find. Call this function every SWEEP_EVERY_SECONDS.
 
     Returns the number of things removed, by kind. Failures are recorded and never raised: a failed sweep must not end
     the node's sessions, and the next sweep tries again.

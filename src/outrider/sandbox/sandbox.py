@@ -58,8 +58,9 @@ class Sandbox:
         starts: SandboxStarts,
         door: Door | None = None,
     ) -> None:
-        """`field` is the spec's field in the task. The start is counted in `starts`. `door` is the sandbox's network,
-        which listens at the context's `gateway_socket`, or None for a sandbox without a network."""
+        """`field` is the name, for errors, of the task's field that holds the spec. The start is counted in `starts`.
+        `door` is the sandbox's network, which listens at the context's `gateway_socket`, or None for a sandbox without
+        a network."""
         self.runtime = runtime
         self.door = door
         self._door_at = context.gateway_socket
@@ -105,7 +106,7 @@ class Sandbox:
                 async with self.network(Phase.PREPARE):
                     await self._point_apt()
                     await prepare(self.runtime, self._spec.prepare, paths=self._paths, field=f"{self._field}.prepare")
-        except BaseException as error:  # also a cancellation
+        except BaseException as error:  # BaseException includes CancelledError
             if isinstance(error, Exception):
                 self._starts.note(self._spec.sandbox_kind, None)
             await self.stop()
@@ -115,7 +116,8 @@ class Sandbox:
         self._ready = True
 
     async def _point_apt(self) -> None:
-        """Write the settings of apt, in a sandbox whose user may write there."""
+        """Write apt's settings for the sandbox's network. In a sandbox whose user may not write the file, nothing is
+        written."""
         if self.door is not None:
             with suppress(RuntimeFailure, OSError):
                 await self.runtime.write(APT_CONFIG, APT_SETTINGS)
@@ -198,9 +200,10 @@ class Sandboxes:
         ahead: bool = False,
     ) -> Sandbox:
         """Make a sandbox without starting it. No other sandbox of this node has the same `name` and `attempt`. `field`
-        is the spec's field in the task. `ahead`: no session waits for the sandbox. Raises InvalidField if the runtime
-        is no longer installed, or if a path in the spec is not allowed here. This can happen to a path that was allowed
-        when the task was checked: the links in the path may lead elsewhere on this machine, or may have changed."""
+        is the name, for errors, of the task's field that holds the spec. `ahead` is True if no session waits for the
+        sandbox. Raises InvalidField if the runtime is no longer installed, or if a path in the spec is not allowed
+        here. This can happen to a path that was allowed when the task was checked: the links in the path may lead
+        elsewhere on this machine, or may have changed."""
         kind: RuntimeKind = resolve("runtime", spec.sandbox_kind)
         if names_paths(spec):
             with renamed_field(RUNTIME, field):
@@ -276,7 +279,8 @@ async def prepare(
     paths: HostPaths,
     field: str = f"{RUNTIME}.prepare",
 ) -> None:
-    """Run a task's prepare steps in a started sandbox, in order. `field` is the field of the steps in the request.
+    """Run a task's prepare steps in a started sandbox, in order. `field` is the name, for errors, of the task's field
+    that holds the steps.
 
     Raises RuntimeFailure. The error of a command names the step, and includes the end of the command's output.
     """

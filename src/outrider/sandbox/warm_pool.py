@@ -2,8 +2,8 @@
 
 A kind is a runtime spec, the files uploaded by its prepare steps, and the harness's mounts. Invariants: a sandbox of
 the pool is unused, and is either given to one session, alive and young, or stopped here; all ready, starting and
-stopping sandboxes together are within the memory limit; where a service elsewhere has no room for a session's sandbox,
-sandboxes of the pool give way.
+stopping sandboxes together are within the memory limit; if a service elsewhere, such as Kubernetes, has no room for a
+session's sandbox, a sandbox of the pool is stopped.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ ASSUMED_MB = 64
 files written by its prepare steps, because a sandbox keeps its files in memory."""
 
 MAX_STARTING = 2
-"""Maximum number of warm sandboxes starting at once. A small number, because these starts compete with the starts of
-sandboxes for waiting sessions."""
+"""Maximum number of warm sandboxes starting at once. The number is small, because these starts compete with the starts
+of sandboxes for waiting sessions."""
 
 START_SECONDS = 3600.0
 CHECK_SECONDS = 30.0
@@ -60,7 +60,7 @@ PAUSES = RetryPolicy(first=1.0, longest=300.0)
 """Waits between starts of a kind that fails."""
 
 WAY_SECONDS = 60.0
-"""Seconds for which no sandbox is started ahead where a session's sandbox found no room."""
+"""If a session's sandbox found no room, no warm sandbox of the same runtime is started for this many seconds."""
 
 
 class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +127,8 @@ class WarmPool:
         self._numbers = count()
         self._work = asyncio.Event()
         self._in_the_way: set[str] = set()
-        """Runtimes, by their kind, of which a sandbox must give way."""
+        """Kinds of the runtimes that had no room for a session's sandbox. For each, one warm sandbox is stopped
+        next."""
         self._taken = 0
         self._misses = 0
 
@@ -167,7 +168,7 @@ class WarmPool:
             good = False
             try:
                 good = not self._too_old(warm, kind) and await usable(warm.sandbox)
-            finally:  # also if `take` is cancelled
+            finally:  # the sandbox is stopped even if `take` is cancelled
                 if not good:
                     await self._stop(warm, kind)
             if good:
@@ -320,7 +321,7 @@ def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], paths: HostPaths) -> s
                 try:
                     state = ImageStore().image(root).digest
                 except RequestError:
-                    state = ""  # an image of a container engine: `usable` compares images
+                    state = ""  # a container engine has the image, and `usable` compares such images
             digest.update(state.encode())
     except (RuntimeFailure, InvalidField, OSError):
         return None

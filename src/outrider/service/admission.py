@@ -90,7 +90,8 @@ name to the location of an error."""
 NO_FIELDS = STEP_KINDS | {"[key]", "DiffSpec"}
 """Parts of an error's location that are not field names."""
 LIST_OF = "list["
-"""Prefix of the part that pydantic adds to an error's location where one alternative of a union is a list."""
+"""Prefix of a part of an error's location, such as `list[str]`. Pydantic adds this part if a field may be a list or a
+value of another type."""
 RESOURCES = ("cpus", "memory_mb", "gpus")
 """Resources of a node that are reserved for sessions."""
 CHECK_SECONDS = 120.0
@@ -134,13 +135,13 @@ async def stored_group(store: Store, group_id: str) -> StoredGroupSpec:
 
 
 def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
-    # The nesting is checked first, one level at a time, so that no value can overflow the stack.
+    # The nesting is checked first, one level at a time and without recursion, so that no value can overflow the stack.
     level: list[tuple[Location, Any]] = [((), value)]
     for _ in range(MAX_DEPTH):
         below: list[tuple[Location, Any]] = []
         for path, outer in level:
             if isinstance(outer, Mapping):
-                rewards = kind is ReportSpec and path in (("turns",), ("rows",))  # a list: one for each turn or row
+                rewards = kind is ReportSpec and path in (("turns",), ("rows",))  # lists: one reward per turn or row
                 if len(outer) > MAX_NAMES and "options" not in path and not rewards:
                     raise InvalidField(
                         f"has {len(outer)} fields; no object has more than {MAX_NAMES}", field=_shown(path)

@@ -108,8 +108,8 @@ class AllowLists:
             )
 
     def socket(self, place: tuple[int, int, int, str, Sequence[Any]]) -> socket.socket:
-        """Return a socket for a callback's connection to the address in `place`. Raises OSError for an address that
-        callbacks may not use."""
+        """Return a socket for a callback's connection to the address in `place`, which is a tuple of
+        `socket.getaddrinfo`. Raises OSError for an address that callbacks may not use."""
         family, kind, protocol, _, address = place
         if self._refused(plain(ip_address(address[0]))):
             raise OSError(f"callbacks may not go to {address[0]}: the operator's setting is callbacks.allow")

@@ -23,7 +23,7 @@ RATE_SECONDS = 60.0
 """Seconds over which the rate of finished sessions is measured."""
 
 SHORTEST, LONGEST = 1.0, 60.0
-"""Minimum and maximum seconds of the Retry-After that a refused client gets."""
+"""Minimum and maximum of the header Retry-After in the reply to a refused client, in seconds."""
 
 COUNT_SECONDS = 0.5
 """Minimum seconds between two counts of a full queue, because a count takes 12 ms at 100,000 sessions."""

@@ -1,7 +1,7 @@
 """Pushes finished groups from the outbox to their callback URLs, at least once.
 
-The body of a push is the reply to `GET /v1/groups/{id}`, or the form of the system whose client submitted the group
-(`GroupRow.translator`). The header `Idempotency-Key` is the group's id, so that a
+The body of a push is the reply to `GET /v1/groups/{id}`. If a client of another system has submitted the group
+(`GroupRow.translator`), the body has this system's form. The header `Idempotency-Key` is the group's id, so that a
 receiver recognises a repeated push. Invariant: a delivery leaves the outbox only after a 2xx reply, or when an admin
 discards the delivery. A delivery that is given up stays in the outbox as a dead letter.
 """
@@ -61,7 +61,7 @@ all be for one slow receiver."""
 MAX_FAULT = 300
 """Maximum length in characters of a stored failure description."""
 Translate = Callable[[GroupRow], Awaitable[bytes]]
-"""Makes the body of the callback of a finished group. Raises NotFound if the group was removed."""
+"""A function that makes the body of a finished group's callback. Raises NotFound if the group was removed."""
 NOT_REFUSED = frozenset({408, 425, 429})
 """Statuses below 500 after which a push should be tried again later."""
 
@@ -120,7 +120,8 @@ class Deliverer:
             await chores.begin("callbacks", partial(self._push_due, sessions, chores))
 
     async def _push_due(self, sessions: AsyncExitStack, chores: Chores) -> None:
-        """Start the pushes that are due, and wait until more pushes may be due. `sessions` closes the HTTP session."""
+        """Start the pushes that are due, and wait until more pushes may be due. The HTTP session is entered into the
+        exit stack `sessions`."""
         self._work.clear()
         # A push that ends while the outbox is read may still be listed as due, but must not be sent again.
         busy = set(self._under_way)
@@ -161,7 +162,8 @@ class Deliverer:
         return 1 if receiver in self._failing else MAX_PUSHES_EACH
 
     def _admit(self, due: Iterable[Delivery]) -> list[Delivery]:
-        """Select the deliveries to start now, within the limits, and record them as under way."""
+        """Select the deliveries to start now, within MAX_PUSHES and MAX_PUSHES_EACH, and record these deliveries as
+        under way."""
         pushes = Counter(self._under_way.values())
         admitted = []
         for delivery in due:
@@ -218,7 +220,8 @@ class Deliverer:
 
     async def _put_off(self, delivery: Delivery, failure: Failure) -> None:
         group_id, tries, now = delivery.group_id, delivery.tries + 1, time.time()
-        # Both the number of tries and the time count, because the clock may be set forward by days.
+        # A push is given up only after enough tries and enough time. The time alone is no proof, because the clock may
+        # be set forward by days.
         if tries >= MIN_TRIES and (failure.refused or now - delivery.since >= self._patience):
             log.error("callback of %s given up after %d tries: %s", group_id, tries, failure.fault)
             await retry_store(lambda: self._store.give_up_delivery(group_id, fault=failure.fault), self._failures)
@@ -253,7 +256,8 @@ class Deliverer:
         except TimeoutError:
             return Failure(f"the receiver did not answer within {TRY_SECONDS:.0f} s")
         except (aiohttp.InvalidURL, ValueError):
-            # aiohttp raises errors of both kinds. The error's text is left out, because it may contain a secret URL.
+            # aiohttp raises either error for an invalid URL. The error's text is left out, because it may contain a
+            # secret URL.
             return Failure("the callback URL cannot be used", refused=True)
         except (aiohttp.ClientError, OSError) as error:
             return Failure(storable((str(error) or type(error).__name__)[:MAX_FAULT]))

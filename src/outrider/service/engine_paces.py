@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes
 log = logging.getLogger("outrider.engine")
 
 LOOK_SECONDS = 1.0
-"""Seconds between two checks for new or changed paces."""
+"""Seconds between two checks whether an engine has a new or changed pace."""
 
 
 async def remembered_paces(store: Store) -> dict[str, RememberedPace]:

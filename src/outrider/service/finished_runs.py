@@ -129,7 +129,7 @@ class StoredRun:
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """The part of a row of samples that is kept in memory."""
+    """The fields of a row of the file that are decoded when the file is first read."""
 
     group_id: str
     session_id: str
@@ -146,7 +146,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class _Sessions:
-    """The places of a session's rows in the file, and what its view needs."""
+    """The positions of one session's rows in the file, in bytes, and the data for the session's view."""
 
     def __init__(self, line: _Line) -> None:
         self.first = line
@@ -165,7 +165,8 @@ class _Sessions:
 
 class SampleFileRun:
     """The sessions of a JSONL file of samples, as `outrider export` and the demo write. The file holds token ids and no
-    messages: texts are those of the tokens. Of the rows, only the places in the file are kept in memory."""
+    messages, so texts are decoded from the ids. A row is read from the file when the row is needed; only its position
+    is kept in memory."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer | None) -> None:
         """Read the file once. Raises InvalidField for a file that cannot be read, or has rows of another kind."""
@@ -306,7 +307,8 @@ class SampleFileRun:
 
 
 def _turns(rows: Sequence[JsonSample], tokenizer: Tokenizer | None) -> tuple[TurnView, ...]:
-    """Make the turns of a session of its rows. A turn that several rows hold is read from the row that trains it."""
+    """Make the turns of a session from the session's rows. A turn that several rows hold is read from the row that
+    trains it."""
     found: dict[int, TurnView] = {}
     for row in rows:
         for place, index in enumerate(row.turns):

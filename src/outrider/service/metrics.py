@@ -233,7 +233,7 @@ FAMILIES = (
 
 
 class Value(NamedTuple):
-    """One value of a family."""
+    """One value of a metric. `family` is the name of the metric, and `labels` are the values of its labels."""
 
     family: str
     labels: Labels
@@ -257,8 +257,8 @@ class MetricSources:
 
 
 class ServiceMetrics:
-    """Reads the metrics of a service. Nodes and engines beyond MOST_NAMED have no values of their own; the sum of their
-    values is one value."""
+    """Reads the metrics of a service. Only MOST_NAMED nodes and engines have values of their own; the values of all
+    others are summed to one value."""
 
     def __init__(self, sources: MetricSources) -> None:
         self._sources = sources
@@ -314,7 +314,7 @@ class ServiceMetrics:
             ("outrider_session_errors", counts.errors),
             ("outrider_failed_attempts", counts.failed_attempts),
         ):
-            # Every error has the value 0 before it occurs, because `rate` and `increase` ignore the first value of a
+            # The count of every error code starts at 0, because `rate` and `increase` ignore the first value of a
             # series.
             zeros = {(boundary, code): 0 for code, boundary in known_codes().items()}
             for (boundary, code), number in (zeros | errors).items():

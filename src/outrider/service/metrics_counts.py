@@ -35,7 +35,7 @@ PROMPT_BYTES = 32 << 20
 TURNS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 """Upper bounds of the buckets of turns per session."""
 VERSIONS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Upper bounds of the buckets of ages in policy versions."""
+"""Upper bounds of the buckets for the age of a session's oldest trained token, in policy versions."""
 
 
 class DialectCounts:
@@ -94,8 +94,9 @@ class _GroupProgress:
             self.versions.append(versions.low)
 
     def spread(self, n: int | None) -> str:
-        """Return "zero" or "some", or "unknown" if fewer than two of the group's `n` sessions have a reward, or if not
-        all of its sessions have ended since the service's start."""
+        """Return the spread of the group's rewards: "zero" if all rewards are equal, otherwise "some". Returns
+        "unknown" if fewer than two of the group's `n` sessions have a reward, or if a session ended before the
+        service's start or has not ended."""
         if self.rewarded < 2 or self.done != n:
             return "unknown"
         return "zero" if self.low == self.high else "some"
@@ -171,7 +172,7 @@ class ServiceCounts:
         self._note_error(self.failed_attempts, error)
 
     def note_session(self, end: SessionEnd) -> None:
-        """Count a session that is done, and its group if that is done, too."""
+        """Count a session that is done. If its group is now done as well, also count the group."""
         result, session_id = end.result, end.session.id
         self.ended[result.stop_reason] += 1
         if result.error is not None:

@@ -92,7 +92,7 @@ async def open_models(
                 follows=None if leader is None else partial(FollowedPolicy, leader=leader(serves)),
             )
             await stack.enter_async_context(pool)
-            # Documents have a process of their own, because an image is decoded faster than a document is read.
+            # Documents are read in a process of their own, so that no image waits for a document, which takes longer.
             images, decoding, reading = None, DecodingProcess(), DecodingProcess()
             stack.push_async_callback(decoding.close)
             stack.push_async_callback(reading.close)
@@ -144,7 +144,7 @@ def _frozen_renderers(config: Config, policy: Renderer) -> list[Renderer]:
         try:
             tokenizer = policy.tokenizer if model.tokenizer is None else Tokenizer.load(model.tokenizer)
             renderers.append(make_renderer(tokenizer, model.renderer, image_tokens=config.model.image_tokens))
-        except InvalidField as error:  # the error names a field of `config.model`
+        except InvalidField as error:  # renames the field, because the error names one of `config.model`
             field = f"frozen.{at}.{(error.field or '').removeprefix('model.')}"
             raise InvalidField(error.message, field=field, hint=error.hint) from error
     return renderers

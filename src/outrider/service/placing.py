@@ -27,7 +27,7 @@ from outrider.sessions.resources import ResourceAmount, free_of, session_needs, 
 from outrider.spec import TaskSpec, runtimes_of
 
 OVERBOOKING = 2
-"""Maximum total needs of the sessions on a machine, as a multiple of the machine's resources."""
+"""The sessions placed on a machine may need at most this many times the machine's resources."""
 
 RUN_LANE = "run"
 

@@ -22,10 +22,10 @@ KEEP = "tasks with `evaluator.carry` and `evaluator.keep = true` keep what a gra
 async def regraded_group(
     store: Store, group_id: str, asked: RegradeSpec, *, tenant: str | None = None
 ) -> StoredGroupSpec:
-    """Return the spec of a group that grades the sessions of `group_id` again whose agent's run ended by itself. Raises
-    NotFound for an unknown group, a group of another tenant, or if a run was removed. Raises Conflict if the group is
-    not done, has no such session, or the task has several steps. Raises UnreadableTask if the stored task cannot be
-    read, and InvalidField if the new evaluator needs files that were not kept."""
+    """Return the spec of a group that grades sessions of the group `group_id` again: the sessions whose agent's run
+    ended by itself. Raises NotFound for an unknown group, a group of another tenant, or if a run was removed. Raises
+    Conflict if the group is not done, has no such session, or the task has several steps. Raises UnreadableTask if the
+    stored task cannot be read, and InvalidField if the new evaluator needs files that were not kept."""
     spec = await stored_group(store, (await store.group(group_id, tenant=tenant)).id)
     # If the group itself graded earlier sessions again, the new group grades the runs of these earlier sessions, so
     # that no files are stored twice.
@@ -57,7 +57,8 @@ async def regraded_session(
 
 
 async def _run(store: Store, session_id: str) -> SessionRow:
-    """Return the session whose agent's run a group has graded again. Raises NotFound if the session was removed."""
+    """Return the session with this id, whose agent's run a group grades again. Raises NotFound if the session was
+    removed."""
     try:
         return await store.session(session_id)
     except NotFound as error:

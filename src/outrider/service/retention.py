@@ -161,7 +161,7 @@ async def _on_disk(work: Callable[[], T]) -> T:
 
 
 def removed_run(session_id: str) -> NotFound:
-    """Return the error for a grading whose files and transcript were removed with the run of this session."""
+    """Return the error for a grading that needs the files and the transcript of this session, which were removed."""
     return NotFound(
         f"the agent's run in session {session_id} was removed with its group",
         hint="submit the task again, and keep groups for longer: `retention` in the settings, `outrider gc`",

@@ -24,7 +24,7 @@ Rewards = Mapping[str, Sequence[float]]
 
 def compare(a: Sequence[ListedRun], b: Sequence[ListedRun], *, names: tuple[str, str], passed: float = 1.0) -> RunDiff:
     """Compare the sessions of two runs, each in the order of their submission. A session is solved if its reward is at
-    least `passed`. `names` are the selectors of both."""
+    least `passed`. `names` are the selectors of the two runs."""
     rewards = _rewards(a), _rewards(b)
     common = [task for task in rewards[0] if task in rewards[1]]
     flips = _flips(a, b, passed)
@@ -87,8 +87,8 @@ def _rewards(runs: Sequence[ListedRun]) -> dict[str, list[float]]:
 
 
 def _ks(*sides: Rewards) -> list[int]:
-    """Return the numbers k of pass@k: powers of two up to the largest number of graded sessions of a task, and this
-    number."""
+    """Return the numbers k for pass@k: the powers of two up to the largest number of graded sessions of any task, and
+    this largest number."""
     most = max((len(of_task) for rewards in sides for of_task in rewards.values()), default=0)
     return sorted({*(1 << power for power in range(most.bit_length())), most} - {0})
 

@@ -40,7 +40,7 @@ from outrider.store.store import Store
 MOST_COMPARED = 200_000
 """Maximum number of sessions on each side of a comparison."""
 SHOWN = 100
-"""Number of ids in the reply to a change."""
+"""Maximum number of session ids in the reply to a change."""
 CHANGED_AT_ONCE = 100
 """Number of sessions that are changed at the same time: the store puts their changes into one commit."""
 UNFINISHED = tuple(state.value for state in SessionState if state is not SessionState.DONE)
@@ -125,7 +125,7 @@ class Runs:
         return _changed(ids, changed, skipped)
 
     async def retry(self, asked: SessionsSpec, caller: Principal) -> ChangedSessions:
-        """Submit the sessions that match and are done again: for each of their groups, a new group of the same task
+        """Submit again the sessions that match and are done: for each of their groups, a new group of the same task
         with as many sessions, under the label RETRY_LABEL. The new groups belong to the tenant of the old. Raises
         Conflict for more than `max_matches` sessions. Raises the errors of `Service.submit` if the only group is
         refused, or if the first of several groups is refused because the service is busy."""
@@ -187,8 +187,8 @@ class Runs:
     async def _matching(
         self, asked: SessionsSpec, states: Sequence[str], caller: Principal
     ) -> tuple[list[tuple[str, str]], Counter[str]]:
-        """Return the ids and the groups of the matching sessions in one of `states`, and the number of the others by
-        reason."""
+        """Return a pair of session id and group id for each matching session whose state is in `states`. Also returns
+        the number of all other matching sessions, by the reason why they are left out: "done" or "not done"."""
         wanted = SessionFilter(
             ids=tuple(asked.ids),
             groups=tuple(asked.groups),
@@ -232,7 +232,7 @@ class Runs:
 
 
 def selected(selector: str, field: str) -> SessionFilter:
-    """Return the filter of one side of a comparison. Raises InvalidField for an empty one."""
+    """Return the filter of one side of a comparison. Raises InvalidField for an empty selector."""
     parts = [part.strip() for part in selector.split(",") if part.strip()]
     if not parts:
         raise InvalidField("name a run", field=field, hint="by labels, such as run=try, or by ids of groups")

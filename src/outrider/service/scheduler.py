@@ -173,7 +173,7 @@ class Scheduler:
 
     @property
     def under_way(self) -> int:
-        """Number of attempts under way, without external sessions, which the next service continues."""
+        """Number of attempts under way. External sessions are not counted, because the next service continues them."""
         return len(self._placements) - len(self._open_external)
 
     async def run_dry(self) -> None:
@@ -225,7 +225,7 @@ class Scheduler:
             if session.recovered > MAX_RECOVERED and session.ending is None:
                 task = await self._task_of(session)
                 if task is not None and task.harness.elsewhere is not None:
-                    continue  # a session without a sandbox cannot be the cause
+                    continue  # a session without a sandbox cannot have caused the loss of its node
                 await self._end_with_turns(session, StopReason.ERROR, task=task, error=session.last_error)
         await self.end(await self._store.to_end())
         if recovered:
@@ -250,7 +250,7 @@ class Scheduler:
             started = 0
             while not self.stopping and (slots := free()):
                 if kind is QueueKind.EXTERNAL and (slots := min(slots, EXTERNAL_AT_ONCE - started)) <= 0:
-                    self._work.set()  # continue after the sessions of other kinds
+                    self._work.set()  # more external sessions start after the other passes
                     break
                 now = time.time()
                 queued = await self._store.queued(
@@ -356,7 +356,7 @@ class Scheduler:
         finally:
             placement.give_back()
             self._under_way[session.bucket] -= session.id not in self._open_external
-            if not self._under_way[session.bucket]:  # deleted, because the number of buckets has no limit
+            if not self._under_way[session.bucket]:  # zeros are deleted, because the number of buckets has no limit
                 del self._under_way[session.bucket]
             # A requeued session may already run again, as another attempt.
             if self._placements.get(session.id) is placement:

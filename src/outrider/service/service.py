@@ -278,7 +278,7 @@ class Service:
             if len(body) > LARGE:
                 try:
                     yield from BodyCapacity(None, images=True).checking(body)
-                except ContextOverflow as error:  # too many values: no context is given
+                except ContextOverflow as error:  # the body has too many values; no context length is checked
                     raise TooLarge(f"the request has more than {MAX_VALUES} JSON values") from error
             yield len(body)
             return parse_body(kind, body)

@@ -23,7 +23,7 @@ from outrider.trajectory import Turn
 ENTRIES = msgspec.msgpack.Decoder(list[Entry])
 
 PLAIN = re.compile(r"[^A-Za-z0-9_]")
-"""A character that programs may replace in the names of MCP tools."""
+"""Matches a character that programs may replace in the names of MCP tools."""
 
 STAGE_OF_STATE = {
     SessionState.INITIALIZING: "init",
@@ -118,7 +118,7 @@ def _span(entry: Entry) -> SpanView:
 
 
 def _cut(span: SpanView, over: float) -> SpanView:
-    """Return the span, which ends at the latest at `over`, the end of its attempt."""
+    """Return the span, ended at `over`, the end of its attempt, and marked as cut off."""
     return msgspec.structs.replace(span, end=max(over, span.start), data=span.data | {"cut_off": True})
 
 
@@ -136,7 +136,7 @@ def _calls(
 
 
 def _mcp_tools(spans: Iterable[SpanView]) -> dict[str, str]:
-    """Return the names of the tools of each MCP server, from the span of the agent's sandbox."""
+    """Return the pattern of the tools' names for each MCP server, from the span of the agent's sandbox."""
     for span in spans:
         if span.kind == EntryKind.SANDBOX and isinstance(names := span.data.get("mcp_tools"), dict):
             return {str(server): str(name) for server, name in names.items()}
@@ -145,7 +145,7 @@ def _mcp_tools(spans: Iterable[SpanView]) -> dict[str, str]:
 
 def mcp_calls(tools: Iterable[str], names: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the server and the tool of each call of an MCP tool. `tools` are the names of the called tools. `names`
-    has the pattern of the tools' names, with {tool}, for each server."""
+    maps each server to the pattern of its tools' names, which contains {tool}."""
     found = []
     for called in tools:
         plain = PLAIN.sub("_", called)

@@ -70,7 +70,7 @@ class TraceExport:
             await asyncio.to_thread(self._exporter.shutdown)
 
     async def send(self) -> None:
-        """Send the traces of the sessions that have ended since the last call, or, at the first call of all, no
+        """Send the traces of the sessions that have ended since the last call. The first call for a store sends no
         traces."""
         if self._cursor is None:
             kept = await self._store.position(NAME)
@@ -97,7 +97,8 @@ class TraceExport:
                 await self._store.keep_position(NAME, self._cursor)
 
     async def _traces(self, event: EventView) -> list[list[TraceSpan]]:
-        """Return the trace of the session that ended with the event, or nothing if its group was removed meanwhile."""
+        """Return a list with the trace of the session that ended with the event. The list is empty if the session's
+        group was removed meanwhile."""
         assert event.session_id is not None
         try:
             return [await self._spans(event.group_id, event.session_id)]
@@ -125,7 +126,7 @@ class TraceExport:
         """Send traces. Raises ServiceError if the collector accepts no spans now."""
         if self._accepts([span for trace in traces for span in trace]):
             return
-        # A collector that accepts an empty message works, so it would refuse these spans at each attempt.
+        # If the collector accepts an empty message, the collector works, and would refuse these spans at every attempt.
         if not self._accepts([]):
             raise ServiceError(
                 "the collector of traces does not accept them",

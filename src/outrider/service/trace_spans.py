@@ -102,7 +102,7 @@ class _Trace:
 
     def _attempt(self, view: TimelineView, root: TraceSpan) -> Iterator[TraceSpan]:
         own = next((one for one in view.attempts if one.attempt == view.attempt), None)
-        if own is None:  # the session ended before it began
+        if own is None:  # the session ended before its first attempt began
             return
         key = f"attempt {view.attempt}"
         inner = [span for span in view.spans if span.name != "waiting"]

@@ -183,12 +183,14 @@ class ViewReader:
     async def built(
         self, results: Sequence[SessionResult], build: Callable[[Sequence[Turn], SessionResult], B]
     ) -> list[B]:
-        """Call `build` with the turns of each session, and return the results."""
+        """Call `build` with the turns and the result of each session, and return what `build` returns, in the same
+        order."""
         return await self._made(results, lambda stored, result: build(stored.turns(), result))
 
     async def _made(self, results: Sequence[SessionResult], make: Callable[[StoredTurns, SessionResult], B]) -> list[B]:
-        """Call `make` with the stored turns of each session, and return the results. The turns are read and used in the
-        same thread, because a change of threads takes as long as building the rows of a session."""
+        """Call `make` with the stored turns and the result of each session, and return what `make` returns, in the same
+        order. The turns are read and used in the same thread, because a change of threads takes as long as building the
+        rows of a session."""
         found: list[B] = []
         for some in (results[at : at + SESSIONS_AT_ONCE] for at in range(0, len(results), SESSIONS_AT_ONCE)):
             stored = await self._store.turns_of([(result.session_id, result.attempt) for result in some])
@@ -196,7 +198,7 @@ class ViewReader:
         return found
 
     async def count_tokens(self, text: str) -> int:
-        """Return the number of the policy's tokens in a text."""
+        """Return the number of tokens of a text, counted with the policy's tokenizer."""
         if (tokenizer := self._tokenizer) is None:
             raise ServiceError("the policy's tokenizer is not known: tokens cannot be counted")
         return await self._offload.run(lambda: len(tokenizer.encode(text)))

@@ -1,8 +1,8 @@
 """Sends requests to agent services: programs of the operator that run agents.
 
-Requests are signed like callbacks. A service of Outrider without such agents imports no aiohttp: the import takes a
-seventh of the processor time of a start. Invariants: an error has no address and no key of a service; a reply has at
-most MAX_STATE bytes.
+Requests are signed like callbacks. This module imports aiohttp only when a run begins, because the import takes a
+seventh of the processor time of Outrider's start. Invariants: an error contains neither the address nor the key of a
+service; a reply has at most MAX_STATE bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_STATE = 4 << 20
 """Maximum bytes of a reply, such as a run's state."""
 REQUEST_SECONDS = 60.0
 REACH = RetryPolicy(first=0.5, longest=10.0)
-"""Waits between two tries of a request while the agent service is out of reach."""
+"""Pauses between the tries of a request to an agent service: up to 0.5 s at first, later up to 10 s."""
 MAX_SAID = 2000
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -67,8 +67,8 @@ class ServiceReply(NamedTuple):
 
 
 class ServiceCalls:
-    """The requests of one run below `url`. `signed_as` is the id of the signatures. `async with` opens and closes the
-    connections."""
+    """Sends the requests of one run. The path of each request is appended to `url`. `signed_as` is the id in the
+    signature of each request. `async with` opens and closes the connections."""
 
     def __init__(self, service: AgentServiceConfig, url: str, signed_as: str) -> None:
         self.name = service.name
@@ -97,8 +97,9 @@ class ServiceCalls:
         seconds: float = REQUEST_SECONDS,
         again_on: Collection[int] = TRANSIENT,
     ) -> bytes:
-        """Send a request until the service replies, for `patience_seconds` at most. A reply with a status in `again_on`
-        is ignored, and the request is sent again. Raises RemoteRunFailed."""
+        """Send a request and return the content of the reply. The request is repeated for up to `patience_seconds`
+        while there is no reply, or a reply with a status in `again_on`. Raises RemoteRunFailed after this time, and at
+        once for any other status outside of 200 to 299."""
         loop, name = asyncio.get_running_loop(), self.name
         give_up_at = loop.time() + self._service.patience_seconds
         for tries in count():
@@ -113,7 +114,7 @@ class ServiceCalls:
                     raise RemoteRunFailed(f"agent service {name!r} {failure}", log_tail=reply.said)
             except TimeoutError:
                 failure = f"did not answer within {seconds:g} s"
-            except OSError as error:  # the error's text may have the operator's address
+            except OSError as error:  # the error's text may contain the operator's address
                 failure = f"cannot be reached: {type(error).__name__}"
             await self.pause(tries, give_up_at, failure)
         raise AssertionError("count() has no end")
@@ -126,8 +127,8 @@ class ServiceCalls:
             raise RemoteRunFailed(f"the state that agent service {self.name!r} gave: {error}") from error
 
     async def pause(self, tries: int, give_up_at: float, failure: str) -> None:
-        """Wait before the next try of a request. Raises RemoteRunFailed if the time of the event loop is `give_up_at`
-        or later."""
+        """Wait before the next try of a request. Raises RemoteRunFailed if the event loop's clock has reached
+        `give_up_at`."""
         left = give_up_at - asyncio.get_running_loop().time()
         if left <= 0:
             raise RemoteRunFailed(

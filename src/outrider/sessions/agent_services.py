@@ -38,7 +38,8 @@ class AgentServices:
         self._services = {service.name: service for service in services}
 
     def named(self, name: str, *, field: str = "task.harness.remote.service") -> AgentServiceConfig:
-        """Return the service with this name. Raises InvalidField for an unknown name, with all known names."""
+        """Return the service with this name. For an unknown name, raises InvalidField with a hint that lists the known
+        names."""
         if name not in self._services:
             known = ", ".join(sorted(self._services)) or "none"
             hint = f"the operator's setting agents has: {known}"
@@ -59,8 +60,8 @@ class AgentServices:
         model: str,
         address: Callable[[str | None], str],
     ) -> FollowedRun:
-        """Return the run of an attempt, which is not started yet. `address` returns the base URL of this service in a
-        network. Raises InvalidField for an unknown service."""
+        """Return the run of an attempt. The run is not started yet. `address(network)` returns the base URL at which
+        agents in this network reach Outrider. Raises InvalidField for an unknown agent service."""
         session, task = attempt.session, attempt.task
         service = self.named(remote.service)
         credential = store.credential_of(session.id)

@@ -45,7 +45,7 @@ class GradingLog:
         self._heading = b""
 
     def begin(self) -> None:
-        """Begin the output of another evaluation, which is that of another step or a repetition."""
+        """Begin the output of another evaluation: of the task's next step, or of the same step again."""
         self._evaluations += 1
         if self._evaluations > 1:
             self._heading = b"[evaluation %d]\n" % self._evaluations
@@ -70,8 +70,8 @@ class GradingLog:
 
 
 class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Maximum bytes of one file, bytes of all collected files of an attempt, matches of one pattern, and seconds for
-    the whole collection."""
+    """Limits for the collection of an attempt's artifacts, in this order: bytes of one file, bytes of all files, number
+    of paths that match one pattern, and seconds for the whole collection."""
 
     file_bytes: int = 32 << 20
     total_bytes: int = 128 << 20
@@ -80,8 +80,8 @@ class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def make_folders(runtime: Runtime) -> None:
-    """Make the session's folders in a started sandbox. If the image's user may not write there, the sandbox has no such
-    folders, because the agent may not need them."""
+    """Make the session's folders in a started sandbox. If the image's user may not write there, the folders are missing
+    and no error is raised, because the agent may not need them."""
     folders = folders_in(runtime)
     try:  # writing a hidden file creates the folder; hidden files are never collected
         for folder in (folders.artifacts, folders.logs):
@@ -118,8 +118,8 @@ class ArtifactCollector:
         return collection.listed()
 
     async def keep_carried(self, file: Path, name: str, listed: ArtifactList) -> ArtifactList:
-        """Keep the local file with the data carried to the grading, and add it to the list under `name`, one of KEPT. A
-        file that is too large is listed as left out. Returns the new list."""
+        """Keep the data carried to the grading, given as the local file `file`, and add it to the list under `name`,
+        which is one of KEPT. A file that is too large is listed as left out. Returns the new list."""
         session_id, attempt, limit = listed.session_id, listed.attempt, self._limits.file_bytes
         assert attempt is not None
         try:
@@ -133,7 +133,7 @@ class ArtifactCollector:
                 kept = Artifact(path=name, size=size, sha256=digest)
                 listed = msgspec.structs.replace(listed, artifacts=(*listed.artifacts, kept))
             await self._store.keep_index(listed)
-        except Exception as error:  # as in `collect`
+        except Exception as error:  # a failure to keep artifacts must not fail the session
             log.warning("the carried files of session %s attempt %d are not kept: %r", session_id, attempt, error)
         return listed
 
@@ -155,7 +155,7 @@ class ArtifactCollector:
             kept = Artifact(path=name, size=len(data), sha256=digest)
             longer = msgspec.structs.replace(listed, artifacts=(*listed.artifacts, kept))
             await self._store.keep_index(longer)
-        except Exception as error:  # as in `collect`
+        except Exception as error:  # a failure to keep artifacts must not fail the session
             log.warning("%s of session %s attempt %d is not kept: %r", name, session_id, attempt, error)
             return listed
         return longer

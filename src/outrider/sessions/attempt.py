@@ -1,6 +1,6 @@
-"""One attempt of a session: the input of a node, the result, and the protocol of a node.
+"""One attempt of a session: the input of a node (`Attempt`), the result, and the protocol of a node (`Node`).
 
-`rollout.py` runs an attempt. Invariant: every `SessionResult` is built here.
+`rollout.py` runs an attempt. Invariant: every `SessionResult` is built in this module.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ RESERVED_PRIORITY = URGENT
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """The input of a node. `session.attempt` is the number of this attempt, from 1. `reserved` is True if the attempt
-    uses the slots reserved for evaluations. If `stored` is set, no agent runs, and the run of this result is graded:
-    the result of an earlier session, or of this session if its agent ran elsewhere."""
+    uses the slots reserved for evaluations. If `stored` is set, no agent runs, because the run with this result is
+    graded again. The run is that of an earlier session, or of this session if its agent ran elsewhere."""
 
     session: SessionRow
     task: TaskSpec
@@ -159,11 +159,12 @@ def session_result(
     `session.attempt`, and `frozen` the same attempt's turns of frozen models, by model.
 
     `task` is None if the stored task cannot be read: then the default branch policy applies and there are no labels.
-    `at_most` is the upper bound of the policy for rows of every kind. `forks` are counted by cause while the attempt
-    runs, and take precedence over the counts from `turns`. The other arguments are fields of `SessionResult`.
+    `at_most` is an upper bound for the branch policy: with MASK, for example, rows for which the task chose TRAIN are
+    masked. `forks` are counted by cause while the attempt runs, and take precedence over the counts from `turns`. The
+    other arguments are fields of `SessionResult`.
     """
     policy = {} if task is None else policy_of(task.branches)
-    order = list(BranchPolicy)  # from the policy that uses most of a session to the policy that uses least
+    order = list(BranchPolicy)  # the policy that uses most of a session comes first
     policy = {kind: max(chosen, at_most, key=order.index) for kind, chosen in policy.items()}
     counts = count_session(turns, policy)
     return SessionResult(

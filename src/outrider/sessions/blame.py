@@ -114,7 +114,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ended_badly(self) -> bool:
-        """The run may have ended as it did because a reply was late or missing."""
+        """True if a late or missing reply may be the cause of the way in which the run ended."""
         by_model = self.limit or self.overflow
         return (
             self.hung_up
@@ -168,9 +168,10 @@ WORKING = (Stage.PREPARE, Stage.RUN, Stage.NEXT_STEP)
 
 class BlameRule(msgspec.Struct, frozen=True, kw_only=True):
     """A rule fits if the stage is in `stages`, the end is in `ends`, and all facts in `when` are true. A rule with a
-    `cause` ends the attempt with this error. Under any other rule, the stop reason is `reason`, or the reached limit's
-    if `reason` is None, and the attempt is graded unless the session was out of time. With `maybe_agent`, the agent is
-    blamed instead if the error came from inside the sandbox and the model had replied."""
+    `cause` ends the attempt with this error. A rule without a `cause` gives the attempt the stop reason `reason`; if
+    `reason` is None, the stop reason is that of the reached limit. The attempt is then graded, except after
+    SESSION_TIMEOUT. With `maybe_agent`, the agent is blamed instead if the error came from inside the sandbox and the
+    model had replied."""
 
     name: str
     stages: tuple[Stage, ...] = (Stage.RUN,)
@@ -192,8 +193,8 @@ class BlameRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 RULES = (
-    # Failures of the infrastructure come first, the broadest of them first, because it may have caused the others.
-    # "sandbox failed" is the last of them, because this rule may blame the agent.
+    # Failures of the infrastructure come first. Among them the broadest comes first, because a broad failure may have
+    # caused the others. "sandbox failed" is the last of them, because this rule may blame the agent.
     BlameRule(
         name="turn not stored",
         when=("unrecorded",),
@@ -353,8 +354,8 @@ RULES = (
 
 
 class Ruling(msgspec.Struct, frozen=True, kw_only=True):
-    """A decision on an attempt, and the name of the rule that made it. `reason` and `cause`: see `BlameRule`.
-    `maybe_agent`: the agent is to blame if the failure came from inside the sandbox."""
+    """A decision on an attempt, and the name of the rule that made it. For `reason` and `cause`, see `BlameRule`. If
+    `maybe_agent` is True, the agent is to blame for a failure that came from inside the sandbox."""
 
     rule: str
     blame: Blame

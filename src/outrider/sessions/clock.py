@@ -118,7 +118,7 @@ class PausableTimeout:
                 self._set_end(loop.time() + self._left)
 
     def _set_end(self, when: float | None) -> None:
-        with suppress(RuntimeError):  # the time is over, or a task that was started in the block runs after its end
+        with suppress(RuntimeError):  # the time is over, or a task from the block runs after the block's end
             self.block.reschedule(when)
 
 

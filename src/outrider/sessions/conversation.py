@@ -63,17 +63,17 @@ MAX_IMAGES = 128
 MAX_IMAGE_BYTES = 1 << 30
 """Maximum bytes of the pixel values of a prompt's images, as they are sent to the engine."""
 MAX_GRIDS = 4096
-"""Maximum number of grids that a session keeps."""
+"""Maximum number of image grids that a session keeps. When there are more, all are dropped."""
 IMAGES = "the decoder of images"
 IMAGE_SECONDS = 10.0
-"""Decoding an image, and a wait for memory for pixels, are overdue after this many seconds: the image itself takes no
-longer, so other sessions or the machine are the cause."""
+"""Decoding an image is overdue after this many seconds, and so is a wait for memory for pixels. The image itself takes
+less time, so other sessions or the machine are the cause of the delay."""
 STORE = "the store"
 STORE_SECONDS = 1.0
 """Storing a turn is overdue after this many seconds. Usually it takes milliseconds."""
 STORE_BYTES_PER_SECOND = 1 << 20
-"""The store gets one more second for each such number of bytes of text and images in a turn, because the agent is
-responsible for the size of its turns."""
+"""Storing a turn may take one more second for each such number of bytes of text and images in the turn, because the
+agent is responsible for the size of its turns."""
 
 
 GIVEN_UP_SECONDS = 0.25
@@ -282,9 +282,9 @@ class Conversation:
         """Return the number of tokens in the prompt that `call` would send for the request. Nothing is generated or
         recorded.
 
-        The prompt is rendered here, even if the session's engine has a renderer of its own. Images cannot be counted,
-        unless a text stands for them. Raises RequestError, also for images. If the request has images, the session's
-        engine is requested from the pool first, which may raise RunEnded or EngineError instead.
+        The prompt is rendered here, even if the session's engine has a renderer of its own. An image is counted only if
+        a text stands for the image. Raises RequestError, also for an image that cannot be counted. If the request has
+        images, the session's engine is requested from the pool first, which may raise RunEnded or EngineError instead.
         """
         thinking = self._thinking_in_prompt(request)
         form = None if self._images is None else (await self._assigned()).image_form
@@ -484,8 +484,8 @@ class Conversation:
                 on_limit()
 
     async def _begin(self, request: ModelRequest, dialect: str, received: float, held: ExitStack) -> EngineCall:
-        """Return the call, ready to start. The exit of `held` gives back everything that the call holds until its
-        end."""
+        """Return the call, which is ready to be started. When `held` is closed, the call gives back everything that it
+        holds."""
         assigned = await self.backend.pool.calls.select(self.session_key, self._overdue)
         context = self.backend.context_tokens or assigned.context_tokens
         BodyCapacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
@@ -548,16 +548,16 @@ class Conversation:
         return self.backend.images
 
     def _readable_by_tokens(self, request: ModelRequest, form: ImageForm | None) -> ReadableMessages:
-        """Return the request's messages in the form in which the model reads them on an engine that takes token ids,
-        and images in the form `form`."""
+        """Return the request's messages as a model reads them on an engine that takes token ids. `form` is the form of
+        images."""
         reads_images = form is not None and self._images is not None
         grids = self._grids if reads_images else None
         pages = self._pages(pictures=reads_images)
         return ReadableMessages(request.messages, images=request.needs_images, grids=grids, pages=pages)
 
     def _readable_by_messages(self, request: ModelRequest) -> ReadableMessages:
-        """Return the request's messages as the model of an engine that takes messages reads them. Whether this model
-        reads images is not known, so it is given the texts of documents."""
+        """Return the request's messages as a model reads them on an engine that takes messages. It is unknown whether
+        this model reads images, so documents are given as texts."""
         return ReadableMessages(request.messages, images=True, pages=self._pages(pictures=False))
 
     def _pages(self, *, pictures: bool) -> PagesOf | None:
@@ -565,9 +565,9 @@ class Conversation:
         return None if reader is None else partial(reader.pages, pictures=pictures)
 
     async def _read_files(self, readable: ReadableMessages, form: ImageForm | None, work: Callable[[], Steps[T]]) -> T:
-        """Run work on a request's messages. Its documents are read and its images decoded first, each once in the
-        session. Raises RequestError for too many images."""
-        for _ in range(2 * MAX_IMAGES + 1):  # each time, the files of one more message are known
+        """Run `work` on the messages of a request. The documents of the request are read first and its images decoded,
+        each once in the session. Raises RequestError for too many images."""
+        for _ in range(2 * MAX_IMAGES + 1):  # each round prepares the files of one more message
             try:
                 async with self._reading:
                     return await self.backend.offload.run_steps(work())
@@ -598,7 +598,7 @@ class Conversation:
         self, prompt: PromptNode, readable: ReadableMessages, form: ImageForm | None, held: ExitStack
     ) -> tuple[RequestImage, ...]:
         """Return the images of a prompt. An image whose result is not kept is decoded again from the request's
-        messages. Waits for memory for the pixel values; the exit of `held` gives this memory back."""
+        messages. Waits for memory for the pixel values, which is given back when `held` is closed."""
         spans = prompt.all_images()
         if not spans:
             return ()

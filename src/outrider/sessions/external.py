@@ -70,7 +70,8 @@ MOST_SESSIONS = 10_000
 
 
 FIRST_ENTRY = 1 << 20
-"""Number of the first entry of such a session's timeline. The node that grades the session numbers from 0."""
+"""Number of the first entry that this module adds to the timeline of an external session. The entries of the node that
+grades the session are numbered from 0."""
 
 
 class SessionNotRunning(ServiceError):
@@ -276,8 +277,8 @@ class ExternalSessions:
                 await asyncio.wait({waiting, following}, return_when=asyncio.FIRST_COMPLETED)
                 if following.done() and following.result() is None:
                     return await waiting
-                if not following.done():  # the session's clock has ended it, or a turn could not be stored
-                    following.cancel()  # before the run is cancelled: a late PUT would start the run again
+                if not following.done():  # the session's clock has ended it, or a turn could not be stored.
+                    following.cancel()  # this comes before `run.cancel`, because a late PUT would start the run again
                     await asyncio.wait({following})
                     await run.cancel()
                     return await waiting
@@ -285,7 +286,7 @@ class ExternalSessions:
                 return following.result()
         except asyncio.CancelledError:
             session = await shielded(lambda: self._store.session(live.attempt.session.id))
-            if session.ending is not None:  # otherwise the service stops, and the next service follows the run
+            if session.ending is not None:  # without `ending` the service stops, and the next service follows the run
                 await shielded(run.cancel)
             raise
 
@@ -412,7 +413,7 @@ class _LiveSession:
             try:
                 await self._all.close()
                 await self._store.drop_turns(self.attempt.session.id, self.attempt.session.attempt)
-            except Conflict:  # completed meanwhile
+            except Conflict:  # the session was completed meanwhile
                 raise
             except OutriderError as error:
                 self._failure = error  # later calls are refused, so this attempt cannot continue

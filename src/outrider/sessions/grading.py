@@ -170,7 +170,7 @@ class Grading:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await shielded(self._undo.aclose)  # a callback that raises does not keep the others from running
+        await shielded(self._undo.aclose)  # if a callback raises, the others still run
 
     def start_ahead(self) -> None:
         """Start the new sandbox for grading now, if it can start without the agent's files and its resources are free.
@@ -237,7 +237,7 @@ class Grading:
             try:
                 confirmed = await self._confirm_excess(failure, outcome, place)
             finally:
-                del failure  # breaks a cycle: see `_confirm_excess`
+                del failure  # the deletion breaks a cycle: see `_confirm_excess`
             self._stopwatch.lap("eval")
             return Grade(verdict=verdict or confirmed, excess=True)
         assert verdict is not None
@@ -361,7 +361,7 @@ class Grading:
         try:
             raise failure
         finally:
-            del failure  # breaks a cycle: see `_confirm_excess`
+            del failure  # the deletion breaks a cycle: see `_confirm_excess`
 
     @asynccontextmanager
     async def _place(self, agents: Runtime) -> AsyncIterator[Runtime]:
@@ -405,7 +405,7 @@ class Grading:
                     await probe(runtime, shell if place is self._agents else None)
                     await collect(runtime, self._task.collect)
                     await runtime.snapshot(self._paths, untouched)
-            async with self._new_sandbox(layer=None) as runtime:  # without the agent's files
+            async with self._new_sandbox(layer=None) as runtime:  # this sandbox has no files of the agent
                 await probe(runtime, shell if place is self._graders else None)
                 if apart:
                     await runtime.restore(untouched, self._paths)
@@ -517,7 +517,8 @@ def _raised(error: Exception) -> EvaluatorError:
 
 
 def _read_verdict(verdict: object, outcome: Outcome) -> Verdict:
-    """Return what an evaluator returned as a verdict. Raises EvaluatorError if it is none."""
+    """Check the value that an evaluator returned, and return the value as a verdict. Raises EvaluatorError for a value
+    that is no verdict."""
     try:
         read = read_verdict(verdict)
         check_indexes(read, outcome.calls)

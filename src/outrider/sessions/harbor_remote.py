@@ -1,8 +1,8 @@
 """Starts agents on a Harbor run server, and follows their runs.
 
 A run server takes a task folder and the name of an agent (docs/external.md). The server's id of the run is stored, so
-that the next service process follows the same run. The server has no request that ends a run. So after a cancellation
-the session's key is invalid, and the agent's model calls fail.
+that the next service process follows the same run. The server has no request that ends a run. A cancellation therefore
+only makes the session's key invalid, so that the agent's model calls fail.
 
 Invariants: a run that is lost or fails is an error, never a reward. A request that may have started a run is not sent
 again as another run, because two agents would then write into one session.
@@ -41,21 +41,23 @@ from outrider.spec import (
 SUBMIT_SECONDS = 600.0
 FIELD = "task.harness.remote.options"
 REFUSED_FOR_NOW = frozenset({429, 503})
-"""Statuses of a submission that has certainly not started a run."""
+"""Statuses which show that a submission has started no run."""
 NOT_YET = TRANSIENT | {404}
-"""Statuses that are repeated: the server may not list a run right after its submission."""
+"""Statuses after which a request for the state of a run is repeated. 404 is among them, because the server may not list
+a run right after its submission."""
 TASK_TOML = "task.toml"
 
 
 class RemoteRunUnclear(RemoteRunFailed):
-    """It is unknown whether a run continues. The calls of another try could be mixed with the calls of this run."""
+    """It is unknown whether a run continues. The session is not tried again, because the calls of another try could be
+    mixed with the calls of this run."""
 
     code = "remote_run_unclear"
     retryable = False
 
 
 class HarborRunAgent(Spec):
-    """The agent of a run, in Harbor's words."""
+    """The part `agent` of a Harbor request, with Harbor's names of the fields."""
 
     name: Name | None = None
     import_path: Name | None = None
@@ -67,7 +69,8 @@ class HarborRunAgent(Spec):
 
 
 class HarborRunVerifier(Spec):
-    """The limits of a run's verifier, in Harbor's words. With `disable`, the run is not graded, and has no rewards."""
+    """The part `verifier` of a Harbor request, with Harbor's names of the fields: the limits of the run's verifier.
+    With `disable`, the run is not graded, and has no rewards."""
 
     override_timeout_sec: Seconds | None = None
     max_timeout_sec: Seconds | None = None
@@ -91,7 +94,7 @@ class HarborRemoteOptions(Spec):
 
 
 class HarborRemoteState(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of a status and of a result that are read."""
+    """The fields that are read from the status or the result of a run."""
 
     status: str
     rewards: dict[str, float] | None = None
@@ -103,7 +106,7 @@ class _Begun(msgspec.Struct, frozen=True):
 
 
 def harbor_options(remote: RemoteSpec) -> HarborRemoteOptions:
-    """Return the options of a task for a run server. Raises InvalidField with the option's name."""
+    """Return the options of a task for a run server. Raises InvalidField, which names the invalid option."""
     try:
         return HarborRemoteOptions.model_validate(remote.options)
     except ValidationError as error:
@@ -131,7 +134,7 @@ def check_harbor_task(task: TaskSpec, remote: RemoteSpec) -> None:
 
 class HarborRemoteRun:
     """One run of a Harbor run server. `name` is our id of the run, and `known` the server's id, if the run was started
-    before. `keep` stores the server's id. `base_url` is that of the session."""
+    before. `keep` stores the server's id. `base_url` is the base URL for the session's model calls."""
 
     def __init__(
         self,
@@ -181,7 +184,7 @@ class HarborRemoteRun:
         boundary = secrets.token_hex(16)
         body = multipart(boundary, msgspec.json.encode(self._metadata(folder)), archive)
         kind = f"multipart/form-data; boundary={boundary}"
-        # A server that reads the header gives the same run to a repeated request. Others ignore the header.
+        # A server that reads the header gives the same run to a repeated request. Other servers ignore the header.
         more = {"Idempotency-Key": self._name}
         give_up_at = asyncio.get_running_loop().time() + self._service.patience_seconds
         tries = 0
@@ -255,7 +258,7 @@ class HarborRemoteRun:
         if self._task.evaluator.kind != REPORTED:
             return ReportSpec(stop_reason=stop)
         if not state.rewards:
-            if timeout:  # the session's failure is the agent's, and another try would take as long
+            if timeout:  # the agent caused this failure, and another try would take as long
                 return ReportSpec(error=said[:1000])
             raise RemoteRunFailed(f"agent service {self._service.name!r} gave no rewards: {said}")
         reward = reward_of(state.rewards, self._options.reward)

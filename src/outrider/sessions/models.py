@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 GENERATE = "generate"
-"""The timeline's name for the action of a call that requests a reply."""
+"""The action of a call that requests a reply, as the timeline names the action."""
 INPROCESS = "inprocess"
 """The dialect of an agent in this process, which sends messages without HTTP."""
 
@@ -37,14 +37,15 @@ MAX_NAME = 100
 
 
 class FailureCounts:
-    """The number of an attempt's model calls that were answered with an error, by kind: the error's code with the field
-    of the request, or with the method and path if nothing is served there."""
+    """Counts an attempt's model calls that were answered with an error. The kinds that are counted separately are named
+    by the error's code and the field of the request or, if nothing is served at the call's path, by the code, method
+    and path."""
 
     def __init__(self) -> None:
         self.counted: dict[str, int] = {}
 
     def note(self, error: OutriderError, unserved: str | None = None) -> None:
-        """Count a call. `unserved` is its method and path if nothing is served there."""
+        """Count a call. If nothing is served at the call's path, `unserved` is the method and path."""
         about = unserved or error.field
         name = f"{error.code}: {about}" if about else error.code
         name = "".join(char if char.isprintable() else "?" for char in name[:MAX_NAME])
@@ -53,7 +54,8 @@ class FailureCounts:
         self.counted[name] = self.counted.get(name, 0) + 1
 
     def told(self) -> str:
-        """Return the end of a message about the calls: empty without failed calls."""
+        """Return a text about the counted calls to append to an error's message. The text is empty if no call was
+        counted."""
         if not self.counted:
             return ""
         return f"; calls answered with an error: {', '.join(f'{name} ({n})' for name, n in self.counted.items())}"
@@ -62,7 +64,7 @@ class FailureCounts:
 class SessionModels:
     """The conversations of an attempt: one with the policy, and one with each frozen model, by name. `bodies` counts
     the bytes of the request bodies of all unfinished calls. `under_way` is the number of unfinished calls, counted by
-    the gateway, and `failed_calls` those that were answered with an error."""
+    the gateway. `failed_calls` counts the calls that were answered with an error."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class SessionModels:
         logged: LoggedSession | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        """`logged` is the session that the log's lines about calls name. Failed calls are noted in `timeline`."""
+        """`logged` identifies the session in log lines about calls. Failed calls are noted in `timeline`."""
         self.policy = policy
         self.logged = logged
         self.bodies = Bodies(policy.backend.intake)

@@ -169,7 +169,8 @@ class LocalNode:
         return self._services.sandboxes.gateway_at(url)
 
     def models(self, key: str) -> SessionModels | None:
-        """Return the models that a credential gives access to while its run lasts."""
+        """Return the models to which a credential gives access, or None. A credential gives access while its run
+        lasts."""
         return self._models.get(key)
 
     async def refusal(self, key: str) -> OutriderError:

@@ -32,7 +32,7 @@ SECONDS = 300.0
 UNCHANGED_SECONDS = 60.0
 """Time limit in seconds of the check whether the agent changed nothing."""
 MAX_BASES = 1024
-"""Maximum number of repositories whose base a node remembers."""
+"""Maximum number of repositories in a `PatchBases`."""
 GIT = """set -e
 cd -- {repository}
 export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_ATTR_NOSYSTEM=1 LC_ALL=C
@@ -69,8 +69,9 @@ CLEAR = """xargs -0 git -c safe.directory='*' --literal-pathspecs clean -ffdxq -
 """
 APPLY = """git apply --whitespace=nowarn .git/outrider-patch
 """
-# A repository of its own, because settings and excluded paths in the agent's `.git` could hide a change. The objects
-# are shared with the agent's repository: `git add` reads each file, but writes only objects that do not exist yet.
+# The script compares in a repository of its own, because settings and excluded paths in the agent's `.git` could hide a
+# change. The objects are shared with the agent's repository: `git add` reads each file, but writes only objects that do
+# not exist yet.
 UNCHANGED = """set -e
 cd -- {repository}
 export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_ATTR_NOSYSTEM=1 LC_ALL=C
@@ -118,7 +119,7 @@ async def make_patch(runtime: Runtime, spec: DiffSpec, repository: str, archive:
     try:
         patch = await runtime.read(f"{repository}/.git/outrider-patch", limit=MAX_PATCH)
     except RuntimeFailure as error:
-        await runtime.exec(["true"], seconds=SECONDS)  # raises if the whole sandbox is broken
+        await runtime.exec(["true"], seconds=SECONDS)  # this call raises if the whole sandbox is broken
         message = f"the agent's changes in {repository} are more than {MAX_PATCH >> 20} MiB"
         raise EvaluatorError(message, inside=True) from error
     await _run(runtime, repository, TIDY)
@@ -146,9 +147,9 @@ def _excluded(spec: DiffSpec) -> str:
 
 
 class PatchBases:
-    """The git trees of repositories right after preparation, by the sandbox of the repository. The object is a shared
-    part of the node (`Host.part`). A grading that makes a patch remembers the tree. If preparation is not reproducible,
-    the next tree differs, and the remembered tree is useless but harmless."""
+    """Remembers the git tree that a repository has right after preparation. A key consists of the sandbox's runtime and
+    the repository's path. The object is a shared part of the node (`Host.part`). A grading that makes a patch stores
+    the tree. If preparation is not reproducible, the next tree differs, and the stored tree is useless but harmless."""
 
     def __init__(self, host: Host) -> None:
         self._trees: OrderedDict[bytes, str] = OrderedDict()

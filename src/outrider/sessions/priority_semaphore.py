@@ -23,7 +23,8 @@ from operator import add, sub
 from typing import NamedTuple, Self
 
 Quantities = tuple[int, ...]
-"""An amount of each kind, as integers, because sums of integers are exact."""
+"""One amount for each kind of resource, such as (millicpus, MiB). Amounts are integers, because sums of integers are
+exact."""
 
 
 URGENT = 1 << 20
@@ -35,9 +36,9 @@ def fits(needs: Quantities, room: Quantities) -> bool:
 
 
 def room_behind(needs: Quantities, room: Quantities, *, first: bool) -> Quantities:
-    """Return the part of `room` that is left for the requests behind a waiting request. If the waiting request needs
-    more of a kind than there is, nothing of this kind is left. Of each other kind everything is left or, if the waiting
-    request is the first in line, everything except its needs."""
+    """Return the part of `room` that later requests may use while a request with these `needs` waits. If the waiting
+    request needs more of a kind than there is, later requests get nothing of this kind. Of each other kind they get all
+    of `room`; but if the waiting request is the first in line, its needs are kept back."""
     return tuple(0 if need > have else have - need if first else have for need, have in zip(needs, room, strict=True))
 
 
@@ -176,7 +177,7 @@ class PrioritySemaphore:
             _, _, turn, quantities, owner = entry
             if turn.done():  # the wait was cancelled, and its task has not yet removed the entry
                 continue
-            if not self._may_have(owner, quantities):  # the rest of the line has the same owner, except in `_urgent`
+            if not self._may_have(owner, quantities):  # except in `_urgent`, one owner has all of the line
                 passed.append((line, entry))
                 if line is not self._urgent and line.waiters:
                     waiting.remove(line)
@@ -192,7 +193,8 @@ class PrioritySemaphore:
 
 
 class _Waiter(NamedTuple):
-    """An entry of a heap: the highest priority first, then the oldest."""
+    """A waiting request, as an entry of a heap. The heap gives out the highest priority first, and the oldest request
+    among equals."""
 
     below: int
     number: int
@@ -202,7 +204,7 @@ class _Waiter(NamedTuple):
 
 
 class _Owner:
-    """The amounts taken by an owner, the number of its last turn, and its line."""
+    """The amounts taken by an owner, the number of its last turn, and the heap of its waiting requests."""
 
     __slots__ = ("last", "taken", "waiters")
 

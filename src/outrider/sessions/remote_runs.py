@@ -29,8 +29,8 @@ CANCEL_SECONDS = 10.0
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of `PUT /runs/{run_id}`. `variables` are environment variables for agent programs of all vendors. The
-    run has `seconds` at most. `files`: an archive was sent to `/runs/{run_id}/files` before."""
+    """The body of `PUT /runs/{run_id}`. `variables` are environment variables for agent programs of all vendors.
+    `seconds` is the time limit of the run. `files` is True if an archive was sent to `/runs/{run_id}/files` before."""
 
     run_id: str
     session: SessionIds
@@ -119,7 +119,7 @@ def archive_of(task: TaskSpec, paths: HostPaths) -> bytes | None:
 
 
 def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Leave the owner out."""
+    """Remove the owner and the group from an entry of an archive."""
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = ""
     return entry

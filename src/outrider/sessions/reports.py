@@ -1,4 +1,5 @@
-"""The report with which a session whose agent runs elsewhere is completed: its check, and the verdict in it. Pure."""
+"""Reads the report that completes a session whose agent runs elsewhere. Checks the report, and makes a verdict from it.
+The module is pure."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class NodeResources:
         self._free_gpus.difference_update(gpus)
 
         def give_back() -> None:
-            self._free_gpus.update(gpus)  # before `release`, which may give these GPUs to the next in line
+            self._free_gpus.update(gpus)  # must come before `release`, which may give these GPUs to the next in line
             slot.release()
 
         return ResourceShare(give_back, gpus)
@@ -156,8 +156,8 @@ class NodeResources:
 
 
 def capacity_of(settings: SandboxesConfig, driver: NvidiaDriver = NVIDIA) -> Capacity:
-    """Return the total for sandboxes of this machine: as set in the settings, else the whole machine. Raises
-    InvalidField for two names of one GPU."""
+    """Return the resources of this machine that sandboxes may use: the amounts in the settings or, without a setting,
+    the whole machine. Raises InvalidField for two names of one GPU."""
     machine = machine_capacity()
     gpus = tuple(gpu.name for gpu in driver.visible()) if settings.gpus is None else settings.gpus
     for gpu in driver.gpus():

@@ -287,7 +287,7 @@ class Rollout:
                     held.push_async_callback(sandbox.stop)
                     self._records += sandbox.records
                     held.enter_context(self._node.timelines.sandbox(self._timeline, sandbox, AGENT))
-                    held.push_async_callback(self.models.close)  # so that no call outlives the agent's sandbox
+                    held.push_async_callback(self.models.close)  # no call may outlive the agent's sandbox
                     warm = sandbox.started
                     if not warm and isinstance(sandbox.runtime, QueuesStarts):
                         self._queued.append(sandbox.runtime)
@@ -315,7 +315,7 @@ class Rollout:
             await held.enter_async_context(grading)
             grading.start_ahead()
             ended = await self._run_and_collect(sandbox, harness, context)
-            if ended.reason is StopReason.SESSION_TIMEOUT:  # such a session is not graded
+            if ended.reason is StopReason.SESSION_TIMEOUT:  # a session that is out of time is not graded
                 return Ending(reason=ended.reason)
 
             place = await held.enter_async_context(HeldSlot(lanes.eval, *line))
@@ -457,7 +457,7 @@ class Rollout:
             called, failure, unanswered = conversation.step_turns > 0, models.failure, conversation.failure
             try:
                 await self._collect(sandbox)
-            except Exception as failed:  # plugins may raise anything
+            except Exception as failed:  # plugins may raise anything.
                 # The run has ended, so neither the agent's program nor a clock can be the cause: only a failure of the
                 # sandbox may come from the agent.
                 end = end_of(failed) if isinstance(failed, RuntimeFailure | EvaluatorError) else End.ERROR

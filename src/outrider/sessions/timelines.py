@@ -28,7 +28,7 @@ LAST_STORE_SECONDS = 5.0
 BATCH_BYTES = 1 << 20
 """Maximum bytes of entries that are stored at once."""
 MOST_UNSTORED = 64 << 20
-"""Maximum bytes of entries that wait while the store fails. The oldest entries above this size are dropped."""
+"""Maximum bytes of entries that wait while the store fails. When more bytes wait, the oldest entries are dropped."""
 PROCESSES_EVERY_SECONDS = 10.0
 PROCESSES_SECONDS = 2.0
 """Maximum seconds for the list of a sandbox's processes. If the tool server is busy, the next listing tries again."""
@@ -51,7 +51,7 @@ class Timelines:
 
     @contextmanager
     def keeping(self, timeline: Timeline) -> Iterator[None]:
-        """Store the entries of a timeline while the block runs, and the last ones afterwards."""
+        """Store the entries of a timeline while the block runs, and its last entries after the end of the block."""
         self._running.add(timeline)
         try:
             yield

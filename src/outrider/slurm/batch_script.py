@@ -17,7 +17,7 @@ from outrider.errors import InvalidField, RequestError
 
 URL_FILE = "url"
 TOKEN_FILE = "token"
-"""Files of the job's folder. `job.sh` uses these names, too."""
+"""Names of two files in the job's folder, for the service's address and for its token. `job.sh` uses the same names."""
 START_SECONDS = 600
 """Maximum seconds until the service is ready. The service first loads a tokenizer, and its embedded model if it has
 one."""
@@ -56,7 +56,7 @@ class BatchJob:
     options: Sequence[str] = ()
     stop_seconds: float = 20.0
     fully_qualified: bool = False
-    """True if the service's address has the fully qualified name of its machine, as most certificates do."""
+    """True if the service's address contains the fully qualified name of its machine, as most certificates do."""
 
     @property
     def warning_seconds(self) -> int:

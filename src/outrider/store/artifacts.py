@@ -34,7 +34,7 @@ GRADING_LOG = "outrider:grading.log"
 NETWORK_RECORD = "outrider:network.jsonl"
 """Name of the artifact that holds the record of the session's network, if the task asks for a record."""
 LOGGED = (GRADING_LOG, NETWORK_RECORD)
-"""Names of the artifacts that Outrider adds to those of the agent's sandbox."""
+"""Names of the artifacts that Outrider adds to the files from the agent's sandbox."""
 KEPT = (CARRIED, PATCH)
 """Names of the artifacts that hold data carried to the grading. An attempt has at most one of these artifacts."""
 

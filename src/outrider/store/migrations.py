@@ -16,7 +16,7 @@ from outrider.store.database import Connection
 
 FIRST = 14
 Migrations = Sequence[Sequence[str]]
-"""The statements of each migration."""
+"""The SQL statements of each migration."""
 
 MIGRATIONS: Migrations = (
     (
@@ -224,8 +224,8 @@ MIGRATIONS: Migrations = (
         "ALTER TABLE groups ADD COLUMN harness TEXT NOT NULL DEFAULT ''",
         # A row is the report that completes a session whose agent runs elsewhere.
         "CREATE TABLE session_reports (session_id TEXT PRIMARY KEY REFERENCES sessions (id), report {blob} NOT NULL)",
-        # `calls` are the failed calls of a model for which no later call has made up, JSON. `model` is empty for the
-        # policy.
+        # A row has the failed calls of one model in a session for which no later call has made up, as JSON. `model` is
+        # empty for the policy.
         """CREATE TABLE failed_calls (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             model TEXT NOT NULL,
@@ -238,7 +238,8 @@ MIGRATIONS: Migrations = (
         # `usable_trains` is 1, a session counts for `min_usable` only if some of its tokens train.
         "ALTER TABLE groups ADD COLUMN translator TEXT",
         "ALTER TABLE groups ADD COLUMN usable_trains INTEGER NOT NULL DEFAULT 0",
-        # `create_group` refuses a refused key until the time `until`. The keys have the form of groups.idempotency_key.
+        # A row is an idempotency key that `create_group` refuses until the time `until`. The keys have the form
+        # TENANT/KEY, as in groups.idempotency_key.
         """CREATE TABLE refused_keys (
             idempotency_key TEXT PRIMARY KEY,
             tenant TEXT NOT NULL,
@@ -246,7 +247,8 @@ MIGRATIONS: Migrations = (
         )""",
     ),
     (
-        # `run` is the id that an agent service has given to the newest run of a session, whose own name is `name`.
+        # A row is the newest run of a session at an agent service. `name` is our name of the run, and `run` is the
+        # service's id.
         """CREATE TABLE remote_runs (
             session_id TEXT PRIMARY KEY REFERENCES sessions (id),
             name TEXT NOT NULL,

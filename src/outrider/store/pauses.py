@@ -1,9 +1,9 @@
-"""Stores the pauses of the queue. While a pause matches a queued session's group, the session is held: it stays
-queued, and no attempt of it starts.
+"""Stores the pauses of the queue. While a pause matches a queued session's group, the session is held: it stays queued,
+and no attempt of it starts.
 
-A pause names labels and a harness, all of which must be equal, and belongs to one tenant or to all. Invariant: a queued
-session is held exactly while a pause matches its group, unless its end is decided; `sessions.held` and
-`sessions.waiting` are never both 1.
+A pause belongs to one tenant or to all tenants. It matches a group that has all labels of the pause and, if the pause
+names a harness, the same harness. Invariant: a queued session is held exactly while a pause matches its group, unless
+its end is decided; `sessions.held` and `sessions.waiting` are never both 1.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Pauses:
         return await self._db.write(body)
 
     async def resume(self, labels: Mapping[str, str], harness: str | None, *, tenant: str | None) -> int:
-        """End a pause. Sessions that no other pause matches wait again. Returns their number. Raises NotFound if there
-        is no such pause."""
+        """End a pause. A session that no other pause matches waits again. Returns the number of such sessions. Raises
+        NotFound if there is no such pause."""
         owner = tenant or ALL_TENANTS
 
         async def body(tx: Connection) -> int:
@@ -148,7 +148,7 @@ async def _set(tx: Connection, groups: Sequence[str], change: str, where: str) -
 
 
 def _chunks(ids: Sequence[str]) -> list[tuple[Sequence[str], str]]:
-    """Return the ids in chunks, and placeholders for each chunk."""
+    """Return the ids in chunks, each with a placeholder `?` for each id."""
     chunks = [ids[start : start + AT_ONCE] for start in range(0, len(ids), AT_ONCE)]
     return [(some, ", ".join("?" * len(some))) for some in chunks]
 

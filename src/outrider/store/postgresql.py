@@ -97,7 +97,7 @@ HINTS: dict[str, str] = {
     "55P03": "another process holds the database: a long migration, or an administrator's statement",
     "57": "the server's log says why",
 }
-"""Hints by the beginning of the SQLSTATE."""
+"""Hints for errors of the server. A key is the beginning of the SQLSTATE of an error."""
 
 
 def postgresql_store(url: str, *, sole: bool = True, key: KeySource | None = None) -> Store:
@@ -209,7 +209,7 @@ class _Connection:
 
     def __init__(self, raw: asyncpg.Connection, limit: float | None = None) -> None:
         self._raw = raw
-        self._limit = limit  # in seconds; None for the connection's own limit
+        self._limit = limit  # the limit is in seconds; None for the connection's own limit
 
     async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
         # The server's reply ends with the number of rows, as in `UPDATE 3` or `INSERT 0 1`. Statements that work on no
@@ -278,7 +278,7 @@ class _Writer:
         self._patience = patience
         self._waiting: asyncio.Queue[_Job | None] = asyncio.Queue()
         self._stopping = False
-        self._batches = time.time_ns()  # starts at the current time, so that no number repeats
+        self._batches = time.time_ns()  # the first number is the current time, so that no number repeats
         self._limit: float | None = FOREVER
         self._raw: asyncpg.Connection | None = None
 

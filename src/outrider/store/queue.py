@@ -68,9 +68,10 @@ class QueueKind(IntEnum):
 
     ORDINARY = 0
     EVALUATION = 1
-    """Sessions of groups with EVALUATION_LABEL. They may use slots set aside for them, and all others."""
+    """Sessions of groups with EVALUATION_LABEL. They may use all slots, including the slots reserved for
+    evaluations."""
     EXTERNAL = 2
-    """Sessions whose agents run elsewhere. They need no slot, so they do not wait behind sessions that do."""
+    """Sessions whose agents run elsewhere. They need no slot, so they do not wait behind sessions that need one."""
 
 
 def kind_of(labels: Mapping[str, str], *, external: bool) -> QueueKind:
@@ -131,7 +132,7 @@ class QueuePass:
     """One pass over the queue, which picks sessions that are due by `now`. A session that is due after `latest` is
     picked, too: no session is postponed for so long, so the system clock must have been set back. `under_way` counts
     the sessions under way by bucket. Buckets in `skip` are left out, and so are tenants with MOST_PASSED such buckets.
-    With `kind`, only sessions of this kind are considered; without, all but external sessions.
+    If `kind` is set, only sessions of this kind are picked; if `kind` is None, sessions of any kind except EXTERNAL.
     """
 
     def __init__(
@@ -279,6 +280,6 @@ class _Line:
         return read.pop()
 
     async def _is_empty(self, bucket: str) -> bool:
-        """Return True if no session waits in the bucket, due or not."""
+        """Return True if the bucket has no waiting session at all. A session that is not yet due counts as waiting."""
         sql = "SELECT 1 FROM sessions WHERE waiting = 1 AND priority = ? AND bucket = ? LIMIT 1"
         return not await self._pass.tx.fetch(sql, (self._priority, bucket))

@@ -92,7 +92,8 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueLength(msgspec.Struct, frozen=True):
-    """The number of waiting sessions, and the numbers of buckets and tenants that have waiting sessions."""
+    """The number of waiting sessions, held sessions included, and the numbers of buckets and tenants that have waiting
+    sessions."""
 
     sessions: int
     buckets: int
@@ -100,8 +101,9 @@ class QueueLength(msgspec.Struct, frozen=True):
 
 
 class Backlog(msgspec.Struct, frozen=True):
-    """The creation time of the oldest waiting session, None without one; the numbers of callbacks that are still to be
-    sent, and that were given up; and the bytes of all finished groups, without images."""
+    """Measures of unfinished work and of storage. `oldest_waiting` is the creation time of the oldest waiting session,
+    None without one. `pending_callbacks` are still to be sent, and `given_up_callbacks` were given up. `stored_bytes`
+    is the size of all finished groups, without images."""
 
     oldest_waiting: float | None
     pending_callbacks: int
@@ -110,8 +112,8 @@ class Backlog(msgspec.Struct, frozen=True):
 
 
 class PolicyRow(msgspec.Struct, frozen=True):
-    """The policy version that a trainer has set last, and the location of its weights; None if the engines loaded no
-    weights."""
+    """The policy version that a trainer has set last. `weights` is the location of its weights, None if the engines
+    loaded no weights."""
 
     version: int
     weights: str | None = None

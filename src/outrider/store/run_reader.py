@@ -88,7 +88,8 @@ class RunReader:
         return await self._db.read(body)
 
     async def retries(self, after: int, limit: int) -> tuple[list[Retry], int]:
-        """Return retries after a cursor, and the cursor of the last; 0 if there are no more."""
+        """Return up to `limit` retries after a cursor, and the cursor of the last of them. Instead of this cursor, 0 is
+        returned if there are no more retries."""
         sql = """SELECT cursor, at, kind, group_id, session_id, data FROM events WHERE kind = ? AND cursor > ?
             ORDER BY cursor LIMIT ?"""
         found = await self._db.read(lambda tx: tx.fetch(sql, (EventKind.SESSION_RETRY.value, after, limit)))
@@ -105,8 +106,8 @@ class RunReader:
         return float(found[0][0]) if found else None
 
     async def packed_turns(self, attempts: Sequence[tuple[str, int]]) -> list[list[tuple[str, bytes]]]:
-        """Return the packed turns of several attempts, given by session and number: pairs of the model (empty for the
-        policy) and the turn, in the order of their index."""
+        """Return the packed turns of several attempts. An attempt is given by its session's id and its number. Each
+        turn is returned with its model (empty for the policy), in the order of the index."""
         own = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
         frozen = "SELECT model, turn FROM frozen_turns WHERE session_id = ? AND attempt = ? ORDER BY model, turn_index"
 
@@ -152,8 +153,8 @@ async def _sessions(tx: Connection, column: str, ids: Sequence[str]) -> list[Ses
 
 
 def _chunks(ids: Sequence[str]) -> list[tuple[Sequence[str], str]]:
-    """Return the ids in chunks of one length, so that a database prepares one statement, and the placeholders. The last
-    chunk repeats its last id."""
+    """Return the ids in chunks, each with its placeholders. All chunks have one length, so that a database prepares one
+    statement. The last chunk repeats its last id."""
     found: list[tuple[Sequence[str], str]] = []
     for start in range(0, len(ids), AT_ONCE):
         some = list(ids[start : start + AT_ONCE])

@@ -53,7 +53,7 @@ SHRINK_PAGES = 64
 """Maximum number of pages (256 KiB) that one call of `shrink` frees. The call occupies the writer for a few
 milliseconds."""
 SPARE = 10
-"""One page in this many is left free for later rows, because writes are slower in a file that shrinks and grows again
+"""One of this many pages is left free for later rows, because writes are slower in a file that shrinks and grows again
 and again."""
 
 HINTS: dict[int, str] = {
@@ -106,7 +106,7 @@ class SqliteDatabase:
                 threads = [self._start(f"reader-{n}", reads.serve, reads.stop) for n in range(READERS)]
                 threads.append(self._start("checkpoints", self._checkpointing(stopping), stopping.set))
                 await asyncio.gather(*(thread.opened for thread in threads))
-        except BaseException:  # also when cancelled: no started thread may be left running
+        except BaseException:  # after a cancellation, too, no started thread may be left running
             await self.close()
             raise
         self._writes, self._reads = writes, reads
@@ -178,7 +178,7 @@ class SqliteDatabase:
         target = ":memory:" if self._path is None else self._path
         raw = sqlite3.connect(target, timeout=BUSY_SECONDS, isolation_level=None)
         try:
-            raw.execute(f"PRAGMA auto_vacuum={INCREMENTAL}")  # has an effect only before the file has any content
+            raw.execute(f"PRAGMA auto_vacuum={INCREMENTAL}")  # this has an effect only before the file has any content
             raw.execute("PRAGMA journal_mode=WAL").fetchall()
             raw.execute(f"PRAGMA synchronous={NORMAL}")
             raw.execute("PRAGMA foreign_keys=ON")
@@ -261,7 +261,7 @@ class _Jobs:
                 job = self._waiting.get_nowait()
             except Empty:
                 return batch
-        self._waiting.put(None)  # so that the next call and the other threads stop, too
+        self._waiting.put(None)  # the next call and the other threads must stop, too
         return batch
 
     def _settle(self, raw: sqlite3.Connection, batch: Sequence[_Job]) -> list[_Outcome]:
@@ -279,10 +279,10 @@ class _Jobs:
             connection = _Connection(raw)
             outcomes = [_Outcome(job.future, _run(job.body, connection), None) for job in batch]
             raw.execute("COMMIT")
-            if self._commits is not None:  # only the writer's thread adds to it
+            if self._commits is not None:  # only the writer's thread adds durations
                 self._commits.add(time.perf_counter() - began)
             return outcomes
-        except Exception as error:  # a body may raise any exception
+        except Exception as error:  # a body may raise any exception.
             with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
                 raw.execute("ROLLBACK")
             if len(batch) == 1:
@@ -359,7 +359,7 @@ async def _result(jobs: _Jobs | None, body: Body[T], *, volatile: bool) -> T:
 def _deliver(outcomes: Sequence[_Outcome]) -> None:
     for future, value, error in outcomes:
         if future.done():
-            continue  # its caller was cancelled
+            continue  # the caller of the body was cancelled
         if error is None:
             future.set_result(value)
         else:
@@ -372,6 +372,6 @@ def _translated(error: Exception) -> Exception:
             "the database failed: out of memory", hint="the machine, or this process, has no memory left"
         )
     if not isinstance(error, sqlite3.Error) or isinstance(error, sqlite3.IntegrityError):
-        return error  # the statement is wrong, not the database: another try would fail in the same way
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte of SQLite's extended codes
+        return error  # the statement is wrong, not the database: another try would fail in the same way.
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte of an extended code is SQLite's code
     return ServiceError(f"the database failed: {error}", hint=HINTS.get(code))

@@ -60,7 +60,7 @@ GROUPS_LISTED = "`outrider status` lists the newest groups, and `outrider show S
 SESSIONS_LISTED = (
     "a session's id ends with its number, as in s-0019a4e2b6c1f3d2-0; `outrider status GROUP` lists those of a group"
 )
-"""Hints of the errors about unknown ids."""
+"""Hints for errors about unknown ids."""
 EXTERNAL_KEY = f"{KEY_PREFIX}x_"
 """Prefix of the credentials of external sessions."""
 MOST_PACES = 1000
@@ -170,7 +170,7 @@ class Store:
                     raise self._key_source.missing()
                 key = await asyncio.to_thread(self._key_source.make)
             self._key = key
-        except BaseException:  # also when cancelled: the database's threads must not be left running
+        except BaseException:  # after a cancellation, too, the database's threads must not be left running
             await self._db.close()
             raise
         return self
@@ -212,9 +212,8 @@ class Store:
         external: bool = False,
     ) -> GroupRow:
         """Store a group with its spec (the JSON of a GroupSpec), its queued sessions, and the event of its creation.
-        `external`: the agents of the group run elsewhere.
-        If a session's first attempt has not started by the time `expires`, the method `expire` sets the session's
-        `ending`.
+        `external` is True if the agents of the group run elsewhere. If a session's first attempt has not started by the
+        time `expires`, the method `expire` sets the session's `ending`.
 
         The stored group is active and not cancelled, whatever the state in `group`. If the tenant already has a group
         with this idempotency key, the existing group is returned, provided that both specs have the same bytes. Raises
@@ -332,9 +331,9 @@ class Store:
         since: float = 0.0,
         tenant: str | None = None,
     ) -> list[GroupRow]:
-        """List up to `limit` groups that are older than the group `before`, newest first: all groups if `before` is
-        None, only groups of this harness with `harness`, and only groups created at `since` or later. Raises NotFound
-        for an unknown group."""
+        """List up to `limit` groups, newest first. Each argument that is not None restricts the list: `before` to
+        groups older than the group with this id, `harness` to groups with this harness, and `since` to groups created
+        at this time or later. Raises NotFound if the group `before` is unknown."""
 
         async def body(tx: Connection) -> list[Row]:
             own = of_tenant(tenant)
@@ -408,8 +407,8 @@ class Store:
         return await self._db.read(body)
 
     async def queue_length(self) -> QueueLength:
-        """Count the waiting sessions, those that a pause holds included, and the buckets and tenants. Reads the whole
-        queue."""
+        """Count the waiting sessions, including sessions that a pause holds. Also count the buckets and tenants that
+        have waiting sessions. Reads the whole queue."""
 
         async def body(tx: Connection) -> QueueLength:
             sessions = await tx.fetch(
@@ -435,7 +434,8 @@ class Store:
         return await self._db.read(body)
 
     def commit_seconds(self) -> Distribution:
-        """Return the durations of the transactions that have written since the start, in the buckets `SECONDS`."""
+        """Return the durations of the transactions that have written since the start, as a histogram with the buckets
+        `SECONDS`."""
         return self._db.commits.read()
 
     async def waiting(self, tenant: str, labels: Mapping[str, str] | None = None, *, most: int) -> int:
@@ -468,7 +468,7 @@ class Store:
         await self._db.write(body)
 
     async def states_of(self, group_ids: Sequence[str]) -> dict[SessionState, int]:
-        """Count the sessions of these groups by state, in one read. Unknown groups have none."""
+        """Count the sessions of these groups by state, in one read. Unknown groups count as groups without sessions."""
 
         async def body(tx: Connection) -> Counter[SessionState]:
             counted: Counter[SessionState] = Counter()
@@ -1265,7 +1265,7 @@ def _no_delivery(group_id: str) -> NotFound:
 
 
 def _spec_of(group_id: str) -> str:
-    """Return the place for which a spec is sealed (see `task_key.py`)."""
+    """Return the place for which a group's spec is sealed (see `task_key.py`)."""
     return f"the task of group {group_id}"
 
 

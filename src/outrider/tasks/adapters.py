@@ -1,4 +1,4 @@
-"""The data sets whose rows are tasks, by the name of their kind. Makes examples from their rows.
+"""Makes examples from the rows of data sets. ADAPTERS has an adapter for each kind of data set, by the kind's name.
 
 A new kind is a function in one of the modules of adapters, and a line in ADAPTERS. The module downloads nothing.
 Invariant: the examples have the order of the rows, and different ids.

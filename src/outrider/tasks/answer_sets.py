@@ -1,4 +1,4 @@
-"""Adapters of data sets whose tasks are answered by a reply: verl's rows and NeMo Gym's.
+"""Adapters of data sets in which the agent's reply is the answer: verl's rows and NeMo Gym's rows.
 
 The right answers and test cases go into the evaluator's options, which no agent sees. Sources of the columns: for verl
 `examples/data_preprocess/gsm8k.py` (volcengine/verl at 030a519a); for Eurus-2 the converters of its users, because its
@@ -61,8 +61,9 @@ def verl(columns: Columns, given: Additions) -> Draft:
 
 
 def nemo_gym(columns: Columns, given: Additions) -> Draft:
-    """The adapter of rows of NeMo Gym, and so of Nemotron's data for it: `responses_create_params.input`, and the data
-    that the verifier needs: `expected_answer`, `verifier_metadata.unit_tests`, or a row of SWE-bench."""
+    """The adapter of rows of NeMo Gym. Nemotron's data for NeMo Gym have the same form. A row has
+    `responses_create_params.input` and the data that the verifier needs: `expected_answer`,
+    `verifier_metadata.unit_tests`, or a row of SWE-bench."""
     if isinstance(columns.get("verifier_metadata.instance_dict"), Mapping | str):
         return nemo_gym_swe(columns, given)
     instruction = question(columns, "responses_create_params.input")
@@ -132,7 +133,8 @@ def question(columns: Columns, name: str) -> str:
 
 
 def test_cases(truth: Any) -> Any:
-    """Return the object with inputs and outputs of a ground truth, which may be its JSON text, or None."""
+    """Return the test cases of a ground truth: an object with `inputs` or `outputs`, given as an object or as JSON
+    text. Returns None for any other ground truth."""
     if isinstance(truth, str) and truth.lstrip().startswith("{"):
         try:
             truth = json.loads(truth)
@@ -161,7 +163,7 @@ def by_cases(columns: Columns, cases: Any, name: str) -> dict[str, Any]:
 
 
 def unpacked(packed: str) -> Any:
-    """Return test cases that NeMo Gym has compressed (`_pack_unit_tests`), or None."""
+    """Unpack test cases that NeMo Gym has compressed (`_pack_unit_tests`). Returns None for a broken text."""
     try:
         plain = zlib.decompressobj()
         text = plain.decompress(base64.b64decode(packed, validate=True), MAX_PACKED)

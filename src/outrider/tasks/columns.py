@@ -43,8 +43,8 @@ class Draft(msgspec.Struct, frozen=True):
 
 
 class Columns:
-    """The columns of the row `row`, the row with the number `number` of its file. Names may have dots
-    (`datasets.value_at`)."""
+    """The columns of one row. `row` has the values by column, and `number` is the row's number in its file. A name with
+    dots names a field within a column, such as `reward_model.ground_truth` (`datasets.value_at`)."""
 
     def __init__(self, row: Mapping[str, Any], number: int = 0) -> None:
         self.row = row
@@ -58,11 +58,11 @@ class Columns:
         self.fault(column, "is missing", remedy or known_columns(self.row, column))
 
     def get(self, name: str) -> Any:
-        """Return a value of any type, or None."""
+        """Return the value of a column, of any type. Returns None if the row does not have the column."""
         return value_at(self.row, name)
 
     def text(self, name: str, *, remedy: str = "") -> str:
-        """Return a text that is not empty."""
+        """Return the text of a column. A missing or empty text is a fault of the row."""
         return self.optional_text(name) or self._absent(name, remedy)
 
     def optional_text(self, name: str) -> str | None:
@@ -73,7 +73,7 @@ class Columns:
         return value if value and value.strip() else None
 
     def patch(self, name: str, *, remedy: str = "") -> str:
-        """Return a diff that is not empty."""
+        """Return the diff in a column. A missing or empty diff, and a text that is no diff, are faults of the row."""
         patch = self.text(name, remedy=remedy)
         if not any(fault.column == name for fault in self.faults):
             try:
@@ -113,8 +113,8 @@ Adapter = Callable[[Columns, Additions], Draft]
 
 
 def names_of(value: Any) -> Any:
-    """Return a list given as a list, as JSON text, or as the text of a Python list, as in SWE-bench Pro. Any other
-    value is returned unchanged. Raises ValueError."""
+    """Return the list that a value contains. The value may be a list, a list as JSON text, or the text of a Python
+    list, as in SWE-bench Pro. Any other value is returned unchanged. Raises ValueError."""
     try:
         return listed(value)
     except ValueError:
@@ -127,6 +127,6 @@ def names_of(value: Any) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Return the name of a value's type for a sentence."""
+    """Return a value's type in words, for an error message: `a list`."""
     words = {dict: "an object", list: "a list", bool: "a truth value", int: "a number", float: "a number"}
     return words.get(type(value), f"a {type(value).__name__}")

@@ -58,7 +58,7 @@ HUMAN_EVAL: dict[str, Any] = {
     },
     "labels": {"human_eval": "{row.task_id}"},
 }
-"""The template of `human_eval_examples`."""
+"""Template of a task for a row of HumanEval, used by `human_eval_examples`."""
 ANSWER_FORMAT = "Give your final answer, and nothing else, between <answer> and </answer>."
 SPARE_ENTRIES = 2
 """Number of entries that reasoning-gym generates for each requested entry, because unusable entries are skipped."""
@@ -84,7 +84,8 @@ def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any
     factory = _reasoning_gym_factory()
     try:
         entries = factory.create_dataset(name, size=size * SPARE_ENTRIES, seed=seed, **config)
-    except (AssertionError, TypeError, ValueError) as error:  # reasoning-gym raises these for a wrong name or setting
+    # reasoning-gym raises these errors for a wrong name or setting
+    except (AssertionError, TypeError, ValueError) as error:
         raise InvalidField(f"reasoning-gym refuses {name!r}: {error}", field="name") from error
     examples: list[Example] = []
     for number in range(len(entries)):
@@ -163,7 +164,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield from _saved_dataset(path)
             else:
                 yield from _pyarrow("pyarrow.parquet").read_table(path).to_pylist()
-        # pyarrow raises all of these, and so does reading a broken state.json.
+        # All of these errors may be raised by pyarrow, or by reading a broken state.json.
         except (OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as error:
             reason = getattr(error, "strerror", None) or error
             raise InvalidField(f"cannot read {path}: {reason}", field="source", hint=COPY_AGAIN) from error
@@ -331,7 +332,7 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> Written:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         _pyarrow("pyarrow.parquet").write_table(table, draft)
-        sync_file_system(folder)  # because an existing file counts as complete
+        sync_file_system(folder)  # a file that exists must be complete, even after a power loss
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

@@ -26,7 +26,7 @@ def example_of(adapter: Adapter, row: Mapping[str, Any], given: Additions, where
             task["runtime"]["prepare"] += steps
     except InvalidField as error:
         columns.fault(error.field or "template", f"cannot be filled in: {error.message}", error.hint or "")
-    faults = {fault.column: fault for fault in reversed(columns.faults)}  # the first fault of a column
+    faults = {fault.column: fault for fault in reversed(columns.faults)}  # only the first fault of each column is kept
     return Example(id=draft.id, task=task, row=dict(row), gold=draft.gold, faults=tuple(reversed([*faults.values()])))
 
 

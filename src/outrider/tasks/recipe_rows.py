@@ -17,7 +17,7 @@ from outrider.tasks.harbor.files import files_below, instruction_in
 from outrider.tasks.harbor.tasks import TASK_TOML, harbor_folders, read_config
 
 FORMAT = 1
-"""The version of the rows' form, a part of the file's name."""
+"""Version of the rows' format, a part of the hash in the file's name."""
 
 
 def recipe_rows(

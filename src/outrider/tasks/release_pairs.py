@@ -50,7 +50,7 @@ COPY = f"cp -r {PAIRS}/base/. ."
 
 class ReleasePair(NamedTuple):
     """Two releases, `old` and `new`, of a package. `folder` is the package's folder in the source distribution. `asks`
-    describes the fix for the agent."""
+    is the text that describes the fix to the agent."""
 
     name: str
     old: str

@@ -1,5 +1,5 @@
-"""Adapters of data sets of repositories other than SWE-bench. The docstring of each adapter describes the difference of
-its rows.
+"""Adapters of data sets of repositories other than SWE-bench. The docstring of each adapter describes how its rows
+differ from SWE-bench's rows.
 
 Sources of the columns and rules: SWE-Gym in SWE-Gym/SWE-Bench-Fork (242429c1: `constants.py`, `log_parsers.py`),
 SWE-rebench in SWE-rebench/SWE-bench-fork (39316f79: `test_spec.py`, `grading.py`, `utils.py`), SWE-smith in
@@ -61,8 +61,9 @@ rm {BUG}
 rm -rf .git
 git init -q . && git add -A && git -c user.name=x -c user.email=x@localhost commit -q -m base
 """
-"""Puts the bug into the repository, whose history then begins with it: a difference or an older commit would show the
-solution. The repositories of SWE-smith's images are mirrors, with one commit of their own."""
+"""Shell script that applies the bug to the repository, and makes the result the only commit. Otherwise a diff or an
+older commit would show the solution. The repositories in SWE-smith's images are mirrors, with one commit of their
+own."""
 NAMED = 20
 """Maximum number of failing tests that an instruction names."""
 R2E_PLACE = "/root/r2e"
@@ -72,7 +73,7 @@ for file in run_tests.sh r2e_tests /r2e_tests; do
     [ ! -e "$file" ] || mv "$file" {R2E_PLACE}/
 done
 """
-"""Takes the hidden tests out of the repository, as R2E-Gym's own set-up does."""
+"""Shell script that moves the hidden tests out of the repository, as R2E-Gym's own set-up does."""
 R2E_COMMAND = f"rm -rf r2e_tests\nln -s {R2E_PLACE}/r2e_tests r2e_tests\nbash {R2E_PLACE}/run_tests.sh"
 R2E_RUNNERS = ("tornado", "datalad")
 """Repositories of R2E-Gym whose tests are run by their own program instead of pytest."""
@@ -94,7 +95,7 @@ for test in json.load(open(sys.argv[1]))["tests"]:
     status = "PASSED" if test["status"] == "PASSED" else "FAILED"
     print(status, re.sub(r"[%\\s]", lambda blank: "%%%02X" % ord(blank.group()), test["name"]))
 """
-"""Prints the results that the parser of an instance has written, as lines that swebench's parser reads."""
+"""Program that prints the results of an instance's parser as lines that swebench's parser reads."""
 
 
 def swe_gym(columns: Columns, given: Additions) -> Draft:
@@ -157,7 +158,7 @@ def swebench_pro(columns: Columns, given: Additions) -> Draft:
     patch = columns.patch("test_patch")
     lists = {key: columns.tests(key, needed=key == "fail_to_pass") for key in ("fail_to_pass", "pass_to_pass")}
     selected = columns.tests("selected_test_files_to_run")
-    # The harness of SWE-bench Pro runs only the last line, which puts the graded tests in their place.
+    # Like the harness of SWE-bench Pro, only the last line is run. This line puts the graded tests in their place.
     before = (columns.optional_text("before_repo_set_cmd") or "").strip().rpartition("\n")[2]
     options: dict[str, Any] = {"instance_id": name, "log_parser": PARSER, "test_patch": patch}
     if given.test_command is not None:
@@ -166,7 +167,7 @@ def swebench_pro(columns: Columns, given: Additions) -> Draft:
     else:
         texts = {file: script_of(columns, given.folder / "run_scripts" / name / file) for file in PRO_SCRIPTS}
         options |= {key: [quoted(test) for test in tests] for key, tests in lists.items()}
-        options["pytest"] = False  # a second witness does not report the parser's names
+        options["pytest"] = False  # pytest's own reports would not have the parser's names of the tests
         words = {key: shlex.quote(texts[file]) for file, key in PRO_SCRIPTS.items()}
         words |= {"selected": shlex.quote(",".join(selected)), "report": shlex.quote(PRO_REPORT)}
         options["test_command"] = PRO_COMMAND.format(before=before, **words)

@@ -39,7 +39,7 @@ FILES = {
 FOLDER = "/testbed"
 """The repository's folder in the images of SWE-bench."""
 IMAGE = "swebench/sweb.eval.x86_64.{instance_id/__/_1776_}:latest"
-"""The names of SWE-bench's published images (`instance_image_key` of swebench 4.1.0)."""
+"""Template of the names of SWE-bench's published images (`instance_image_key` of swebench 4.1.0)."""
 TESTS, MODULES = "{tests}", "{modules}"
 EVAL_TYPES = ("pass_and_fail", "fail_only")
 NOT_RUN = (".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
@@ -74,9 +74,11 @@ OLDER = {
     ("astropy/astropy", "0."): f"pytest -rA -vv -o console_output_style=classic --tb=no {TESTS}",
     ("astropy/astropy", "1."): f"pytest -rA -vv -o console_output_style=classic --tb=no {TESTS}",
 }
-"""Commands for versions whose number begins with the given prefix, if they differ."""
+"""Test commands of the older versions of a repository. A key is the repository and the beginning of the versions'
+numbers."""
 HIDDEN_PYTEST = ("tox ",)
-"""Commands that keep the variables of the second witness from pytest."""
+"""Beginnings of test commands that do not pass environment variables on to pytest. So pytest cannot load the
+evaluator's plugin, and makes no reports of its own."""
 PLACEHOLDER = re.compile(r"\{(?:row\.)?([^{}/]+)(?:/([^{}/]+)/([^{}/]*))?\}")
 
 
@@ -129,12 +131,13 @@ def swebench_example(
 
 
 def swebench(columns: Columns, given: Additions, *, image: str | None = IMAGE) -> Draft:
-    """The adapter of rows of SWE-bench 4.x and 5.x. `image` names the image of a row that has none."""
+    """The adapter of rows of SWE-bench 4.x and 5.x. `image` is the template of the image's name for a row without an
+    image."""
     options = options_of(columns)
     command = given.test_command or columns.optional_text("test_command")
     if columns.optional_text("eval_script") is not None and command is None:
         options["eval_script"] = columns.text("eval_script")
-        with suppress(ValueError):  # the script applies the patch itself, and may accept other forms of diffs
+        with suppress(ValueError):  # the row's script applies the patch itself, and may accept diffs in other forms
             options |= {"test_patch": columns.text("test_patch")} if files_of(columns.text("test_patch")) else {}
     else:
         options |= run_by_command(columns, given)
@@ -160,7 +163,7 @@ def run_by_command(
     patch = columns.patch("test_patch")
     try:
         changed = files_of(patch)
-    except ValueError:  # Columns has noted it
+    except ValueError:  # `columns.patch` has recorded the fault
         changed = set()
     repo, version = columns.optional_text("repo") or "", columns.optional_text("version") or ""
     older = [command for (name, start), command in OLDER.items() if name == repo and version.startswith(start)]

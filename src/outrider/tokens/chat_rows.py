@@ -16,7 +16,7 @@ from outrider.tokens.rendering.chat_template import message_dict
 from outrider.trajectory import ChatRow, Sample, Turn
 
 IMAGES = "images"
-"""The name of the folder with the images of an exported file, in the same place as the file."""
+"""The name of the folder that has the images of an exported file. The folder is beside the file."""
 
 
 def chat_rows(samples: Sequence[Sample], turns: Sequence[Turn]) -> list[ChatRow]:
@@ -28,7 +28,7 @@ def chat_rows(samples: Sequence[Sample], turns: Sequence[Turn]) -> list[ChatRow]
         messages = []
         for turn, (start, end) in zip(path, sample.turn_spans, strict=True):
             messages += [_message(message, in_parts) for message in turn.messages]
-            if turn.reply is not None:  # the reply is None if the client disconnected before the reply
+            if turn.reply is not None:  # if the client disconnected early, there is no reply
                 messages.append(_message(turn.reply, in_parts) | {"weight": int(sample.loss_mask[start:end].any())})
         first, last = path[0], path[-1]
         known = first.tools == last.tools and bool(first.tools) == bool(first.tool_specs)

@@ -6,7 +6,7 @@ The rules, in order:
 1. Each turn has a kind (`branches/classify.py`), and each kind has a policy: train, mask or drop.
 2. A branch is a path from a root to a leaf. A leaf is a turn with sampled tokens and without a continuation of the same
    kind and label. A continuation that was cut off or sampled nothing does not count, unless a later turn continues it.
-   So a history is a separate branch if only its summary or a call that was cut off follows.
+   So a history is a separate branch if nothing follows it except the call for its summary or calls that were cut off.
 3. Branches are ordered by kind (main first), then by their first turn, then newest leaf first. So tokens that several
    branches share train in the branch in which the session continued.
 4. A branch is a row unless its kind is dropped. A branch of a kind that trains is also no row if the branch is the
@@ -52,7 +52,7 @@ MAX_IGNORED_NAMES = 64
 """Maximum number of names of ignored request fields that are counted separately in a session. The number is bounded
 because clients choose some of these names."""
 OTHER_IGNORED = "others"
-"""The name under which the fields with all other names are counted together."""
+"""The name under which all ignored fields are counted together, except the MAX_IGNORED_NAMES most frequent."""
 
 Policy = Mapping[BranchKind, BranchPolicy]
 AnyTurn = Turn | TurnOutline
@@ -268,7 +268,7 @@ def _images(path: Sequence[AnyTurn]) -> tuple[SampleImage, ...]:
         messages: Sequence[Message | MessageOutline] = turn.messages
         places = iter(turn.images)
         for at, message in enumerate(messages, position):
-            if message.parts:  # most messages have none
+            if message.parts:  # most messages have no images
                 for image in images_in(message):
                     place = next(places, None)
                     found.append(
@@ -283,7 +283,7 @@ def _images(path: Sequence[AnyTurn]) -> tuple[SampleImage, ...]:
                             grid=place.grid if place is not None else None,
                         )
                     )
-        position += len(turn.messages) + 1  # 1 is added for the reply
+        position += len(turn.messages) + 1  # one more position for the turn's reply
     return tuple(found)
 
 
@@ -315,7 +315,7 @@ class _Columns:
             self.logprobs.append(turn.logprobs or bytes(8 * count))
             for span in turn.versions or (VersionSpan(0, 0, count),):
                 if span.end <= span.start:
-                    continue  # an engine may report a version that sampled nothing before it was replaced
+                    continue  # an engine may report a version that sampled no token
                 begin = start + span.start
                 if versions and versions[-1].end == begin and versions[-1].version == span.version:
                     begin = versions.pop().start

@@ -24,7 +24,7 @@ LOOK_SECONDS = 5.0
 
 
 class AttachedEngines:
-    """The engines of a service that are named `prefix` and a number."""
+    """The engines that a trainer attaches to a service. An engine's name is `prefix`, a hyphen and a number."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -42,15 +42,17 @@ class AttachedEngines:
 
         Returns True if an engine was attached: it then has the policy version 0, unless its server labels its weights.
         Waits for a service that restarts. Raises the service's error, for example while a server still loads its model,
-        and Conflict if another training has engines with this prefix (with sessions at the first call, or any later),
-        or if the policy has engines with other names and addresses.
+        and Conflict if another training has engines with this prefix. The first call raises this Conflict only if these
+        engines have sessions; later calls raise it in any case. Also raises Conflict if the policy has engines with
+        other names and addresses.
         """
         if not engines:
             return False
         failed_before = self._not_attached
         async with self._looking:
             if self._not_attached is not None and self._not_attached is not failed_before:
-                raise self._not_attached  # otherwise the waiting rollouts would wait for a reply one after another
+                # another call failed while this call waited, and a new try would only wait again
+                raise self._not_attached
             clock = asyncio.get_running_loop().time
             if self._looked is not None and clock() - self._looked < LOOK_SECONDS and not renamed:
                 return False

@@ -56,20 +56,22 @@ client sends a request again half a second after its connection broke."""
 PARAMS = "responses_create_params"
 OTHER_NAMES = {"max_output_tokens": "max_tokens"}
 WITHOUT_EFFECT = {"input", "metadata", "model", "user", "store", "include", "parallel_tool_calls", "service_tier"}
-"""Fields of `responses_create_params` that are read elsewhere, or change nothing that an agent samples."""
+"""Fields of `responses_create_params` that are not sampling parameters. Other code reads some of these fields. The rest
+does not change the tokens that an agent samples."""
 NEUTRAL = {"tool_choice": ("auto", "none"), "truncation": ("disabled",), "stream": (False,), "background": (False,)}
-"""Fields with the values that have no effect. Other values are refused."""
+"""Fields of `responses_create_params` of which only the listed values are accepted. These values have no effect."""
 TEMPLATE = "chat_template_kwargs"
-"""The name of the variables for chat templates. NeMo Gym's model servers take them from the row's metadata."""
+"""Key of the chat template's variables in the metadata of a NeMo Gym row, and in its `extra_body`."""
 ENGINE = {"nemo_rl": True, "logprobs_mode": "processed_logprobs"}
-"""Options of the engine kind `openai` for NeMo RL's vLLM workers. NeMo RL 0.7 always uses this
-mode of log-probabilities; in later versions it is set in their own configurations."""
+"""Options of the engine kind `openai` for NeMo RL's vLLM workers. NeMo RL 0.7 always uses this mode of
+log-probabilities. In later versions, the configuration of the workers sets the mode."""
 LABELS = {"_ng_task_index": "task", "_ng_rollout_index": "rollout", "_rowidx": "row"}
-"""The row's own columns that become labels of the task."""
+"""Columns of a NeMo Gym row that become labels of the task. The keys are the columns, the values the names of the
+labels."""
 
 
 def _listed(urls: Any) -> Any:
-    """Return one URL, as in `policy_base_url` on NeMo Gym's command line, as a list."""
+    """Return a list for a single URL. On NeMo Gym's command line, `policy_base_url` may be a single URL."""
     return [urls] if isinstance(urls, str) else urls
 
 
@@ -102,7 +104,7 @@ class GymRollouts:
 
     async def __aenter__(self) -> GymRollouts:
         async with AsyncExitStack() as held:
-            # Held open, so that a new rollout waits for a service that restarts.
+            # The shared client stays open, so that a new rollout waits for a service that restarts.
             self._shared = await held.enter_async_context(shared_client(self._settings.url, self._settings.token))
             self._tasks = await held.enter_async_context(asyncio.TaskGroup())
             held.callback(self._cancel)
@@ -155,7 +157,7 @@ class GymRollouts:
 
     def _keep(self, key: bytes, rollout: asyncio.Task[_Outcome]) -> None:
         kept: _LeftRollout
-        # the cancellation cancels the group, too
+        # Cancelling the rollout also cancels its group.
         end = asyncio.get_running_loop().call_later(RETRY_SECONDS, lambda: self._taken(key, kept).cancel())
         kept = _LeftRollout(rollout, end)
         self._left[key].append(kept)
@@ -184,7 +186,8 @@ class GymRollouts:
             done = await self._shared.run(group)
             [trajectory] = trajectories_of(done, self._settings, logprobs=True)
             return reply_of(trajectory, row, self._settings, rows_left_out=len(left_out_of(done, trajectory)))
-        except Exception as error:  # the client's request raises the error; here the error would end all rollouts
+        # The client's request raises the error later. If this task raised it, all rollouts would end.
+        except Exception as error:
             return error
 
     async def _attach(self) -> None:
@@ -297,7 +300,7 @@ async def _answer(rollouts: GymRollouts, request: Request, *, bare: bool = False
         content = orjson.dumps({"error": msgspec.to_builtins(error.record())})
         return Response(content, error.http_status, media_type="application/json")
     if reply is None:
-        return Response(status_code=503)  # no client reads it
+        return Response(status_code=503)  # the client has left and reads no reply
     return Response(orjson.dumps(reply["response"] if bare else reply), media_type="application/json")
 
 
@@ -317,7 +320,7 @@ async def _body_of(request: Request) -> bytes:
 
 
 async def _until(left: Callable[[], Awaitable[object]]) -> None:
-    with suppress(Exception):  # a connection that cannot be read has no client
+    with suppress(Exception):  # an unreadable connection means that the client has left
         await left()
 
 
@@ -351,7 +354,8 @@ def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
     found |= _object(metadata.get("extra_body"), f"{PARAMS}.metadata.extra_body")
     template = _object(found.pop(TEMPLATE, None), f"{PARAMS}.metadata.extra_body.{TEMPLATE}")
     template |= _object(metadata.get(TEMPLATE), f"{PARAMS}.metadata.{TEMPLATE}")
-    # any other variable is not a field of `task.sampling`, which refuses it
+    # A variable other than `enable_thinking` keeps its name. Such a variable is no field of `task.sampling`, so the
+    # check of the task refuses it.
     found |= {"thinking" if name == "enable_thinking" else name: value for name, value in template.items()}
     if not isinstance(found.get("thinking"), bool | None):
         raise InvalidField(f"enable_thinking is {found['thinking']!r}; it must be true or false", field=PARAMS)
@@ -365,8 +369,8 @@ def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _object(value: Any, source: str) -> dict[str, Any]:
-    """Return an object, which may be given as JSON text, like NeMo Gym's metadata, or may be missing. Raises
-    InvalidField."""
+    """Return an object that is given as a mapping or, as in NeMo Gym's metadata, as JSON text. Returns an empty dict if
+    `value` is None or an empty text. Raises InvalidField for any other value."""
     if isinstance(value, str):
         return json_object(value, source) if value else {}
     if not isinstance(value, Mapping | None):

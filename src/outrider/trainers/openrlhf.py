@@ -73,8 +73,8 @@ class Executor:
     ) -> dict[str, Any]:
         """Run one session and return OpenRLHF's response. `label` may be a JSON object with the columns of the row,
         including the task. Raises the session's error, and InvalidField if several of its rows train and the setting
-        `rows` is "all". The error ends OpenRLHF's training, because OpenRLHF has no
-        other way to report a failed sample."""
+        `rows` is "all". The error ends OpenRLHF's training, because OpenRLHF has no other way to report a failed
+        sample."""
         refuse_images(images, "the prompt", field="images")
         cap = self._settings.max_row_tokens
         settings = self._settings.model_copy(update={"max_row_tokens": min(cap, max_length) if cap else max_length})
@@ -145,7 +145,7 @@ class EngineGenerate:
         asked = request.sampling
         if asked.constraint is not None:
             raise EngineRejected("OpenRLHF's engines do not support structured output")
-        fields = msgspec.structs.asdict(asked)  # our names of the fields are the same as vLLM's
+        fields = msgspec.structs.asdict(asked)  # the fields have the same names in vLLM's class
         del fields["constraint"]
         fields |= {"stop": list(asked.stop), "stop_token_ids": list(asked.stop_token_ids)}
         fields |= {"logit_bias": asked.logit_bias or None, "logprobs": 0}

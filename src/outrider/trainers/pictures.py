@@ -1,4 +1,4 @@
-"""Makes a trainer's pixel values of the images of a row, and says which part of a row a model with images can read.
+"""Makes a trainer's pixel values of the images of a row, and finds the part of a row that a model with images can read.
 
 This module imports Pillow and torch only when it makes pixel values. Invariant: the pixel values of an image have the
 grid that the sample has, so they fit the image's placeholders in the row.
@@ -31,7 +31,7 @@ def image_in_grid(data: bytes, grid: Grid | None, image_processor: Any, *, train
 
     from outrider.vision.pixels import UnreadableImage, decoded
 
-    assert grid is not None  # `readable_end` has refused other images
+    assert grid is not None  # `readable_end` has refused images without a grid
     patch = int(image_processor.patch_size)
     try:
         picture = decoded(data)

@@ -25,11 +25,11 @@ class RelayThread:
         """The newest worker that the service has accepted."""
         self._make = make
         self._held = ExitStack()
-        # A cancelled caller leaves a thread that still runs `attach`.
+        # The lock is needed because the thread of a cancelled asynchronous caller still runs `attach`.
         self._lock = threading.RLock()
 
     def attach(self) -> None:
-        """Return once the service has accepted a worker; at once if a worker serves. Raises the errors of
+        """Start a worker if none serves, and return when the service has accepted the worker. Raises the errors of
         `Worker.in_thread`."""
         with self._lock:
             if self.worker is None or not self.worker.running:
@@ -41,5 +41,5 @@ class RelayThread:
         with self._lock:
             try:
                 self._held.close()
-            except OutriderError as error:  # the error that made the worker give up
+            except OutriderError as error:  # closing raises the error that ended the worker
                 log.warning("the worker had given up: %s", error)

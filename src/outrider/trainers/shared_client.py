@@ -62,8 +62,10 @@ class SharedClient:
         failed_before = self._no_answer
         async with self._first:
             if self._no_answer is not None and self._no_answer is not failed_before:
-                raise self._no_answer  # otherwise each waiting rollout would wait for a reply in turn
-            if self._cursor is None:  # the cursor is read before the submission, because the group must end after it
+                # another rollout's request failed while this rollout waited, and a new try would only wait again
+                raise self._no_answer
+            # The cursor is read before the submission, so that the group's end comes after the cursor.
+            if self._cursor is None:
                 try:
                     self._cursor = (await patiently(self.client.status, FIRST_PATIENCE)).cursor
                 except OutriderError as error:
@@ -78,7 +80,7 @@ class SharedClient:
                 submitted(view)
 
         try:
-            await shielded(submit)  # shielded, because a group whose id was not read could not be cancelled
+            await shielded(submit)  # shielded, because a group can be cancelled only by its id, which is in the reply
             return await self._result(ids[0])
         except asyncio.CancelledError:
             for group_id in ids:
@@ -89,7 +91,8 @@ class SharedClient:
     async def _result(self, group_id: str) -> GroupView:
         done = self._waiting[group_id] = asyncio.get_running_loop().create_future()
         try:
-            # The group may have ended, and `_follow` may have read its end, before the group's id was in `_waiting`.
+            # `_follow` may have read the group's end before the group's id was in `_waiting`. So the state is requested
+            # once.
             if (await patiently(partial(self.client.group, group_id))).state is not GroupState.DONE:
                 while not done.done():
                     changed = self._changed.next()
@@ -131,7 +134,7 @@ class SharedClient:
                     waiting.set_exception(error)
         finally:
             self._following = False
-            # wakes the other rollouts, because one of them must read the next page if this rollout has ended
+            # This call wakes the other rollouts. If this rollout has ended, one of them must read the next page.
             self._changed.send()
 
 
@@ -143,7 +146,7 @@ async def shared_client(url: str, token: str | None) -> AsyncIterator[SharedClie
     shared = clients.get((url, token))
     if shared is None:
         shared = clients[url, token] = SharedClient(url, token)
-        # does not yield to the event loop, so no other rollout can get a half-open client
+        # This call does not yield to the event loop, so no other rollout can get a half-open client.
         await shared.client.__aenter__()
     shared.users += 1
     try:

@@ -27,8 +27,8 @@ from outrider.text_files import MAX_TOML, read_text_file, read_toml_file
 S = TypeVar("S", bound="BridgeSettings")
 
 OTHER_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
-"""The names in `task.sampling`, which are vLLM's, for sampling parameters that have another name in SGLang. The keys
-are SGLang's names."""
+"""Sampling parameters with different names in SGLang and vLLM. The keys are SGLang's names, the values vLLM's names,
+which `task.sampling` also uses."""
 WITHOUT_EFFECT_ON_IDS = frozenset(
     {
         "logprobs",

@@ -61,10 +61,10 @@ class OutriderGenerator:
     With `step_wise_trajectories`, a trajectory has a row for each branch that trains, with the main conversation's row
     last, and the trainer must have the mixin `LossPerRollout`. Otherwise a trajectory has only the main conversation's
     row. The setting `rows` must then be "main", unless no trajectory has other rows that train: `generate` leaves rows
-    out only if the settings say so, and counts them. SkyRL cannot leave a trajectory out. So if a
-    trajectory fails, all trajectories of its instance are replaced by placeholders of one token, which do not train, as
-    in SkyRL's own Harbor example. In an evaluation, only the failed trajectories are replaced, with reward 0. The
-    metric `outrider/failed_trajectories` counts failed trajectories.
+    out only if the settings say so, and counts them. SkyRL cannot leave a trajectory out. So if a trajectory fails, all
+    trajectories of its instance are replaced by placeholders of one token, which do not train, as in SkyRL's own Harbor
+    example. In an evaluation, only the failed trajectories are replaced, with reward 0. The metric
+    `outrider/failed_trajectories` counts failed trajectories.
     """
 
     def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:
@@ -79,7 +79,7 @@ class OutriderGenerator:
         _refuse_what_engines_do_not_report(generator_cfg)
 
     def weigh_rollouts(self) -> None:
-        """Note that the trainer gives each rollout the same weight, however many rows the rollout has."""
+        """Record that the trainer gives each rollout the same weight, however many rows the rollout has."""
         self._weighed = True
 
     async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
@@ -315,7 +315,7 @@ class LossPerRollout:
             self.generator.weigh_rollouts()
 
     def compute_advantages_and_returns(self: Any, data: Any) -> Any:
-        data = super().compute_advantages_and_returns(data)  # type: ignore[misc]  # a mixin
+        data = super().compute_advantages_and_returns(data)  # type: ignore[misc]  # the method is in SkyRL's class
         last = data.metadata.get("is_last_step") or [True] * len(data["loss_mask"])
         boundaries = data.metadata["policy_mini_batch_boundaries"]
         data["advantages"] = data["advantages"] * row_weights(data["loss_mask"], last, boundaries)[:, None]
@@ -323,8 +323,8 @@ class LossPerRollout:
 
 
 def row_weights(loss_mask: Tensor, last: Sequence[bool], boundaries: Sequence[tuple[int, int]]) -> Tensor:
-    """Return for each row the factor that makes the mean over a mini-batch's tokens a mean over rollouts of means over
-    each rollout's tokens.
+    """Return a factor for each row. With the factors, the mean over the tokens of a mini-batch becomes a mean over
+    rollouts, in which each rollout counts with the mean over its tokens.
 
     loss_mask: [rows, tokens]. last: whether a row is the last of its rollout; a rollout's rows are adjacent.
     boundaries: [start, end) of each mini-batch. The factor is N / (R * T), for a rollout of T trained tokens in a

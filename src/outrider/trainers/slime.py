@@ -101,10 +101,9 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     Groups that do not pass are replaced at once. When the batch is full, the groups that still run are cancelled, and
     the prompts of all groups outside the batch are returned to the data source. As in slime's own loop, outcomes that
     take long are therefore rarer in the batches than among the rollouts; `generate_rollout_async` has no such bias.
-    With `--partial-rollout`, the running
-    groups are paused instead, and continue in the next rollout with the new weights. A paused group keeps its tokens,
-    and the pause does not count against its agents' time limits. With `evaluation`, the evaluation sets are run
-    instead.
+    With `--partial-rollout`, the running groups are paused instead, and continue in the next rollout with the new
+    weights. A paused group keeps its tokens, and the pause does not count against its agents' time limits. With
+    `evaluation`, the evaluation sets are run instead.
     """
     bridge = _Bridge.of(args, data_source)
     if getattr(args, "partial_rollout", False):
@@ -213,7 +212,7 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
             value = value / (spread + 1e-6) if spread else 0.0
         if args.advantage_estimator == "rloo":
             own = counted[sample.group_index][_rollout_id(sample)]
-            value = reward - (sum(group) - own) / (len(group) - 1)  # the mean of the other rollouts
+            value = reward - (sum(group) - own) / (len(group) - 1)  # minus the mean reward of the other rollouts
         normalised.append(value)
     return rewards, normalised
 
@@ -269,7 +268,7 @@ class _Bridge:
     def leave(self) -> None:
         """Cancel the groups that will not be used. If this bridge has paused the policy, resume the policy for the
         service's other users."""
-        with suppress(OutriderError, TimeoutError):  # the service may have ended, and this process exits in any case
+        with suppress(OutriderError, TimeoutError):  # the service may have ended, and this process exits anyway
             self.client.run(self._leave())
 
     async def _leave(self) -> None:
@@ -337,7 +336,7 @@ class _Prompts:
                 shown.append(seen)
         verdict = self._filter(args, shown)
         keep = bool(getattr(verdict, "keep", verdict))
-        # slime keeps such a group if it has already dropped all surplus groups
+        # slime keeps a group with `keep_when_insufficient` if all surplus groups were already dropped.
         if getattr(verdict, "keep_when_insufficient", False):
             keep = keep or sum(self.dropped.values()) >= _inflight(args) - args.rollout_batch_size
         if not keep:
@@ -513,9 +512,9 @@ def _task_of(
 async def _read_images(
     args: Any, client: AsyncClient, trajectories: Sequence[Trajectory]
 ) -> tuple[list[Trajectory], dict[int, dict[str, Any]]]:
-    """Return the trajectories, and by the `id` of a row the inputs that slime's model reads the row's images from. If
-    any row has images, all rows end before a placeholder that belongs to no image, and a trajectory of which nothing is
-    left has an error. Raises InvalidField if the model's processor cannot read the images."""
+    """Return the trajectories, and the image inputs of slime's model for each row with images. The keys are Python's
+    `id(row)`. If any row has images, all rows end before a placeholder that belongs to no image, and a trajectory of
+    which nothing is left has an error. Raises InvalidField if the model's processor cannot read the images."""
     rows = [row for trajectory in trajectories for row in trajectory.rows]
     if not any(row.sample.images for row in rows):
         return list(trajectories), {}
@@ -590,8 +589,8 @@ def _filled(
     *,
     evaluation: bool = False,
 ) -> list[SlimeSample]:
-    """Return a copy of slime's sample for each row of the session, filled with the row's data. `pixels` are the inputs
-    of images by the `id` of their row."""
+    """Return a copy of slime's sample for each row of the session, filled with the row's data. `pixels` has the image
+    inputs of the rows with images. The keys are Python's `id(row)`."""
     made = []
     for row in trajectory.rows:
         filled = copy.deepcopy(sample)
@@ -697,7 +696,7 @@ def _settings(args: Any, unsupported: Mapping[str, str]) -> SlimeSettings:
 
 
 def max_age_of(args: Any, settings: SlimeSettings) -> int | None:
-    """Return the bound of the age of tokens for `generate_rollout_async`; None for no bound."""
+    """Return the maximum age of tokens, in policy versions, for `generate_rollout_async`; None for no maximum."""
     given: int | None = getattr(args, "max_weight_staleness", None)
     return given if settings.max_age is None else settings.max_age
 

@@ -73,7 +73,7 @@ STOPS: Mapping[StopReason, CookbookStop] = {
     StopReason.CONTEXT_OVERFLOW: CookbookStop.CONTEXT_OVERFLOW,
     StopReason.AGENT_TIMEOUT: CookbookStop.ROLLOUT_TIMEOUT,
 }
-"""The cookbook's stop reasons; others keep their own names."""
+"""The cookbook's names of stop reasons. A stop reason that is not listed keeps its own name."""
 
 
 class TinkerSettings(BridgeSettings):
@@ -88,7 +88,7 @@ class TinkerSettings(BridgeSettings):
     complete: Literal["all", "any"] = "all"
 
 
-class TaskGroup(EnvGroupBuilder):  # type: ignore[misc]  # the cookbook is not checked
+class TaskGroup(EnvGroupBuilder):  # type: ignore[misc]  # mypy does not check the cookbook
     """A group of `n` sessions of one row of a dataset, for `ServiceRollouts`."""
 
     def __init__(self, row: Mapping[str, Any], n: int, *, evaluating: bool = False, prompt_key: str = "prompt") -> None:
@@ -115,7 +115,7 @@ class TaskGroup(EnvGroupBuilder):  # type: ignore[misc]  # the cookbook is not c
         return [tag] if isinstance(tag, str) else []
 
 
-class FinishedRollout(Env):  # type: ignore[misc]  # the cookbook is not checked
+class FinishedRollout(Env):  # type: ignore[misc]  # mypy does not check the cookbook
     """The reward and the metrics of a session, in the form of an environment, which the cookbook expects."""
 
     def __init__(self, reward: float, metrics: dict[str, float]) -> None:
@@ -129,7 +129,7 @@ class FinishedRollout(Env):  # type: ignore[misc]  # the cookbook is not checked
         raise NotImplementedError("the session has ended")
 
 
-class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # the cookbook is not checked
+class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # mypy does not check the cookbook
     """The rollout strategy for `Config.rollout_error_tolerance`. `settings` are TinkerSettings, overridden by
     $OUTRIDER_TINKER. Raises InvalidField for wrong settings.
 
@@ -241,8 +241,8 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # the cookbook is
 def trajectory_of(trajectory: Trajectory, sequences: SampledSequences | None) -> CookbookTrajectory:
     """Return the cookbook's trajectory of a session: a transition for each sampled sequence, row after row. Each
     transition has the reward of its turns. The session's reward is not included, because the cookbook has a separate
-    place for it. `sequences` are the sequences that this process sampled for the session, or None if
-    another engine sampled.
+    place for it. `sequences` are the sequences that this process sampled for the session, or None if another engine
+    sampled.
 
     Raises InvalidField if rows have rewards of their own, because the cookbook has one advantage for a trajectory, and
     if this process has not sampled all tokens that train.
@@ -325,7 +325,7 @@ def advantages_per_rollout(groups: Sequence[TrajectoryGroup]) -> list[torch.Tens
     ]
 
 
-class TaskDataset(RLDataset):  # type: ignore[misc]  # the cookbook is not checked
+class TaskDataset(RLDataset):  # type: ignore[misc]  # mypy does not check the cookbook
     """Batches of `groups_per_batch` TaskGroups, one for each row, in the order of the rows. The last batch may be
     smaller."""
 
@@ -358,7 +358,7 @@ class TaskDataset(RLDataset):  # type: ignore[misc]  # the cookbook is not check
 
 
 @chz.chz
-class TaskDatasetBuilder(RLDatasetBuilder):  # type: ignore[misc]  # the cookbook is not checked
+class TaskDatasetBuilder(RLDatasetBuilder):  # type: ignore[misc]  # mypy does not check the cookbook
     """Reads the datasets for `Config.dataset_builder`: files of rows, as JSON Lines, JSON or Parquet. `test_data` is
     for the cookbook's evaluations, with `test_group_size` sessions of each row."""
 

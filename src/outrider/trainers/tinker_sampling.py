@@ -66,9 +66,8 @@ class SampledSequences:
         self._by_prompt.setdefault(_digest(prompt), []).append(sequence)
 
     def find(self, ids: Sequence[int], start: int, end: int) -> tuple[SampledSequence, int] | None:
-        """Return the sequence that begins at position `start` of a row's ids, and the position in the row at which the
-        sequence, or the span [start, end) before it, ends. Returns None if no sequence has this prompt and these
-        tokens. The longest such sequence is taken."""
+        """Return the longest sampled sequence that begins at position `start` of a row's ids, and the position in the
+        row at which the sequence ends, at most `end`. Returns None if no sequence has this prompt and these tokens."""
         best: tuple[SampledSequence, int] | None = None
         for sequence in self._by_prompt.get(_digest(ids[:start]), ()):
             stop = min(end, start + len(sequence.ids))
@@ -89,7 +88,7 @@ class SampledGroup:
         self._by_session = by_session
 
     def announce(self, view: GroupView) -> None:
-        """Note the sessions of the group, which has been submitted."""
+        """Record the ids of the group's sessions after the group was submitted."""
         self.sessions = {session.id: SampledSequences() for session in view.sessions}
         self._by_session.update(dict.fromkeys(self.sessions, self))
         self.announced.set_result(None)
@@ -136,7 +135,8 @@ class TinkerSampler:
         atexit.register(self._detach)
 
     async def attach(self) -> None:
-        """Return while the worker is attached. Raises the errors of `Worker.in_thread`."""
+        """Attach the worker if it is not attached, and return when the service has accepted the worker. Raises the
+        errors of `Worker.in_thread`."""
         await asyncio.to_thread(self._thread.attach)
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class TinkerSampler:
         waiting = {asyncio.wrap_future(group.announced) for group in self._groups.copy() if not group.announced.done()}
         while True:
             session = session_key
-            while session:  # the key of a session's calls is the session's id and more, after a hyphen
+            while session:  # the key of a session's calls is the session's id, a hyphen and a suffix
                 session = session.rpartition("-")[0]
                 if (group := self._by_session.get(session)) is not None:
                     return group, group.sessions[session]

@@ -82,8 +82,8 @@ REWARD_COLUMN = "outrider_reward"
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row for GRPOTrainer. The four lists after `prompt_ids` have equal length; `versions` is -1 where `mask` is 0.
-    `reward` is None for a session that was not graded. `images` are the images that the ids show, and `cut` is the
-    number of trained tokens after a placeholder that belongs to no image, where the row ends."""
+    `reward` is None for a session that was not graded. `images` are the images that the ids show. A row ends before a
+    placeholder that belongs to no image; `cut` is the number of trained tokens that are cut off there."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -241,7 +241,7 @@ class Rollouts:
         }
         if state is not None:
             weights.begin_above(state.version)
-        self._evaluated = (-1, 0)  # the step of the last evaluation, and the number of its next task
+        self._evaluated = (-1, 0)  # the step of the last evaluation, and the number of the evaluation's next task
         self._graded: list[list[float]] = []
         self._sampler: DynamicSampler | None = None
         self._shape = (0, 0)
@@ -464,7 +464,7 @@ class ServiceLogprobs:
     def _generate_and_score_completions(self: Any, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         import torch
 
-        output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]  # a mixin
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]  # the method is in TRL's class
         rollouts = self.rollout_func
         if not isinstance(rollouts, Rollouts):
             return output
@@ -495,10 +495,11 @@ class ServiceLogprobs:
         if "position_ids" in inspect.signature(forward).parameters:
             model = _counting_from_first_token(model)
         rollouts = self.rollout_func
-        # While TRL makes a batch, it has only the images of its own dataset. The loss passes those of the batch.
+        # While TRL makes a batch, it passes no images of the service's rows, so the images are added here. In the loss,
+        # TRL itself passes the images of the batch.
         if "pixel_values" not in options and isinstance(rollouts, Rollouts) and len(input_ids) == len(rollouts.images):
             options |= rollouts.image_inputs(input_ids, attention_mask)
-        return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]  # a mixin
+        return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]  # the method is in TRL's class
             model, input_ids, attention_mask, *args, **options
         )
 
@@ -506,8 +507,8 @@ class ServiceLogprobs:
         import torch
 
         rollouts = self.rollout_func
-        # First, because `super` completes the checkpoint and removes older ones. If the process is killed in between,
-        # a complete checkpoint has a state, and an incomplete one has no trainer's state.
+        # The state is written first, because `super` completes the checkpoint and removes older checkpoints. So every
+        # complete checkpoint has a sampler's state, even if the process is killed in between.
         if isinstance(rollouts, Rollouts) and (state := rollouts.state()) is not None:
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)
@@ -516,12 +517,12 @@ class ServiceLogprobs:
                 torch.save({"step": self._step, "rows": self._buffered_inputs}, folder / UNUSED_FILE)
             else:
                 (folder / UNUSED_FILE).unlink(missing_ok=True)
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # a mixin
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # the method is in TRL's class
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
         import torch
 
-        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]  # a mixin
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]  # the method is in TRL's class
         rollouts = self.rollout_func
         if isinstance(rollouts, Rollouts):
             rollouts.resume(sampler_state(resume_from_checkpoint))
@@ -598,7 +599,7 @@ class AsyncLossPerRollout:
     def get_train_dataloader(self: Any) -> Any:
         from torch.utils.data import DataLoader
 
-        loader = super().get_train_dataloader()  # type: ignore[misc]  # a mixin
+        loader = super().get_train_dataloader()  # type: ignore[misc]  # the method is in TRL's class
         collate = partial(_weighed, loader.collate_fn)
         return self.accelerator.prepare(DataLoader(loader.dataset, batch_size=1, collate_fn=collate))
 
@@ -675,12 +676,12 @@ class RolloutWorker:
         )
         self._running = ExitStack()
         self._started = False
-        self._behind = 0  # the service's version minus the trainer's
+        self._behind = 0  # the service's policy version minus the trainer's
         self._failure: Exception | None = None
         self._last_row = time.monotonic()
 
     def weigh_rollouts(self) -> None:
-        """Note that the trainer gives each rollout the same weight, however many rows the rollout has."""
+        """Record that the trainer gives each rollout the same weight, however many rows the rollout has."""
         self._weighed = True
 
     def start(self) -> None:
@@ -718,7 +719,7 @@ class RolloutWorker:
 
     def state(self) -> SamplerState:
         """Return the sampler's state, in which the rows in `rollout_buffer` count as used for training."""
-        if not self._started:  # read directly, because nothing changes the state and the client may be closed
+        if not self._started:  # the state does not change before the start, and the client may be closed
             return self._sampler.state()
         return self._client.run(_state_of(self._sampler))
 
@@ -751,7 +752,7 @@ class RolloutWorker:
             raise ServiceError(
                 "the tasks are used up", hint="give the tasks as a sequence, which is repeated without end"
             )
-        # any error, because `check_health` must report it: otherwise the trainer would wait for ever
+        # Any error is kept for `check_health`. Otherwise the trainer would wait for ever.
         except Exception as error:
             self._failure = error
 
@@ -770,7 +771,8 @@ class RolloutWorker:
         worth = group_advantages(list(rewards.values()), self._advantages)
         advantages = dict(zip(rewards, worth, strict=True))
         spread = pstdev(rewards.values())
-        # A row with a reward of its own is compared with the rollouts of the group, as its rollout is.
+        # A row with a reward of its own is compared with the rewards of the group's rollouts, like the reward of its
+        # rollout.
         per_reward = 1.0 if self._advantages != "grpo" else 1.0 / (spread + 1e-4) if spread else 0.0
         for trajectory in trajectories:
             tokens = sum(sum(row.mask) for row in trajectory.rows)

@@ -34,14 +34,14 @@ CACHE_SALT = "cache_salt"
 """The sampling parameter in which prime-rl sends the version of its policy, in decimal digits."""
 WITHOUT_EFFECT = {CACHE_SALT, "return_token_ids", "stream", "stream_options"}
 CLIENT_ENGINE = {"vllm": {"control": False, "logprobs_mode": "processed_logprobs"}}
-"""Options of an engine that verifiers' client names, by its kind. prime-rl starts vLLM with this mode, and pauses it
-and changes its weights itself."""
+"""Options of the engine that is attached for verifiers' client. The keys are kinds of engines. prime-rl starts vLLM
+with this mode of log-probabilities. It also pauses vLLM and loads weights itself, so Outrider must not (`control`)."""
 STOPS = {
     StopReason.MAX_TURNS: "max_turns",
     StopReason.MAX_TOKENS: "max_output_tokens",
     StopReason.CONTEXT_OVERFLOW: "max_total_tokens",
 }
-"""verifiers' names of the limits, for traces that a limit has truncated."""
+"""Stop conditions of verifiers for sessions that a limit ended. The traces of these sessions count as truncated."""
 
 
 class VerifiersSettings(BridgeSettings):
@@ -108,7 +108,7 @@ class VerifiersRollouts:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if self._attached is not None:
-                with suppress(OutriderError):  # the next turn tries again, and a new rollout raises the error
+                with suppress(OutriderError):  # the loop tries again, and a new rollout raises the error
                     await self._attach(client, self._attached, salted=True)
                     await self._name_version(client, None)
 
@@ -170,7 +170,7 @@ class VerifiersRollouts:
                 field="client",
                 hint="use a service for each model",
             )
-        if server.model in self._earlier:  # an episode from before the change
+        if server.model in self._earlier:  # the episode began before the model was renamed
             server, renamed = known, False
         kind = self._settings.engine_kind
         options = {**CLIENT_ENGINE.get(kind, {}), **self._settings.engine_options}
@@ -186,7 +186,7 @@ class VerifiersRollouts:
     async def _name_version(self, client: AsyncClient, salt: Any) -> None:
         """Give the service the policy version in prime-rl's cache salt, if the service has an older one. The service
         then keeps keys and values of older weights apart. An engine that was just attached gets the policy's version in
-        any case, because the service would take it for outdated. A paused policy stays paused."""
+        any case. Otherwise the service would treat the engine as outdated. A paused policy stays paused."""
         named = int(salt) if isinstance(salt, str) and salt.isascii() and salt.isdecimal() else -1
         async with self._naming:
             if named <= self._version and not self._unnamed:
@@ -195,7 +195,7 @@ class VerifiersRollouts:
             if policy.paused is not None:
                 return
             if named > policy.version or (self._unnamed and policy.version > 0):
-                with suppress(Conflict):  # another process has named a higher version in the meantime
+                with suppress(Conflict):  # another process has set a higher version in the meantime
                     await client.resume_policy(max(named, policy.version))
             self._version, self._unnamed = max(named, self._version), False
 
@@ -224,8 +224,8 @@ def parts_of(
     model: str,
     left_out: int,
 ) -> TraceParts:
-    """Return the parts of a trace that come from a finished session. `chats` are the session's rows as conversations,
-    and empty for a session without rows. `left_out` is the number of the session's rows that train but are not in the
+    """Return the parts of a trace that come from a finished session. `chats` has the conversation of each row, and is
+    empty for a session without rows. `left_out` is the number of the session's rows that train but are not in the
     trace."""
     result = trajectory.result
     verdict = result.verdict
@@ -281,7 +281,8 @@ def parts_of(
 
 def _add_row(nodes: list[dict[str, Any]], places: dict[int, int], row: TrainingRow, chat: ChatRow) -> None:
     """Add the path of a row. The ids before a reply are in the node of the first message before the reply, because a
-    row does not record which id belongs to which of the messages. `places` gets the nodes of the row's turns."""
+    row does not record which id belongs to which of the messages. `places` gets an entry for each turn of the row: the
+    turn's number, and the index of the turn's node."""
     parent: int | None = None
     first = len(nodes)
     at = 0

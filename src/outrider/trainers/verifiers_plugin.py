@@ -104,7 +104,7 @@ class OutriderTaskset(vf.Taskset[OutriderTask, OutriderTasksetConfig]):  # type:
 
 class OutriderHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
     """outrider: the settings of `VerifiersSettings`, overridden by $OUTRIDER_VERIFIERS. verifiers records them on each
-    trace, so a token belongs into $OUTRIDER_TOKEN."""
+    trace, so the service's token should be in $OUTRIDER_TOKEN and not in these settings."""
 
     outrider: dict[str, Any] = Field(default_factory=dict)
 
@@ -164,7 +164,7 @@ _AGENT = vf.AgentConfig(runtime=vf.SubprocessConfig()).model_copy(update={"harne
 
 
 class OutriderEnvConfig(vf.EnvConfig):  # type: ignore[misc]
-    """The environment's one agent."""
+    """The configuration of the environment, which has a single agent."""
 
     agent: vf.AgentConfig = _AGENT
 
@@ -197,7 +197,8 @@ def fill(trace: Any, parts: TraceParts) -> None:
             "parent": None if parent is None else first + parent,
             "tools": parse_tools(node.get("tools")) or [],
         }
-        trace.nodes.append(vf.MessageNode.model_construct(**node | made))  # unvalidated: ids are not copied
+        # not validated, because validation would copy the ids
+        trace.nodes.append(vf.MessageNode.model_construct(**node | made))
         trace.tools += [tool for tool in made["tools"] if tool not in trace.tools]
     for call in parts.calls:
         node = call["node"]
@@ -249,7 +250,8 @@ def _max_turns(agent: Any) -> int | None:
 
 
 def _check_recordable(number: int, row: Any) -> None:
-    """Raise InvalidField for a row that verifiers could not write: its error would end a whole evaluation."""
+    """Raise InvalidField for a row that verifiers cannot write into a trace. verifiers would raise an error only later,
+    and this error would end a whole evaluation."""
     try:
         to_json(row)
     except ValueError as error:
@@ -257,8 +259,8 @@ def _check_recordable(number: int, row: Any) -> None:
 
 
 def _prompt(number: int, prompt: Any) -> Any:
-    """Return a prompt in verifiers' form, empty without one: verifiers refuses a task without any prompt. Raises
-    InvalidField for a list that is not a list of messages."""
+    """Return a prompt in verifiers' form. Returns an empty text for a row without a prompt, because verifiers refuses a
+    task without one. Raises InvalidField for a list that is not a list of messages."""
     if isinstance(prompt, list):
         try:
             return [parse_message(message) for message in prompt]

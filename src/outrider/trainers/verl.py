@@ -97,7 +97,8 @@ SGLANG_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 class RowOutput(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
     """An output with a reward for each of its response ids. Without `rm_scores`, the V1 trainer would assign the score
-    of a session's last output to the last ids of all outputs of the session. The V0 trainer does so in any case."""
+    of a session's last output to the last ids of all outputs of the session. The V0 trainer assigns the score in this
+    way even with `rm_scores`."""
 
     token_rewards: list[float]
 
@@ -161,7 +162,7 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
         `complete`; no row of the group is then stored."""
         settings = settings_of(self.config)
         rollout = self.config.actor_rollout_ref.rollout
-        prompt.pop("agent_name", None)  # the name of an agent loop, which this worker does not use
+        prompt.pop("agent_name", None)  # removed, because this worker uses no named agent loop
         n = int(prompt.pop("__rollout_n__", rollout.val_kwargs.n if validate else rollout.n))
         if not prompt.pop("__do_sample__", True) and not validate:
             apply_greedy_sampling_params(sampling)
@@ -194,8 +195,10 @@ class OutriderAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]  # ver
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         for name, estimator in ESTIMATORS.items():
-            register_adv_est(name)(estimator)  # the manager is made in the process that computes the advantages
-        check_weights(self.config, settings_of(self.config))  # raises here once, and not in every rollout
+            # The estimators are registered here, because this process also computes the advantages.
+            register_adv_est(name)(estimator)
+        # A wrong setting raises the error here once, and not in every rollout.
+        check_weights(self.config, settings_of(self.config))
         self.agent_loop_workers_class = ray.remote(OutriderWorker)
 
 
@@ -349,7 +352,7 @@ def _verl_sampling(sampling: SamplingParams, backend: str) -> dict[str, Any]:
     has them. Raises EngineRejected for a constraint."""
     if sampling.constraint is not None:
         raise EngineRejected("verl's servers do not support structured output")
-    # our names of the fields are the same as vLLM's
+    # the fields have the same names in vLLM's class
     fields = {**msgspec.structs.asdict(sampling), "stop": list(sampling.stop)}
     fields["stop_token_ids"] = list(sampling.stop_token_ids)
     del fields["max_tokens"]
@@ -364,11 +367,12 @@ class RelayActor:
     def __init__(self, url: str, token: str | None, engine: str, llm_client: Any) -> None:
         generate = VerlGenerate(llm_client)
         self._relay = RelayThread(lambda: Worker(url, generate, engine=engine, token=token, name="verl"))
-        self._relay.attach()  # an actor that cannot attach the servers ends, and all calls that wait for the actor fail
+        # If the servers cannot be attached, the actor ends, and all calls that wait for the actor fail.
+        self._relay.attach()
 
     def attach(self) -> None:
-        """Return while the servers are attached. Attaches the servers again if the worker has given up. Raises the
-        errors of `Worker.in_thread`."""
+        """Attach the servers if they are not attached, for example because the worker has ended. Returns when the
+        service has accepted the worker. Raises the errors of `Worker.in_thread`."""
         self._relay.attach()
 
 
@@ -406,8 +410,10 @@ class ServiceActor:
             "data": f"{self._folder.name}/data",
             "port": 0,
             "host": ray.util.get_node_ip_address(),
-            "tls": {"insecure": True},  # by default, Ray's own traffic is also not encrypted
-            "plugins": {"allow": ["*"]},  # safe, because only the trainer has the token
+            # The service uses no encryption, like Ray's own traffic by default.
+            "tls": {"insecure": True},
+            # Tasks may name any plugin, because only the trainer has the service's token.
+            "plugins": {"allow": ["*"]},
         }
         settings = {**own, **config, "token": self._token}
         env = {name: value for name, value in variables().items() if name != "OUTRIDER_URL"}

@@ -27,7 +27,7 @@ of rows of a mini-batch) do not depend on which rows are in a mini-batch or micr
 SCALABLE_LOSSES = frozenset({"vanilla", "gspo", "cispo", "sapo", "gpg", "dppo_tv", "dppo_kl"})
 """verl's policy losses that are proportional to a positive factor of the advantages, and aggregated as configured."""
 EPSILON = 1e-6
-"""Added to the standard deviation, as in verl's GRPO."""
+"""A small number that is added to a standard deviation before the division, as in verl's GRPO."""
 
 Share = Callable[[Any, Any, int], Any]
 """A function that computes the share of each row in the weights of all rows. Its arguments are the row's trained
@@ -37,7 +37,8 @@ tokens, the trained tokens of the row's rollout, and the number of rollouts."""
 def estimate(
     share: Share, *, token_level_rewards: Any, response_mask: Any, index: Sequence[str], config: Any, **_: Any
 ) -> Any:
-    """Return verl's (advantages, returns): the advantages multiplied by the weights, and without the weights.
+    """Return verl's pair (advantages, returns). The first has the advantages multiplied by the weights of the rows, the
+    second the advantages without the weights.
 
     `token_level_rewards`, `response_mask` and the result are tensors [rows, response length]; `index` has the rows'
     keys. Raises InvalidField if `index` has no keys.
@@ -126,7 +127,7 @@ def _advantages(scores: Any, keys: Sequence[tuple[str, str, int] | None], config
         of_group = rewards[key[0]]
         if not by_std:
             advantage[place] = scores[place] - of_group.mean()
-        elif of_group.min() != of_group.max():  # rounding gives equal rewards a deviation of 1e-8
+        elif of_group.min() != of_group.max():  # equal rewards may have a deviation of 1e-8, by rounding
             advantage[place] = (scores[place] - of_group.mean()) / (of_group.std() + EPSILON)
     return advantage
 

@@ -68,7 +68,7 @@ def verl_task(settings: VerlSettings, row: Mapping[str, Any], terms: Terms) -> d
     task = task_for(settings, row, prompt=row.get("raw_prompt"), sampling=sampling, labels=labels)
     limits = dict(task.get("limits") or {})
     own = limits.get("response_tokens")
-    # any other type is left unchanged, because the service refuses it
+    # A limit of another type is left unchanged, because the service refuses such a limit.
     if own is None or (isinstance(own, int) and own > terms.response_length):
         limits["response_tokens"] = terms.response_length
     return task | {"limits": limits}
@@ -92,10 +92,9 @@ def give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
 
 def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[dict[str, Any]]:
     """Return the fields of an AgentLoopOutput, without `metrics`, for each row of a session that trains, and the row's
-    `images`, which become `multi_modal_data`. The fields of
-    the main conversation are last, because verl treats the last fields as those of the session. `step` is used as
-    version if the engine reported no version. Raises the session's error, and EngineError if nothing in the session
-    trains within verl's lengths.
+    `images`, which become `multi_modal_data`. The fields of the main conversation are last, because verl treats the
+    last fields as those of the session. `step` is used as version if the engine reported no version. Raises the
+    session's error, and EngineError if nothing in the session trains within verl's lengths.
 
     The response columns have equal length, and at least one token has mask 1. `token_rewards` has a number for each
     response id: the row's reward at the last id that trains, and the reward of a turn at the turn's end. `cut_tokens`

@@ -133,7 +133,7 @@ class PolicyWeights:
         return version
 
     def _note(self, version: int) -> None:
-        """Note that the service has a version, and remove the folders of older versions."""
+        """Record that the service has the version `version`, and remove the folders of older versions."""
         self.version = max(self.version, version)
         self._written.append(version)
         while len(self._written) > self._keep:

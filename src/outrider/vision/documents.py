@@ -20,15 +20,17 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 32 << 20
 MAX_PAGES = 100
-"""Maximum bytes and pages of a document, those of Anthropic's API."""
+"""Maximum size of a document: MAX_BYTES bytes and MAX_PAGES pages. The limits are those of Anthropic's API."""
 MAX_TEXT = 2_000_000
 """Maximum characters of all pages together."""
 MAX_PICTURES = 256 << 20
 """Maximum bytes of the pictures of all pages together."""
 DOTS_PER_POINT = 200 / 72
-"""The resolution of a page's picture, 200 dots for each inch, unless the model's images have fewer pixels."""
+"""Resolution of the picture of a page: 200 dots per inch. A large page has a lower resolution, because its picture must
+not have more pixels than an image of the model."""
 UNPRINTABLE = {code: None for code in range(32) if chr(code) not in "\n\t"} | {0xFFFE: None, 0xFFFF: None}
-"""PDFium writes some of these characters, such as U+0002 for a hyphen at the end of a line."""
+"""Characters that are removed from a page's text. PDFium writes some of them, such as U+0002 for a hyphen at the end of
+a line."""
 
 
 class UnreadableDocument(Exception):

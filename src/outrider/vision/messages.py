@@ -11,7 +11,7 @@ from outrider.tokens.rendering.image_grids import Grid, ImageForm, ImageSettings
 from outrider.vision.documents import Pages
 
 LENGTH = 8
-"""Bytes of a message's length."""
+"""Number of bytes in which a message's length is written."""
 
 
 class ImageRequest(msgspec.Struct, frozen=True, tag="image"):
@@ -35,7 +35,7 @@ class DocumentAnswer(msgspec.Struct, frozen=True):
 
 
 class ImageAnswer(msgspec.Struct, frozen=True):
-    """The image in the requested form and its grid, or the reason why it cannot be read."""
+    """The image in the requested form and its grid, or the reason why the image cannot be read."""
 
     grid: Grid | None = None
     item: bytes = b""

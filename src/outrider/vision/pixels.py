@@ -28,7 +28,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 50_000_000
 """Maximum number of pixels of an image before it is scaled. A file of a few kilobytes may have billions."""
 RAW_VIEW = 3
-"""vLLM's number of the MessagePack extension type for the bytes of a tensor."""
+"""The number of the MessagePack extension type in which vLLM sends the bytes of a tensor."""
 
 
 class UnreadableImage(Exception):
@@ -36,7 +36,8 @@ class UnreadableImage(Exception):
 
 
 class Pixels(msgspec.Struct, frozen=True):
-    """`levels` are the levels of the colours, uint8 of shape (patches, colours x frames x patch x patch)."""
+    """The patches of an image before normalisation. `levels` are the values of the colours, from 0 to 255, as uint8 of
+    shape (patches, colours x frames x patch x patch)."""
 
     grid: Grid
     levels: npt.NDArray[np.uint8]
@@ -94,7 +95,7 @@ def pixels_of(data: bytes, settings: ImageSettings) -> Pixels:
     image = scaled(data, settings)
     patch, merge = settings.patch, settings.merge
     rows, columns = image.height // patch, image.width // patch
-    levels = np.asarray(image)  # (height, width, colour)
+    levels = np.asarray(image)  # the shape is (height, width, colour).
     # Patches that are merged into one token are adjacent.
     parts = levels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
     parts = parts.transpose(0, 3, 1, 4, 6, 2, 5)

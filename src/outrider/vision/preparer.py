@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from asyncio.subprocess import Process
 
 KEPT_BYTES = 512 << 20
-"""Maximum bytes of results that are kept. The image of a dropped result is decoded again."""
+"""Maximum bytes of decoded images that are kept. An image that was dropped is decoded again for the next call."""
 KEPT_PAGES = 256 << 20
 """Maximum bytes of pages of documents that are kept."""
 KEPT_DOCUMENTS = 256
@@ -39,7 +39,7 @@ IMAGE_SECONDS = 60.0
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 MAX_ANSWER = 1 << 30
 ITEM_HEAD = 512
-"""Maximum bytes of an item besides its pixel values."""
+"""Maximum bytes of `PreparedImage.item` besides the pixel values."""
 BOOT = """
 import sys, types
 root, *paths = sys.argv[1:]
@@ -72,8 +72,8 @@ AnswerT = TypeVar("AnswerT", ImageAnswer, DocumentAnswer)
 
 
 class DecodingProcess:
-    """The confined process. The first request starts the process, and `close` ends it. Whoever holds a turn of `turns`
-    may ask."""
+    """The confined process. The first request starts the process, and `close` ends it. `ask` may be called only within
+    `async with turns.take(owner)`."""
 
     def __init__(self) -> None:
         self.turns = Turns(1)
@@ -89,8 +89,8 @@ class DecodingProcess:
         return None if self._process is None else self._process.pid
 
     async def ask(self, request: msgspec.Struct, answer: type[AnswerT], noun: str) -> AnswerT:
-        """Have a file decoded; `noun` is the kind of file, for messages. Raises ServiceError if the process fails and
-        the file is not the cause."""
+        """Have a file decoded. `noun` is the kind of file, for error messages. Raises ServiceError if the process fails
+        and the file is not the cause."""
         process = self._process or await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -229,16 +229,16 @@ def _size(found: DocumentPages | str) -> int:
 
 
 def item_size(settings: ImageSettings, grid: Grid) -> int:
-    """Estimate the maximum number of bytes of an image's `item` from its grid. Patches have this number of bytes, and a
-    PNG has about half of it at most."""
+    """Estimate the maximum number of bytes of an image's `item` from its grid. An item with patches has this size. An
+    item with a PNG has at most about half of this size."""
     return settings.values_of(grid) * 4 // 3 + ITEM_HEAD
 
 
 def has_pillow() -> bool:
-    """Return whether Pillow is installed. Pillow is not imported."""
+    """Return True if Pillow is installed. Pillow is not imported."""
     return find_spec("PIL") is not None
 
 
 def has_pdfium() -> bool:
-    """Return whether pypdfium2 is installed. It is not imported."""
+    """Return True if pypdfium2 is installed. pypdfium2 is not imported."""
     return find_spec("pypdfium2") is not None

@@ -30,5 +30,5 @@ class AsgiSocket(Socket):
     async def close(self, code: int, reason: str) -> None:
         try:
             await self._websocket.close(code, reason)
-        except (WebSocketDisconnect, OSError, RuntimeError):  # closed already
+        except (WebSocketDisconnect, OSError, RuntimeError):  # the connection is closed already
             return

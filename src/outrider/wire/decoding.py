@@ -14,8 +14,8 @@ SMALL = 64 << 10
 """Messages up to this number of bytes are not counted. The most expensive message of this size, a list of empty lists,
 decodes in 26 ms."""
 MAX_COST = 400_000
-"""The maximum cost of a message. A list or map costs `CONTAINER` units; any other value, and any key, costs 1 unit. A
-unit takes 100 ns at most, so the maximum takes 40 ms."""
+"""The maximum cost of a message. A list or map costs `CONTAINER` units; a key costs 1 unit, and so does a value of any
+other type. A unit takes 100 ns at most, so the maximum takes 40 ms."""
 CONTAINER = 4
 MAX_DEPTH = 64
 """Maximum nesting of containers. Outrider's own messages have about a dozen levels."""
@@ -34,7 +34,7 @@ _MAPS = {0xDE: 2, 0xDF: 4}
 def check_cost(frame: bytes) -> None:
     """Raise Nonsense for a message that costs more than MAX_COST, is nested deeper than MAX_DEPTH, or is malformed."""
     at, cost = 0, 0
-    left = [1]  # remaining values of each open container
+    left = [1]  # for each open container, the number of values that are still to be read
     end = len(frame)
     while left:
         if not left[-1]:
@@ -46,7 +46,7 @@ def check_cost(frame: bytes) -> None:
         kind = frame[at]
         at += 1
         items = -1
-        if kind <= 0x7F or kind >= 0xE0:  # small numbers, which have no further bytes
+        if kind <= 0x7F or kind >= 0xE0:  # small numbers consist of this byte only
             pass
         elif kind <= 0x8F:
             items = 2 * (kind & 0x0F)

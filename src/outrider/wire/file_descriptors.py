@@ -14,15 +14,16 @@ import msgspec
 from outrider.errors import ServiceError
 
 WANTED = 65_536
-"""The limit of descriptors that a service sets for itself, unless the hard limit is lower."""
+"""The limit of open file descriptors that a service sets for itself. If the hard limit is lower, the service uses the
+hard limit."""
 LEAST = 4096
-"""With fewer descriptors a full node runs short of connections: a session holds about six descriptors, and each of its
-model calls two more."""
+"""A full node with fewer file descriptors runs short of connections: a session holds about six descriptors, and each of
+its model calls two more."""
 FEWEST = 64
-"""With fewer descriptors the event loop or the store cannot be opened."""
+"""A process with fewer file descriptors cannot open its event loop or the store."""
 SESSIONS = 8
-"""A session may use at most one part in SESSIONS of the sandboxes' connections, within the bounds below. So this number
-of sessions at their maximum leaves no connection for another session. An access token has the same share of the control
+"""One session may use at most 1/SESSIONS of the sandboxes' connections, within the bounds below. So this number of
+sessions can together use all of these connections. One access token may use the same share of the control
 connections."""
 EACH_LEAST, EACH_MOST = 8, 256
 """Lower and upper bound of the maximum number of connections of one session. The lower bound also applies to one

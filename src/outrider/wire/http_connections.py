@@ -26,7 +26,7 @@ import httptools
 from outrider.wire.tls import trusting_this_machine
 
 if TYPE_CHECKING:
-    import ssl  # see wire/tls.py
+    import ssl  # imported only for annotations: see wire/tls.py
 
 CONNECT_SECONDS = 10.0
 # uvicorn, the server of vLLM and SGLang, closes idle connections after 5 s. Connections that this client closes earlier
@@ -35,9 +35,10 @@ KEEP_ALIVE_SECONDS = 4.0
 Buffer = bytes | memoryview
 """A piece of a request's body. A piece may be sent without a copy, so it must not be changed afterwards."""
 LARGE = 1 << 16
-"""Requests of more bytes are sent piece by piece, because joining the pieces would copy a long prompt."""
+"""A request of more than this number of bytes is sent piece by piece, because joining the pieces would copy a long
+prompt."""
 PATH_CHARACTERS = "/%:@!$&'()*+,;=~"
-"""Characters of a URL's path that are sent as they are."""
+"""Characters of a URL's path that are sent without percent-encoding."""
 HIGH_WATER = 128 << 10
 """While more than this number of bytes of a response are unread, the connection does not read from its socket."""
 
@@ -110,7 +111,7 @@ class Connections:
             if opened is not None:
                 opened(response)
             await connection.begin(pieces)
-        except BaseException:  # also for a cancellation: a connection with half a request cannot be reused
+        except BaseException:  # includes a cancellation: a connection with half a request cannot be reused
             response.close()
             raise
         return response
@@ -144,7 +145,7 @@ class Connections:
     def _reused(self) -> _Connection | None:
         oldest_allowed = asyncio.get_running_loop().time() - KEEP_ALIVE_SECONDS
         while self._idle:
-            connection = self._idle.pop()  # the newest, so that surplus connections become too old for reuse
+            connection = self._idle.pop()  # the newest connection is used, so surplus connections grow too old
             if connection.reusable and connection.idle_since > oldest_allowed:
                 return connection
             connection.abort()
@@ -311,7 +312,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self.complete:  # unrequested bytes must not become part of the next response
+        if self.complete:  # bytes after the response must not become part of the next response
             self.abort()
             return
         self._unread += len(data)
@@ -345,13 +346,14 @@ class _Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self.complete:
-            raise ConnectionError("there is more than one answer")  # the error stops the parser
+            raise ConnectionError("there is more than one answer")  # this error stops the HTTP parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.setdefault(name.lower(), value)
 
     def on_headers_complete(self) -> None:
-        if (status := self._parser.get_status_code()) >= 200:  # not an interim response such as 100 Continue
+        # A status below 200 is an interim response, such as 100 Continue.
+        if (status := self._parser.get_status_code()) >= 200:
             self.status = status
             self._head_complete = True
         else:

@@ -40,7 +40,7 @@ BACKLOG = 2048
 """Maximum number of connections that wait in the kernel to be accepted."""
 ACCEPTED_AT_ONCE = 64
 """Maximum connections accepted before the event loop does anything else. The number is small, so that the server reads
-a new client's data before it may close this client's connection to accept another."""
+a new client's data before it may close the connection in favour of a newer one."""
 ACCEPTING = "accept connections"
 """The name under which failures to accept connections are listed with failing background work."""
 ACCEPT_FAILED = "socket.accept() out of system resource"
@@ -141,8 +141,8 @@ class ConnectionLimit:
         self._group(connection).refresh(connection)
 
     def claim(self, connection: _Protocol, owner: str, *, keep: bool) -> None:
-        """Set the owner of a connection. With `keep`, the connection is not closed to accept another before its reply
-        is complete."""
+        """Set the owner of a connection. If `keep` is True, the connection is not closed in favour of a new connection
+        until its reply is complete."""
         if not connection.claimed or connection.owner != owner or keep:
             self._group(connection).discard(connection)
             connection.owner, connection.claimed = owner, True
@@ -150,12 +150,12 @@ class ConnectionLimit:
                 self._claimed.add(connection)
 
     def replied(self, connection: _Protocol) -> None:
-        """Record that a reply is complete, so that the connection may be closed to accept another."""
+        """Record that a reply is complete. The connection may then be closed in favour of a new connection."""
         self._group(connection).add(connection)
 
     def upgraded(self, connection: _Protocol) -> None:
-        """Record that the connection becomes a WebSocket. WebSockets are never closed to accept another connection. The
-        end of a WebSocket is recorded by `leave_upgraded`."""
+        """Record that the connection becomes a WebSocket. WebSockets are never closed in favour of a new connection.
+        The end of a WebSocket is recorded by `leave_upgraded`."""
         self._group(connection).discard(connection)
 
     def leave(self, connection: _Protocol) -> None:
@@ -175,8 +175,8 @@ class ConnectionLimit:
 
 
 class _Closable:
-    """The connections that may be closed to accept another, by owner. The connections of each owner are in the order in
-    which their clients last sent data, oldest first."""
+    """The connections that may be closed in favour of a new connection, by owner. The connections of each owner are in
+    the order in which their clients last sent data, oldest first."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -336,14 +336,14 @@ class _Protocol(HttpToolsProtocol):
         self.server_state.total_requests += 1
         if not self.transport.is_closing():
             self.flow.resume_reading()
-        self.cycle.body = bytearray()  # free the received part of a body that the application did not read
+        self.cycle.body = bytearray()  # this line frees the part of the body that the application did not read
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
         super()._start_asgi_task(cycle, app)
 
     def handle_websocket_upgrade(self) -> None:
-        if self._busy:  # the request was pipelined, and an earlier reply is not complete
+        if self._busy:  # a pipelined request waits until the earlier reply is complete
             self.transport.abort()
             return
         if self._timer is not None:
@@ -441,14 +441,14 @@ class _WebSocket(WebSocketsSansIOProtocol):
         if self.curr_msg_data_type == "text":
             try:
                 b"".join(self.frames).decode()
-            except UnicodeDecodeError:  # uvicorn would log a traceback
+            except UnicodeDecodeError:  # caught, because uvicorn would log a traceback
                 self.transport.abort()
                 return
         super().send_receive_event_to_app()
 
     def handle_cont(self, event: Any) -> None:
         super().handle_cont(event)
-        if len(self.frames) > MAX_FRAGMENTS:  # the maximum of bytes does not limit empty frames
+        if len(self.frames) > MAX_FRAGMENTS:  # frames are counted, because many frames may be empty and have no bytes
             self.transport.abort()
 
     def pause_writing(self) -> None:
@@ -464,7 +464,7 @@ class _WebSocket(WebSocketsSansIOProtocol):
     def handle_ping(self) -> None:
         if self.writable.is_set():
             super().handle_ping()
-        else:  # the client does not read its pongs, which would pile up
+        else:  # a client that does not read would make unsent pongs pile up
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -481,8 +481,8 @@ def disconnect_of(scope: Scope) -> Disconnect:
 
 
 def claim(scope: Scope, owner: str, *, keep: bool = False) -> None:
-    """Set the owner of a request's connection, for the `ConnectionLimit`. With `keep`, the connection is not closed to
-    accept another before the reply is complete. Has no effect on WebSockets."""
+    """Set the owner of a request's connection, for the `ConnectionLimit`. If `keep` is True, the server does not close
+    this connection in favour of a new connection until the reply is complete. Has no effect on WebSockets."""
     connection: _Protocol | None = scope.get("extensions", {}).get(CONNECTION)
     if connection is not None:
         connection.limit.claim(connection, owner, keep=keep)
@@ -571,7 +571,8 @@ def server_settings(
         log_config=None,
         access_log=False,
         proxy_headers=False,
-        backlog=ACCEPTED_AT_ONCE,  # asyncio accepts this many at once; `api.gateway_server` sets the kernel's BACKLOG
+        # Asyncio's limit of connections accepted at once; `api.gateway_server` sets the kernel's BACKLOG.
+        backlog=ACCEPTED_AT_ONCE,
         server_header=False,
         date_header=False,
     )

@@ -191,7 +191,7 @@ class Link(Generic[In]):
             due = self._clock() + pause
             await asyncio.sleep(pause)
             now = self._clock()
-            if now - due > pause:  # this process was blocked, so there may be unread messages
+            if now - due > pause:  # this process was blocked, so messages of the peer may be unread
                 self._last_arrival = now
             if self._sending_since is not None and now - max(self._sending_since, self._socket.taken) >= self.silence:
                 return Disconnected(Close.SILENT, "the peer reads nothing")

@@ -31,7 +31,7 @@ class Pipe(Socket):
             self._writer.write(len(frame).to_bytes(LENGTH_BYTES, "little"))
             self._writer.write(frame)
             await self._writer.drain()
-        except (OSError, RuntimeError) as error:  # uvloop raises RuntimeError for a closed transport
+        except (OSError, RuntimeError) as error:  # for a closed transport, uvloop raises RuntimeError
             raise Disconnected(1006, str(error)) from error
 
     async def receive(self) -> bytes:

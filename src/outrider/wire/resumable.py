@@ -132,7 +132,7 @@ class ResumableSocket(Socket):
         try:
             while True:
                 await self._to_write.wait()
-                if replaced.is_set():  # the new connection writes the remaining pieces
+                if replaced.is_set():  # a newer connection writes the remaining pieces
                     return REPLACED()
                 self._to_write.clear()
                 while self._close is None and self._written - self._acknowledged < len(self._unacknowledged):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from outrider.errors import InvalidField
 
 if TYPE_CHECKING:
-    import ssl  # imported where used, because some programs that import Outrider cannot load OpenSSL
+    import ssl  # imported inside functions, because some programs that import Outrider cannot load OpenSSL
 
 
 def presenting(certificate: Path, key: Path | None) -> ssl.SSLContext:

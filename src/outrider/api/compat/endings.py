@@ -14,16 +14,17 @@ from outrider.redaction import redacted
 from outrider.trajectory import SessionResult
 
 TIMEOUTS = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT})
-"""Endings of a session whose time was over while the session ran."""
+"""Stop reasons of a session that a time limit ended while the session ran."""
 UNGRADED_TIMEOUTS = frozenset({StopReason.SESSION_TIMEOUT, StopReason.EXPIRED})
-"""Endings of a session whose time was over before the session was graded."""
+"""Stop reasons of a session that a time limit ended before the session was graded."""
 UNGRADED: Mapping[StopReason, str] = {
     StopReason.CANCELLED: "cancelled: the {run} was cancelled",
     StopReason.EARLY_STOP: "early_stop: enough other sessions of the task are usable",
     StopReason.EXPIRED: "expired: the {run} waited too long for its start",
     StopReason.SESSION_TIMEOUT: "session_timeout: the time of the {run} was over before the grading",
 }
-"""Endings without a verdict and without an error. `{run}` is the system's word for a session."""
+"""Texts about sessions without a verdict and without an error, by stop reason. `{run}` is replaced by the system's word
+for a session."""
 
 Ending = Literal["completed", "failed", "timeout"]
 

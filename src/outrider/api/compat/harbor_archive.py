@@ -27,8 +27,8 @@ MAX_HEADERS = 16 << 10
 MAX_UNPACKED = 64 << 20
 """Maximum bytes of a task's files. The parts that are sent with a task have lower limits (`tasks/harbor/files.py`)."""
 RATIO, ANY_RATIO_BYTES = 100, 1 << 20
-"""Maximum ratio of the unpacked bytes to the archive's bytes, and a number of unpacked bytes that is allowed at any
-ratio."""
+"""RATIO is the maximum ratio of the unpacked bytes to the archive's bytes. Up to ANY_RATIO_BYTES unpacked bytes are
+allowed at any ratio."""
 MAX_CONFIG = 1 << 20
 """Maximum bytes of a task.toml, which takes long to parse."""
 MAX_ENTRIES = 4096

@@ -35,17 +35,18 @@ SYSTEM = "harbor"
 JOB_LABEL, TASK_LABEL, AGENT_LABEL, MODEL_LABEL, BOUND_LABEL, UNGRADED_LABEL = (
     f"{SYSTEM}.{name}" for name in ("job_id", "task_id", "agent", "model", "session", "ungraded")
 )
-"""Labels of a run's group. A group with BOUND_LABEL is the run of a session of the verl recipe's proxy. A group with
-UNGRADED_LABEL is a run without a verifier."""
+"""Labels of a run's group. A group with BOUND_LABEL is a run whose turns belong to a session of the verl recipe's
+proxy. A group with UNGRADED_LABEL is a run without a verifier."""
 PROXY_KWARGS = ("model_base_url", "api_base")
-"""Settings of agents that name the model proxy."""
+"""Settings of an agent that contain the URL of the model proxy."""
 
 RunText = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(without_nul)]
 ProxyUrl = Annotated[str, StringConstraints(min_length=1, max_length=2048), AfterValidator(without_nul)]
 
 
 class HarborServedAgent(HarborRunAgent):
-    """The agent: by `name`, or `import_path` with an agent class of Outrider as `module:Class`."""
+    """The agent of a run: the `name` of an agent program, or the `import_path` of an agent class for Outrider, as
+    `module:Class`."""
 
     name: RunText | None = None
     import_path: RunText | None = None
@@ -98,7 +99,7 @@ class HarborRunRequest(Spec):
 
 
 WITHOUT_EFFECT = ("api_key", "session_id")
-"""Settings of agents without effect: an agent has the credential of its session."""
+"""Settings of an agent that have no effect, because Outrider gives each agent the credential of its session."""
 AGENTS: Mapping[str, str] = {
     "claude-code": "claude-code",
     "codex": "codex",
@@ -116,12 +117,12 @@ WITHOUT_MODEL = ("oracle", "nop")
 """Harbor's agents that call no model."""
 SAMPLING = ("temperature", "top_p")
 TURNS = ("max_turns", "max_iterations", "step_limit")
-"""Settings of agent programs for the maximum number of model calls."""
+"""Settings by which agent programs limit the number of model calls."""
 ENV_KWARGS = ("extra_env", "sandbox_env_vars")
 RESOURCES = {"cpus": "cpus", "memory_mb": "memory_mb", "storage_mb": "disk_mb", "gpus": "gpus"}
 OVERRIDES = (*RESOURCES, *(f"override_{name}" for name in RESOURCES), "docker_image", "workdir", "env", "network_mode")
-"""The known keys of `environment_overrides`: fields of the table [environment] of task.toml, and Harbor's names of
-its own overrides."""
+"""The accepted keys of `environment_overrides`: fields of the table [environment] of task.toml, and Harbor's own names
+for overrides of these fields, such as `override_cpus`."""
 
 FIELDS = (
     ("task.harness.preset", "agent.name"),
@@ -252,8 +253,8 @@ def _set_limits(task: dict[str, Any], asked: HarborRunRequest, turns: int | None
 
 
 def _overrides(asked: HarborRunRequest) -> dict[str, Any]:
-    """Return the parts of the sandbox's spec that the request sets. In addition, the result may have `image`, `offline`
-    (the task gets no network even if it asks for one), and `memory_limit_multiplier`."""
+    """Return the fields of the sandbox's spec that the request sets. The result may also have `image`,
+    `memory_limit_multiplier`, and `offline`, with which the task gets no network even if it requests one."""
     given = dict(asked.environment_overrides or {})
     if strange := sorted(given.keys() - set(OVERRIDES)):
         raise InvalidField(

@@ -58,8 +58,8 @@ RunObject = dict[str, Any]
 
 
 class HarborRunApi:
-    """The handlers of the run API. Runs are those of the caller's tenant. `find` returns a session of the recipe's
-    proxy by the id that its client has chosen, and raises NotFound."""
+    """The handlers of the run API. A caller sees only runs of the caller's own tenant. `find` returns a session of the
+    recipe's proxy by the id that its client has chosen, and raises NotFound."""
 
     def __init__(
         self, service: Service, bound: BoundRuns, find: Callable[[str, Principal], Awaitable[SessionRow]]
@@ -150,7 +150,7 @@ class HarborRunApi:
                 hint="reset the session before its next run" if sid else "use a new key for a new run",
             ) from error
         request.scope[CREATED].update(group_id=group.id)
-        if sid is not None and (await self._service.store.session(session.id)).over:  # closed meanwhile
+        if sid is not None and (await self._service.store.session(session.id)).over:  # the session was closed meanwhile
             await self._service.cancel(group.id, caller)
         return group.id
 
@@ -216,7 +216,8 @@ def _of_step(name: str) -> bool:
 
 
 def error_of_run(result: SessionResult) -> str | None:
-    """Return the reason why a run has no rewards, or a text that the agent's time was over, or None."""
+    """Return the reason why a run has no rewards. For a run with rewards, returns a note if the agent's time limit
+    ended the run, and None otherwise."""
     if result.stop_reason is StopReason.AGENT_TIMEOUT:
         return "agent_timeout: the agent's time was over; its work was graded"
     return why_ungraded(result, run="run")

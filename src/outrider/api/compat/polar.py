@@ -50,9 +50,10 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 REFUSED_SECONDS = 300.0
-"""A task that was cancelled before its submission cannot be submitted within these seconds."""
+"""Seconds for which a task that was cancelled before its submission cannot be submitted."""
 SUBMIT_STATUSES = {400: 422, 413: 422, 429: 503, 501: 503}
-"""Statuses of a refused submission, by the status of the error's class. Polar's clients handle 409, 422 and 503."""
+"""Replacements for the HTTP status of a refused submission: the keys are statuses of Outrider's errors. Polar's clients
+handle 409, 422 and 503."""
 TASK_STATUSES = ("running", "completed", "failed", "cancelling", "cancelled")
 TASK_ID = TypeAdapter(TaskId)
 REFUSED_PATHS = ("/nodes/register", "/nodes/{node_id}/heartbeat", "/callbacks/session_result")
@@ -66,7 +67,7 @@ def routes(service: Service) -> list[CompatRoute]:
 
 
 class PolarServer:
-    """The handlers of the routes of Polar's rollout server. Tasks are those of the caller's tenant."""
+    """The handlers of the routes of Polar's rollout server. A caller sees only tasks of the caller's own tenant."""
 
     def __init__(self, service: Service, reader: PolarReader) -> None:
         self._service = service

@@ -42,7 +42,8 @@ class PolarEvaluator(Spec):
 
 
 class Strategy(NamedTuple):
-    """A strategy of Polar: the keys of its config, and the function that makes our spec."""
+    """A strategy of Polar's evaluators: the keys that its config may have, and the function that makes the spec of our
+    evaluator."""
 
     keys: frozenset[str]
     spec: Callable[[PolarEvaluator, str], dict[str, Any]]
@@ -89,8 +90,8 @@ def _harbor(asked: PolarEvaluator, task_id: str) -> dict[str, Any]:
 
 
 def _test_on_output(asked: PolarEvaluator, task_id: str) -> dict[str, Any]:
-    """Return the spec for tests of a repository that must have exactly the expected statuses: our evaluator `swebench`
-    with the option `expected`."""
+    """Return the spec for an evaluator that runs the tests of a repository. Each test must have exactly its expected
+    status. Our evaluator is `swebench` with the option `expected`."""
     config = asked.config
     command = config.get("test_command")
     if not isinstance(command, str) or not command.strip():

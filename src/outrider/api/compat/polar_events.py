@@ -53,7 +53,7 @@ async def event_stream(
 
 async def _last_event_of(service: Service, request: Request, caller: Principal) -> int:
     """Return the cursor after which a client's stream begins: the last cursor that the client has received, or the
-    newest cursor."""
+    newest cursor if the client names none."""
     given = request.headers.get(LAST_EVENT_ID)
     if given is None:
         return await service.store.last_event(tenant=caller.tenant)
@@ -92,15 +92,15 @@ def _event(name: str, data: PolarObject, cursor: int | None = None) -> bytes:
 
 
 class _Named(NamedTuple):
-    """The task id of a group, and the id of its session if the session was made alone."""
+    """The task id of a group, and the id of the group's session if the session was made without a task."""
 
     task_id: str
     session_id: str | None
 
 
 class _TaskNames:
-    """Finds the names of groups, and keeps the results for the groups used last. A group that is not of Polar has the
-    result None."""
+    """Finds the names of groups, and keeps the results for the groups used last. The result for a group that no client
+    of Polar has submitted is None."""
 
     def __init__(self, service: Service, caller: Principal) -> None:
         self._service = service
@@ -122,8 +122,8 @@ class _TaskNames:
 
 
 async def _translated(service: Service, entry: EventView, tasks: _TaskNames) -> list[tuple[str, PolarObject]]:
-    """Return the names and the data of Polar's events for an entry of the log. The status is that at the time of the
-    event; for a task, and for the end of a session, it is the current status."""
+    """Return the names and the data of Polar's events for an entry of the log. An event about the end of a session, or
+    about a task, has the status that is stored now. Other events have the status at the time of the event."""
     named = await tasks.of(entry.group_id)
     if named is None:
         return []
@@ -133,7 +133,7 @@ async def _translated(service: Service, entry: EventView, tasks: _TaskNames) -> 
     if (name := OF_TASK.get(kind)) is not None and not alone:
         try:
             status = status_of_task(await service.store.group(entry.group_id))
-        except NotFound:  # removed meanwhile
+        except NotFound:  # the group was removed meanwhile
             return []
         return [(name, {"type": name, **common, "status": status})]
     if kind not in OF_SESSION or entry.session_id is None:

@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 SESSION_STATUSES = {422: 400, 413: 400, 429: 503, 501: 503}
-"""Statuses of a failed creation of a session, by the status of the error's class. Polar's clients handle 400 and
-409."""
+"""Replacements for the HTTP status if a session cannot be created: the keys are statuses of Outrider's errors. Polar's
+clients handle 400 and 409."""
 OPEN_SECONDS = 5.0
 """Maximum seconds that making a session waits until the session takes model calls."""
 PROXY_SESSION = "_proxy_session_id"
@@ -83,7 +83,7 @@ METRICS = (
     "postrun_queue_depth",
     "postrun_inflight",
 )
-"""Polar's names for the work of the lanes of a node."""
+"""Polar's names for a node's numbers of sessions that wait for a lane (`depth`) or are in a lane (`inflight`)."""
 VENDOR_PATHS = (
     "/v1/messages",
     "/v1/messages/count_tokens",
@@ -104,7 +104,7 @@ class _TokenizeRequest(Spec):
 
 
 class PolarGateway:
-    """The handlers of the gateway's routes. Sessions are those of the caller's tenant."""
+    """The handlers of the gateway's routes. A caller sees only sessions of the caller's own tenant."""
 
     def __init__(self, service: Service, reader: PolarReader) -> None:
         self._service = service

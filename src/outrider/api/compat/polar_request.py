@@ -311,8 +311,8 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     },
     "mini_swe_agent": {"step_limit": "limits.turns"},
 }
-"""The part of our task for each of Polar's settings, by harness. Any other setting is an option of our preset, which
-refuses an unknown option by name."""
+"""The path in our task that each of Polar's settings sets, by harness, such as `limits.turns` for `max_turns`. Any
+other setting is an option of our preset, which refuses an unknown option by name."""
 
 FIELDS = (
     ("task.harness.env", "agent.env"),
@@ -357,7 +357,7 @@ def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
     harness, more = _harness(asked)
     runtime = _runtime(asked.runtime or PolarRuntime(), seconds, files)
     if asked.runtime is None:
-        del runtime["kind"]  # the node's default
+        del runtime["kind"]  # without a kind, the task gets the node's default
     if "agent" not in harness:
         folders = " ".join(f"{SESSION_DIR}/{folder}" for folder in FOLDERS.values())
         runtime["prepare"].insert(0, {"run": f"mkdir -p {folders}", "seconds": 60})
@@ -527,9 +527,9 @@ def _check_replayed(asked: PolarRuntime) -> None:
 
 
 def _agent_seconds(metadata: Mapping[str, Any], seconds: float) -> float:
-    """Return the limit of the agent's run. A limit below `seconds` ends the run, and the work is graded. Otherwise the
-    session's own limit ends the session without a grade; the run's limit is then set so high that it is never reached
-    first."""
+    """Return the time limit of the agent's run in seconds, from the request's `metadata`. `seconds` is the time limit
+    of the session. If the run reaches its limit first, the work is graded; a session that reaches its own limit has no
+    grade. For a limit of `seconds` or more, returns MAX_SECONDS, so that the session's limit is reached first."""
     given = metadata.get("agent_timeout", MAX_SECONDS)
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
         raise InvalidField("must be a number of seconds above 0", field="metadata.agent_timeout")

@@ -57,9 +57,9 @@ STATES: Mapping[SessionState, str] = {
     SessionState.RUNNING: "RUNNING",
     SessionState.EVALUATING: "EVALUATING",
 }
-"""The status of a session that is not done."""
+"""Polar's status of a session that is not done, by the session's state."""
 ENDINGS: Mapping[Ending, str] = {"completed": "COMPLETED", "failed": "ERROR", "timeout": "TIMEOUT"}
-"""The status of a session that is done."""
+"""Polar's status of a session that is done, by the kind of its ending."""
 MOST_LISTED = 1000
 """Maximum number of tasks or sessions in a list."""
 MOST_SEARCHED = 10_000
@@ -89,8 +89,8 @@ def error_of(result: SessionResult) -> str | None:
 
 
 def timing_of(seconds: StageSeconds) -> PolarObject:
-    """Return the seconds of the four stages in whole milliseconds. Time in the stage READY belongs to none of these
-    stages."""
+    """Return the seconds of the four stages in whole milliseconds. The time in the state READY is in none of these
+    numbers."""
     stages = {
         "register_to_init_queue_ms": seconds.queued,
         "init_ms": seconds.init,
@@ -143,7 +143,8 @@ class PolarReader:
         rows = await self._service.store.sessions(row.id) if sessions is None else sessions
         results = [each.result for each in rows if each.result is not None]
         build = partial(trajectory_of, request=request)
-        # Sessions without turns are built here, too: their trajectories say why they have no traces.
+        # Trajectories are also built for sessions without turns, because a trajectory has the reason why there are no
+        # traces.
         trajectories = await self._service.reader.built(results, build)
         done = [each for each in rows if each.result]
         return [result_of(each, trajectory, request) for each, trajectory in zip(done, trajectories, strict=True)]
@@ -151,7 +152,7 @@ class PolarReader:
     async def newest(
         self, caller: Principal, wanted: Callable[[GroupRow], bool], *, limit: int, since: float = -1e15
     ) -> list[GroupRow]:
-        """Return the newest tasks of the caller that are `wanted`."""
+        """Return the newest tasks of the caller's tenant for which `wanted` returns True, at most `limit`."""
         found: list[GroupRow] = []
         before: tuple[float, str] | None = None
         for _ in range(MOST_SEARCHED // MOST_LISTED):

@@ -65,7 +65,8 @@ ENGINE_PREFIX = "prorl-"
 MOST_JOBS = 100_000
 """Maximum number of unfinished groups among which jobs are searched."""
 STATUSES = {501: 503, 502: 503}
-"""503 for an engine, a runtime or a program that is not available."""
+"""Replacements for the HTTP status of an error: the keys are statuses of Outrider's errors. ProRL's clients get 503 if
+an engine, a runtime or a program is not available."""
 
 
 def routes(service: Service) -> list[CompatRoute]:
@@ -110,7 +111,7 @@ class ProrlServer:
         self._started[caller.tenant] = False
         jobs = await self._jobs(caller)
         for job in jobs:
-            with suppress(NotFound):  # removed meanwhile
+            with suppress(NotFound):  # the group was removed meanwhile
                 await self._service.cancel(job.id, caller)
         return {"status": f"stopped; {len(jobs)} jobs were cancelled"}
 
@@ -211,7 +212,7 @@ class ProrlServer:
         return context
 
     async def _remove(self, name: str) -> None:
-        with suppress(NotFound):  # removed meanwhile
+        with suppress(NotFound):  # the engine was removed meanwhile
             await self._service.pool.remove(name)
 
     def _engines(self) -> list[EngineStatus]:
@@ -229,7 +230,7 @@ class ProrlServer:
         group = await asyncio.to_thread(group_of, spec, asked, handler, self._backends())
         view = await self._service.submit(group, caller)
         request.scope[CREATED].update(group_id=view.id)
-        if not await self._is_running(caller):  # stopped meanwhile
+        if not await self._is_running(caller):  # the server was stopped meanwhile
             await self._service.cancel(view.id, caller)
         return view, asked
 
@@ -253,7 +254,7 @@ class ProrlServer:
             return await asyncio.to_thread(result_record, asked, result, turns, samples, patch)
         except OutriderError as error:
             return unreadable_record(asked, f"{error.code}: {error.message}")
-        except OSError as error:  # the diff's file
+        except OSError as error:  # the artifact with the diff cannot be read
             return unreadable_record(asked, f"the agent's diff cannot be read: {error.strerror or error}")
 
     def _patch(self, result: SessionResult) -> str:
@@ -281,7 +282,7 @@ class ProrlServer:
             raise ServiceStopping("the server is not running", hint="POST /start")
 
     def _backends(self) -> Backends:
-        """Raises EngineUnavailable if no engine is attached."""
+        """Return the properties of the attached engines. Raises EngineUnavailable if no engine is attached."""
         engines = [engine for engine in self._engines() if not engine.draining]
         if not engines:
             raise EngineUnavailable(

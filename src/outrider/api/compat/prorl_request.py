@@ -157,14 +157,15 @@ class Asked(NamedTuple):
 
 
 def asked_of(spec: ProcessSpec, job_id: str) -> Asked:
-    """Raises InvalidField for an instance without an id."""
+    """Return the parts of a request that its reply repeats, and the request's digest. Raises InvalidField for an
+    instance without an id."""
     body = spec.model_dump(mode="json", exclude={"job_id": True, "sampling_params": {"api_key"}}, exclude_unset=True)
     digest = hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()
     return Asked(job_id, spec.instance.id, spec.instance.trajectory_id, digest)
 
 
 class Handler(NamedTuple):
-    """A handler of the settings with its task file's table."""
+    """A handler of the settings, and the content of its task file (`table`)."""
 
     name: str
     settings: ProrlHandlerConfig

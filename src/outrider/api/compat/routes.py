@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("outrider.compat")
 
 Handler = Callable[[Request, Principal], Awaitable[Any]]
-"""Handles a request of a caller. Returns a Response, or a value for a JSON reply with status 200."""
+"""A function that handles a request of a caller. Returns a Response, or a value for a JSON reply with status 200."""
 
 
 class CompatRoute(NamedTuple):
@@ -67,8 +67,9 @@ def _route(route: CompatRoute, prefix: str) -> Route:
 
 
 def compat_paths(routes: Sequence[Route], names: Sequence[str]) -> Callable[[str], bool]:
-    """Return a function that tests whether a path belongs to one of the systems `names`. An error outside of a handler
-    then has the systems' form. `routes` are those of `compat_routes`."""
+    """Return a function that tests whether a path belongs to one of the systems `names`. For such a path, errors that
+    are raised outside of a handler have the form of these systems, too. `routes` are the routes that `compat_routes`
+    yields."""
     below = tuple(f"/{name}/" for name in names)
 
     def belongs(path: str) -> bool:

@@ -72,7 +72,7 @@ def routes(service: Service) -> list[CompatRoute]:
 
 
 class VerlProxy:
-    """The handlers of the recipe's routes. Sessions are those of the caller's tenant."""
+    """The handlers of the recipe's routes. A caller sees only sessions of the caller's own tenant."""
 
     def __init__(self, service: Service) -> None:
         self.bound = BoundRuns(service)
@@ -157,7 +157,7 @@ class VerlProxy:
         for _ in range(MOST_PAGES):
             try:
                 page = await store.groups_before(before, limit=MOST_LISTED, harness="external", tenant=caller.tenant)
-            except NotFound:  # the group `before` was removed meanwhile: the list ends here
+            except NotFound:  # the last group of the previous page was removed meanwhile, so the list ends here
                 break
             for group in page:
                 if DELETED_LABEL in group.labels or len(found) == MOST_LISTED:
@@ -170,7 +170,7 @@ class VerlProxy:
         return {"count": len(found), "sessions": found}
 
     async def _listed(self, sid: str, group: GroupRow, caller: Principal) -> list[dict[str, Any]]:
-        """Return the entry of a session in the list, as a list. The list is empty for a removed session."""
+        """Return the entries of one session for the list of sessions: one entry, or none if the session was removed."""
         with suppress(NotFound):  # the group was removed meanwhile
             [session] = await self._service.store.sessions(group.id)
             turns = await self.bound.turns(session, caller)

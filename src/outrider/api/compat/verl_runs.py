@@ -28,8 +28,8 @@ RESET_SECONDS = 2 * 86_400.0
 class BoundRuns:
     """The runs of the sessions of the recipe's proxy.
 
-    The runs of a session have the numbers 1, 2, ... in their idempotency keys. A
-    reset refuses the next free number, so that earlier runs no longer belong to the session, also after a restart.
+    The runs of a session are numbered 1, 2, ... in their idempotency keys. A reset takes the next number, which no run
+    can then have. Only a run with a number above that of the last reset belongs to the session, also after a restart.
     """
 
     def __init__(self, service: Service) -> None:
@@ -41,13 +41,14 @@ class BoundRuns:
         return run
 
     async def next_idempotency_key(self, session: SessionRow, caller: Principal) -> str:
-        """Return the idempotency key for a run of the session: that of its current run, so that a repeated request is
-        recognised, or a new one."""
+        """Return the idempotency key for a request to run the session. If there is a current run, the key is the key of
+        this run, so that a repeated request gives the same run. Otherwise the key is new."""
         run, free = await self._look(session, caller)
         return _idempotency_key(session, free if run is None else free - 1)
 
     async def _look(self, session: SessionRow, caller: Principal) -> tuple[GroupRow | None, int]:
-        """Return the current run, and the first number that is not used."""
+        """Return the session's current run (None without one), and the lowest number that no run and no reset of the
+        session has used."""
         store, run, number = self._service.store, None, 1
         while True:
             idempotency_key = _idempotency_key(session, number)
@@ -79,7 +80,7 @@ class BoundRuns:
             await self._service.cancel(run.id, caller)
 
     async def drop(self, session: SessionRow, caller: Principal) -> None:
-        """Cancel the session's run, and unbind the run from the session."""
+        """Cancel the session's current run, and reset the session, so that the run no longer belongs to the session."""
         until = time.time() + RESET_SECONDS
         while True:
             run, free = await self._look(session, caller)

@@ -38,7 +38,7 @@ def timing_routes(service: Service) -> list[CompatRoute]:
 
 
 class _Timings:
-    """The handlers of the routes. Timings are those of the caller's tenant."""
+    """The handlers of the routes. A caller stores and reads only timings of the caller's own tenant."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

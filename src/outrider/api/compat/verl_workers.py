@@ -35,7 +35,7 @@ sent every PING_SECONDS."""
 
 
 class _Hello(msgspec.Struct, tag_field="type", tag="worker_hello"):
-    """`keeps_ids` is a key of Outrider's own workers."""
+    """The first message of a worker. `keeps_ids` is a key that only Outrider's own workers send."""
 
     worker_id: str
     keeps_ids: bool = False

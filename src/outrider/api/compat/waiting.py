@@ -25,7 +25,8 @@ LOOK_SECONDS = 3600.0
 async def done_group(
     service: Service, request: Request, group_id: str, caller: Principal, *, seconds: float | None = None
 ) -> GroupView | None:
-    """Return the group once the group is done, None if that takes longer than `seconds`, or if the client leaves."""
+    """Return the group once the group is done. Returns None if the group is not done after `seconds`, or if the client
+    disconnects."""
     done: GroupView | None = None
 
     async def wait() -> None:

@@ -182,7 +182,8 @@ class ChatStream:
             if delta.text:
                 written += self._content_head + line(delta.text) + self._content_tail
             return written
-        # With log-probabilities or ids, one chunk has all tokens of the step, even if these tokens add no text yet.
+        # If log-probabilities or ids were requested, one chunk has all tokens of the step, even if these tokens add no
+        # text yet.
         fields: dict[str, Any] = {}
         if delta.reasoning:
             fields["reasoning_content"] = delta.reasoning
@@ -201,7 +202,7 @@ class ChatStream:
             for index, call in enumerate(completion.reply.tool_calls)
         ]
         chunks.append(self._chunk({}, finish=finish_reason(completion)))
-        if self._usage:  # the usage is in a separate chunk without choices, as documented for `stream_options`
+        if self._usage:  # a separate chunk without choices has the usage, as documented for `stream_options`
             chunks.append(self._head + b'],"usage":' + line(usage(completion)) + b"}\n\n")
         chunks.append(DONE)
         return b"".join(chunks)

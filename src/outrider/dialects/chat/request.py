@@ -51,7 +51,8 @@ from outrider.messages import Message, Part, Role, Text, ToolCall, ToolSpec, joi
 
 
 class _StreamOptions(msgspec.Struct):
-    """The options of a stream. All except `include_usage` have no effect; they are not about the reply."""
+    """The options of a stream. Only `include_usage` has an effect, because the other options do not change the
+    reply."""
 
     include_usage: bool | None = None
     include_obfuscation: Any = None
@@ -82,8 +83,8 @@ class _ImageUrl(msgspec.Struct, gc=False):
 
 
 class _File(msgspec.Struct, gc=False):
-    """A file in a message, in `file_data` or `data`, or uploaded before. `format` is the end of an audio file's media
-    type."""
+    """A file in a message. The contents are in `file_data` or `data`; if both are missing, the client has uploaded the
+    file before. `format` is the end of an audio file's media type, such as `wav`."""
 
     file_data: str | None = None
     data: str | None = None
@@ -199,8 +200,8 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
 
 
 def _read_tools(raw: bytes) -> DeclaredTools:
-    """Parse the tools into OpenAI's form, with the keys in the client's order. A function without the enclosing
-    `{"type": "function", "function": …}` gets it."""
+    """Parse the tools into OpenAI's form, with the keys in the client's order. A function that the client sends alone
+    is put into an object `{"type": "function", "function": …}`."""
     specs: list[ToolSpec] = []
     hosted: list[str] = []
     sent = decode(_TOOLS, raw, "tools") if raw else None
@@ -325,8 +326,8 @@ def parse_message(raw: Raw | bytes, where: str) -> Message:
     return Message(
         role=role,
         content=joined_text(parts),
-        # Clients send back the field that they support: `reasoning_content`, the field of our replies, or vLLM's newer
-        # `reasoning`.
+        # Clients send reasoning back in the field that they support: `reasoning_content`, as in our replies, or vLLM's
+        # newer `reasoning`.
         reasoning=wire.reasoning_content or wire.reasoning or None,
         tool_calls=_tool_calls(wire, where),
         name=wire.name,

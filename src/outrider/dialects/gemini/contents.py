@@ -47,7 +47,7 @@ _TEXT_KEYS = frozenset({"output", "result", "content"})
 _SNAKE_CASE_KEY = re.compile(rb'_(?:signature|call|response|data|type|uri|code|result)"')
 """Matches the end of a part's key in snake_case. Most contents have no such key, and are decoded in one pass."""
 _INVALID_KEY = b'{"' + INVALID_JSON.encode()
-_LONGEST_KEY = len(_INVALID_KEY) * len("\\u0041")  # long enough if each letter is written as an escape
+_LONGEST_KEY = len(_INVALID_KEY) * len("\\u0041")  # this length suffices even if each letter is written as an escape
 _URLSAFE = bytes.maketrans(b"-_", b"+/")
 
 
@@ -106,8 +106,8 @@ class WirePart(msgspec.Struct, frozen=True, rename="camel", gc=False):
 
     @property
     def kinds(self) -> int:
-        """The number of kinds of data in the part, without hosted work. A part with more than one kind is refused. A
-        part may have none, for example if it has only a signature."""
+        """The number of kinds of data in the part (text, call, tool result, inline data, file), without hosted work. A
+        part of more than one kind is refused. A part with only a signature has 0 kinds."""
         others = (self.function_call, self.function_response, self.inline_data, self.file_data)
         return (1 if self.text else 0) + len(others) - others.count(None)
 
@@ -209,7 +209,8 @@ def tool_message(part: WirePart, where: str, call_id: str | None) -> Message:
         value: Any = decode(_OBJECT, answer.response, f"{at}.response")
         name = answer.name
         keys = [key for key, inner in value.items() if inner is not None and not (key == "name" and inner == name)]
-        if len(keys) == 1 and keys[0] in _TEXT_KEYS:  # the tool returns text (see the module's heading)
+        # An object with a single such key comes from a tool that returns text (see the module's heading).
+        if len(keys) == 1 and keys[0] in _TEXT_KEYS:
             value = value[keys[0]]
         read.append(Text(value if isinstance(value, str) else msgspec.json.encode(value).decode()))
     for index, item in enumerate(items(answer.parts, f"{at}.parts")):
@@ -257,7 +258,7 @@ def arguments_on_wire(arguments: str) -> bytes:
         if not is_invalid_json_object(_OBJECT.decode(arguments)):
             return msgspec.json.format(arguments, indent=-1).encode()
     except (msgspec.DecodeError, ValueError, RecursionError):
-        pass  # the text is not a JSON object
+        pass  # arguments that are no JSON object are wrapped below
     return msgspec.json.encode({INVALID_JSON: arguments.encode("utf-8", "replace").decode()})
 
 
@@ -283,7 +284,8 @@ def signature(call_id: str) -> str:
 
 
 def signed_id(sent: str | None) -> str | None:
-    """Return the call's id in one of our signatures; None for any other signature. Accepts both alphabets of base64."""
+    """Return the call's id that a signature contains, or None for a signature that is not ours. Accepts both alphabets
+    of base64."""
     if not sent:
         return None
     try:

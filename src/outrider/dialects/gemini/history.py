@@ -259,8 +259,8 @@ class _HistoryReader:
         return reader
 
     def _copy(self) -> _HistoryReader:
-        """Return an independent copy. To be called only after a user's content, when no run of the model's contents is
-        open."""
+        """Return an independent copy. Must be called only directly after a user's content, because a copy has no open
+        run of the model's contents."""
         other = _HistoryReader(self._memory)
         other.place, other._calls = self.place, self._calls
         other.spans, other._waiting = list(self.spans), list(self._waiting)

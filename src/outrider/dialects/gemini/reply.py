@@ -181,7 +181,7 @@ def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
     return {
         "name": f"models/{name}",
         "baseModelId": name,
-        "version": "1",  # the API requires a version, and models here have none
+        "version": "1",  # the API requires a version, but models have no version here
         "displayName": name,
         "description": "",
         **limits,

@@ -149,13 +149,13 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
 
 
 def _parse_count(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
-    """Parse a request to count tokens, whose body has contents only, or a whole request to generate. Raises
+    """Parse a request to count tokens. Its body has either only contents or a whole request to generate. Raises
     RequestError."""
     wire = fields(body)
     if "generateContentRequest" in wire:
         wire = fields(wire["generateContentRequest"], "generateContentRequest")
     history = GeminiHistory(wire.get("systemInstruction", Raw()), _contents(wire), memory)
-    notes: list[str] = []  # the notes are dropped, because no turn is stored for a count
+    notes: list[str] = []  # notes are dropped, because no turn is stored for a token count
     chosen = read_tools(wire, memory, notes)
     thinking = _read_thinking(_read_generation(wire, notes), notes)
     return ModelRequest(
@@ -207,8 +207,8 @@ def _thinking_switch(thinking: _Thinking) -> bool | None:
 
 
 def _constraint(generation: _Generation) -> Constraint | None:
-    """Return the form of the reply: one of the schema's values for text/x.enum, JSON for any other schema and for
-    application/json, else None. Raises RequestError."""
+    """Return the form of the reply as a constraint. For text/x.enum, the reply is one of the schema's values. For any
+    other schema, and for application/json, the reply is JSON. Returns None without a form. Raises RequestError."""
     schema, mime = generation.response_schema, generation.response_mime_type
     if mime == _ENUM and schema is not None:
         values = schema.get("enum")

@@ -63,7 +63,8 @@ class _Calling(msgspec.Struct, rename="camel"):
 
 
 class _ComputerUse(msgspec.Struct, rename="camel"):
-    """`environment` is not read: the functions of all environments are the same."""
+    """The declaration of the tool `computerUse`. Its field `environment` is not read, because all environments have the
+    same functions."""
 
     excluded_predefined_functions: list[str] | None = None
 

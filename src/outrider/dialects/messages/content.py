@@ -212,7 +212,7 @@ class MessagesHistory:
         pieces: list[bytes | Raw] = [_ROLE_BYTES[span.role]]
         for message in self._wire[span.first : span.last]:
             content = message.content
-            # the same bytes as for a list of one text, because clients switch between the two forms
+            # a string gets the same bytes as a list of one text block, because clients switch between the two forms
             if isinstance(content, str):
                 pieces += (b'"text"', msgspec.json.encode(content))
                 continue
@@ -333,7 +333,8 @@ def _part(at: _PlacedBlock) -> Part:
             return image_from_url(source.url)
         case "document":
             return _document(block, where)
-        # names a tool found by the client's own tool search; the name is enough, because the model sees all tools
+        # a reference to a tool that the client found by its own tool search; the tool's name is enough, because the
+        # model sees all tools
         case "tool_reference":
             return Text(string(block.tool_name, f"{where}.tool_name"))
         case _:
@@ -342,8 +343,8 @@ def _part(at: _PlacedBlock) -> Part:
 
 def _document(block: Block, where: str) -> Text:
     """Return the text of a document for the model: the title and the context, if there are any, then the document's
-    text, between `<document>` tags. A PDF in base64 is a `Document`, and any other an attachment. Raises
-    RequestError."""
+    text, between `<document>` tags. A PDF in base64 becomes a `Document`, and a document in another form an attachment.
+    Raises RequestError."""
     source, at = _source(block, where), f"{where}.source"
     if source.type == "text":
         if source.data is None:

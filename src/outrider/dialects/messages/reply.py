@@ -83,9 +83,9 @@ def message_head(id: str, model: str) -> dict[str, Any]:
 
 
 def stopped(request: ModelRequest, completion: Completion) -> dict[str, str | None]:
-    """Return the fields for the reason why the reply ended. The reason is `max_tokens` also for an aborted reply,
-    because the dialect has no value for an abort, and clients take a reply with `end_turn` for complete. If the engine
-    does not report which stop sequence ended the reply, the reason is `end_turn`."""
+    """Return the fields for the reason why the reply ended. An aborted reply also has the reason `max_tokens`, because
+    the dialect has no value for an abort, and clients take a reply with `end_turn` for complete. If the engine does not
+    report which stop sequence ended the reply, the reason is `end_turn`."""
     reason, sequence = "end_turn", None
     if completion.finish is not FinishReason.STOP:
         reason = "max_tokens"
@@ -133,8 +133,8 @@ def input_json(arguments: str) -> str:
         value = _ANY.decode(arguments)
     except (msgspec.DecodeError, ValueError, RecursionError):
         value = None
-    # If the model itself wrote an object that looks like the wrapper, the object is wrapped: otherwise the request
-    # parser would unwrap it.
+    # If the model itself wrote an object that looks like the wrapper, this object is wrapped again. Otherwise the
+    # request parser would unwrap it.
     if isinstance(value, dict) and not is_invalid_json_object(value):
         return arguments
     return msgspec.json.encode({INVALID_JSON: arguments}).decode()
@@ -206,7 +206,7 @@ class MessagesStream:
         return event(error_object(error), b"error")
 
     def _more(self, kind: _BlockKind, text: str) -> bytes:
-        """Add text to the open block if that block is of the kind, else to a new block."""
+        """Add text to the open block if this block is of kind `kind`, else to a new block of this kind."""
         started = b""
         if self._open is not kind:
             thinking = kind is _BlockKind.THINKING

@@ -297,7 +297,7 @@ class ResponsesStream:
         return self._event("error", {**flat, "error": told}) + self._event("response.failed", failed)
 
     def _say(self, form: _ItemForm, text: str) -> bytes:
-        """Add text to the open item if that item has the form, else to a new item."""
+        """Add text to the open item if this item has the form `form`, else to a new item of this form."""
         before = b"" if self._open is not None and self._open.form is form else self._begin_item(form)
         item = self._open
         assert item is not None

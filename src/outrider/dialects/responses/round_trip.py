@@ -30,11 +30,11 @@ _SEAL = "outrider1:"
 """The prefix of our `encrypted_content`, which distinguishes it from content encrypted by another provider."""
 _JOIN = "__"
 _AS_JSON = "~json"
-"""The end of a custom call's id that marks this case: the call's input is the JSON of all arguments that the model
-wrote."""
+"""The ending of a custom call's id if the call's input is the JSON of all arguments that the model wrote, and not one
+string."""
 _AS_TEXT = "~text"
-"""The ending of the id of a custom call whose input is plain text, if the model's own id ends with `_AS_JSON` or
-`_AS_TEXT`. Without it, the ending of the model's id would be taken for ours on the way back."""
+"""Added to the id of a custom call with plain-text input if the model's own id ends with `_AS_JSON` or `_AS_TEXT`.
+When the client sends the call back, this ending shows that the ending before it belongs to the model's id."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -96,8 +96,8 @@ def arguments_of_custom_call(sent: CustomCall) -> str:
 
 def computer_action(call: ToolCall) -> dict[str, Any] | None:
     """Return the action of the model's call of the computer; None if the arguments are not an action. Clients add null
-    for fields that an action lacks. Arguments in which the model wrote null are therefore no action: the null could not
-    be told from a client's."""
+    for fields that an action lacks. If the model itself wrote null, the arguments do not count as an action, because
+    nothing would distinguish this null from a client's."""
     try:
         OPENAI_ACTION.decode(call.arguments)
         action: dict[str, Any] = json.loads(call.arguments)

@@ -27,8 +27,7 @@ MAX_STORED = 64 << 20
 large number of new items reaches this size."""
 
 ENTRY_BYTES = 256
-"""Approximate memory, in bytes, of one entry in any of the store's dictionaries (responses, references, items,
-conversations), without the item's JSON."""
+"""Approximate memory, in bytes, of one entry in a dictionary of the store, without the item's JSON."""
 
 
 class PreviousResponseNotFound(RequestError):
@@ -78,8 +77,8 @@ class ResponseStore:
         if previous is not None:
             known = self._responses.get(previous)
             if known is None:
-                # The message and the code are those of the API: clients check for these texts, and then send the whole
-                # conversation.
+                # The error has OpenAI's message and code, because clients check for these texts, and then send the
+                # whole conversation.
                 raise PreviousResponseNotFound(
                     f"Previous response with id {quoted(previous)} not found.", field="previous_response_id"
                 )

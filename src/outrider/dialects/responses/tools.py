@@ -38,8 +38,8 @@ _COMPUTERS = {"computer_use_preview": "action", "computer": "actions"}
 _SUPPORTED = frozenset({"function", "custom", "namespace", *_COMPUTERS})
 _CHOICES = frozenset({"none", "auto", "required"})
 _NOT_TOLD = frozenset({"type", "defer_loading", "strict"})
-"""Keys of a function that only servers use; the model does not see these keys. (`strict` would guarantee that arguments
-follow the schema, but nothing here enforces it.)"""
+"""Keys of a function declaration that are removed before the model sees the function, because only servers use these
+keys. (`strict` would guarantee that arguments follow the schema, but nothing here enforces it.)"""
 
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
@@ -55,7 +55,7 @@ class ResponsesTool(msgspec.Struct, frozen=True):
     action_field: str | None = None
 
     def identity(self) -> tuple[str, str | None, str | None]:
-        """Return the values that differ between two tools of the client."""
+        """Return the values that together identify one of the client's tools."""
         return self.name, self.namespace, self.action_field
 
 
@@ -210,7 +210,7 @@ def _tool(spec: dict[str, Any], namespace: str | None, where: str) -> ResponsesT
         return ResponsesTool({"type": "function", "function": function}, spec["name"], namespace, custom=False)
     text = {"type": "string"}
     form, at = spec.get("format"), f"{where}.format"
-    if form is not None and form != {"type": "text"}:  # free text needs no description
+    if form is not None and form != {"type": "text"}:  # a tool that takes free text needs no description of its input
         if not isinstance(form, dict) or form.get("type") != "grammar":
             refuse(f"{at}.type", "must be 'text' or 'grammar'")
         for key in ("syntax", "definition"):

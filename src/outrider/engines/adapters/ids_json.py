@@ -18,10 +18,10 @@ from outrider.trajectory import Ids
 
 DIGITS = 7
 TABLED = 1 << 20
-"""The JSON encoder writes prompts that have an id of at least this value. Vocabularies are smaller, and a larger table
-would take much time and memory."""
+"""A prompt with an id of at least this value is written by the JSON encoder instead of table lookup. Vocabularies are
+smaller, and a larger table would take much time and memory."""
 SHORT = 4096
-"""The JSON encoder writes prompts of fewer ids, because the table is not faster for short prompts."""
+"""A prompt of fewer ids is written by the JSON encoder, because table lookup is not faster for short prompts."""
 
 
 def body_with_ids(body: Mapping[str, Any], name: str, ids: Ids) -> list[bytes | memoryview]:

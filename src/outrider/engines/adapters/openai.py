@@ -41,8 +41,8 @@ from outrider.trajectory import FinishReason, LogprobKind, TokenMode
 
 ROUTE = "/v1/chat/completions"
 LARGE_IMAGE = 256 << 10
-"""A request with an image of more bytes is encoded in a thread, because encoding the image as base64 and JSON would
-block the event loop."""
+"""A request that has an image of more than this number of bytes is encoded in a thread, because encoding the image as
+base64 and JSON would block the event loop."""
 _OPENAI_ALTERS = ("presence_penalty", "frequency_penalty", "logit_bias")
 _OPENAI_CONSTRAINTS = frozenset({ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA, ConstraintKind.TOOL_CALLS})
 
@@ -317,8 +317,8 @@ class _PartialCall:
 
 
 def _constraint(constraint: Constraint) -> dict[str, Any]:
-    """Return the request fields for a constraint. Constraints to JSON and to tool calls use OpenAI's fields, the other
-    kinds vLLM's field `structured_outputs`."""
+    """Return the request fields for a constraint. Constraints to JSON and to tool calls use OpenAI's fields.
+    Constraints of all other kinds use vLLM's field `structured_outputs`."""
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
             return {"response_format": {"type": "json_object"}}

@@ -32,13 +32,13 @@ def read_options(kind: type[T], values: dict[str, Any]) -> T:
 
 
 def server_url(options: EngineOptions) -> str:
-    """Return the server's base URL without a trailing slash or `/v1`. Raises InvalidField for a missing URL, and for
-    any other than a valid http or https URL."""
+    """Return the server's base URL without a trailing slash or `/v1`. Raises InvalidField if the URL is missing, or is
+    not a valid http or https URL."""
     url = (options.url or "").rstrip("/")
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # raised for an open bracket, and for a port that is not a number or is too large
+    except ValueError:  # the URL has an open bracket, or its port is no number or too large
         usable = False
     if not usable:
         raise InvalidField(

@@ -15,8 +15,8 @@ from outrider.trajectory import VersionSpan
 
 MAX_DIGITS = 10
 UNLABELLED = "default"
-"""The label that vLLM and SGLang report for weights before anybody sets a label. The label means policy version 0,
-unless another version was set."""
+"""The label that vLLM and SGLang report until a label is set. It means policy version 0, or the version that was set
+for unlabelled weights."""
 
 
 class LabelSpan(msgspec.Struct, frozen=True):

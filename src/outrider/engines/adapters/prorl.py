@@ -1,4 +1,5 @@
-"""The adapter for servers with ProRL Agent's token route, and the choice of an adapter for an address of ProRL's.
+"""The adapter for servers with ProRL Agent's token route, and the choice of an adapter for an address that a ProRL
+client registers.
 
 The route is `POST URL/generate` with `prompt_ids` and sampling parameters. The reply is one JSON object with
 `response_ids` and `logprobs`, so nothing is streamed. Invariant: ids are passed on only with exactly one
@@ -60,9 +61,9 @@ class _Reply(msgspec.Struct):
 
 
 class ProrlEngine:
-    """Implements `Engine` and `SetsVersion` over one server. The server has no routes for pauses and weights: a pause
-    with "finish" waits for the generations under way, and any other pause is refused. The server does not report the
-    version of its weights, so each generation has the version that was set last."""
+    """Implements `Engine` and `SetsVersion` over one server. The server has no routes for pauses and weights. So a
+    pause with "finish" waits for the generations in flight, and a pause with another mode is refused. The server does
+    not report the version of its weights, so each generation has the version that was set last."""
 
     mode = TokenMode.TOKENS
 
@@ -129,8 +130,8 @@ class ProrlEngine:
         return body
 
     async def health(self) -> EngineHealth:
-        """Report whether the server answers at all, because the contract has no route for its health. Any reply below
-        500 counts, also 404."""
+        """Report the server as healthy if it sends any reply with a status below 500, such as 404: ProRL's API has no
+        route for health."""
         try:
             await self._http.check("/health")
         except StatusFailure as failure:
@@ -157,16 +158,17 @@ class ProrlEngine:
 
 
 def _finish(ids: list[int], sampling: SamplingParams) -> tuple[FinishReason, int | None]:
-    """Return the reason why a generation ended, and the stop token if there is one: the reply does not name them."""
+    """Return the reason why a generation ended, and the stop token if there is one. Both come from the ids, because the
+    reply has neither."""
     if ids and ids[-1] in sampling.stop_token_ids:
         return FinishReason.STOP, ids[-1]
     return (FinishReason.LENGTH if len(ids) >= sampling.max_tokens else FinishReason.STOP), None
 
 
 async def kind_of_server(address: str, *, api_key: str | None = None) -> str:
-    """Return the kind of engine for an address that a ProRL client registers: `vllm` or `sglang` for a stock server,
-    which `owned_by` in its list of models shows; otherwise `openai` for an address that ends in `/v1`, and `prorl` for
-    any other. Raises EngineUnavailable if no server answers, and InvalidField for an address that is no URL."""
+    """Return the kind of engine for an address that a ProRL client registers. The kind is `vllm` or `sglang` if the
+    server's list of models has this name as `owned_by`; otherwise `openai` if the address ends in `/v1`; otherwise
+    `prorl`. Raises EngineUnavailable if no server answers, and InvalidField for an address that is no URL."""
     http = HttpClient(address, server_url(EngineOptions(name=address, url=address)), api_key=api_key)
     await http.start()
     models: Any = None

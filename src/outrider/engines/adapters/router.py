@@ -31,8 +31,8 @@ _RANK = re.compile(r"@\d+$")
 
 
 class ListedWorker(msgspec.Struct, frozen=True):
-    """A worker in a router's list. `worker_type` is `prefill` or `decode` if these are separate, otherwise
-    `regular`."""
+    """A worker in a router's list. `worker_type` is `prefill` or `decode` if the router has separate workers for these
+    two steps, otherwise `regular`."""
 
     url: str
     worker_type: str = "regular"
@@ -154,8 +154,8 @@ class Router:
         await self._http.close()
 
     async def list_engines(self) -> list[EngineSpec]:
-        """Return a spec for each worker's server. Raises EngineError, and InvalidField if the URL is no router's or if
-        prefill and decode are separate."""
+        """Return a spec for each worker's server. Raises EngineError, and InvalidField if there is no router at the
+        URL, or if prefill and decode are separate."""
         try:
             workers = await _listed_workers(self._http)
         except StatusFailure as failure:

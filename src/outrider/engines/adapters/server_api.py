@@ -27,7 +27,7 @@ LOGPROB_KINDS = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobK
 
 MAX_CONTEXT = 2**31
 MAX_NAMED, MAX_NAME = 8, 200
-"""The most models that an error names, and the most characters that are shown of a name."""
+"""Maximum number of models that an error names, and maximum number of characters shown of each name."""
 
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
@@ -140,8 +140,8 @@ def penalties_and_bias(sampling: SamplingParams) -> dict[str, Any]:
     for name, value in (
         ("presence_penalty", sampling.presence_penalty),
         ("frequency_penalty", sampling.frequency_penalty),
-        ("min_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # servers refuse a number above max_tokens
-        # with token ids as strings, because the keys of a JSON object are strings
+        ("min_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # servers refuse a minimum above max_tokens
+        # The token ids become strings, because the keys of a JSON object are strings.
         ("logit_bias", {str(token): bias for token, bias in sampling.logit_bias.items()}),
     ):
         if value:

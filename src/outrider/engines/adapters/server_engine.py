@@ -38,8 +38,8 @@ from outrider.wire.http_connections import Buffer
 
 WEIGHTS_SECONDS = 600.0
 ABORT_SECONDS = 1.0
-"""Seconds to wait, after the server has aborted replies for a pause, until their ends arrive. Replies still in flight
-are then cut off here."""
+"""Time limit in seconds for the ends of aborted replies to arrive, after a pause with mode "abort". The adapter then
+cuts off the replies that are still in flight."""
 
 
 class ServerEvent(msgspec.Struct):
@@ -52,8 +52,9 @@ EventT = TypeVar("EventT", bound=ServerEvent)
 
 
 class ServerReply(Generic[EventT]):
-    """Reads the events of one generation into chunks. The tokens of the finishing event are part of `last`, so that the
-    stream is read to its end first: the connection can then be reused, and the usage may follow in a later event.
+    """Reads the events of one generation into chunks. The chunk `last` has the tokens of the finishing event. It is
+    made only when the stream was read to its end: the connection can then be reused, and a later event may have the
+    token counts.
 
     `versions` is called when the request is sent, and again when the first token arrives. If the version has changed
     between the two calls, WasCut is raised, because the server may have delayed the request and may sample it with new
@@ -226,12 +227,12 @@ class ServerEngine(Generic[ReplyT]):
                     self._gate.passage(cut.now),
                     aclosing(self._http.events(route, body, headers, cut)) as batches,
                 ):
-                    closings = self._gate.closings  # earlier pauses are not counted: they cannot abort this request
+                    closings = self._gate.closings  # only later pauses can abort this request
                     async for payloads in batches:
                         if (chunk := reply.read(payloads)) is not None:
                             yield chunk
                 reply.check_finished()
-            except Exception as error:  # for any error, the tokens read before it are yielded first
+            except Exception as error:  # tokens that were read before an error are yielded first
                 aborted = isinstance(error, WasCut) or self.aborted(
                     error, reply, paused=self._gate.closings != closings
                 )
@@ -311,7 +312,7 @@ class ServerEngine(Generic[ReplyT]):
     async def resume(self) -> None:
         try:
             await self.order_resume()
-        finally:  # also if the order fails, because a server that is still paused holds back new generations itself
+        finally:  # opened even if the order fails, because a paused server itself holds back generations
             self._gate.open()
 
     async def order_pause(self, mode: str) -> None:

@@ -45,7 +45,7 @@ from outrider.wire.http_connections import Buffer
 log = logging.getLogger("outrider.engine")
 
 CONSTRAINT_FIELDS = {
-    ConstraintKind.JSON_OBJECT: "json_schema",  # with the schema of any object, as SGLang's chat route sends
+    ConstraintKind.JSON_OBJECT: "json_schema",  # the schema allows any object, as in SGLang's chat route
     ConstraintKind.JSON_SCHEMA: "json_schema",
     ConstraintKind.REGEX: "regex",
     ConstraintKind.GRAMMAR: "ebnf",
@@ -59,8 +59,8 @@ OLD_IMAGES = (
     " with SGLANG_VLM_CACHE_SIZE_MB=0"
 )
 IDS_PER_TOKEN = 4096
-"""With images, each event of a stream repeats the ids of the whole prompt. So the server sends an event for several
-tokens, such that an event has at most about this number of ids of the prompt for each token."""
+"""If a prompt has images, the server sends one event for every 1 + (number of prompt ids) // IDS_PER_TOKEN tokens.
+Events of one token would be too expensive for a long prompt, because each event repeats all ids of the prompt."""
 SETTINGS_SECONDS = 5.0
 """Timeout of the request for the server's settings. SGLang 0.5.17 took 1.3 s to answer."""
 INCREMENTAL = (
@@ -90,7 +90,8 @@ class _Event(ServerEvent):
     output_ids: list[int] = msgspec.field(default_factory=list)
     meta_info: _Meta | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
-    """The ids of the prompt, in every event, if they are requested. Only those of the first event are decoded."""
+    """The ids of the prompt, which every event has if the request asks for ids. Only the first event's ids are
+    decoded."""
 
 
 class _SGLangReply(ServerReply[_Event]):
@@ -123,7 +124,8 @@ class _SGLangReply(ServerReply[_Event]):
             if not self._length and event.prompt_token_ids:
                 self._prompt_ids = decode_ids(event.prompt_token_ids, self._engine)
         if finish is not None and finish.type == "abort" and len(ids) == 1 < total:
-            ids = [entry[1] for entry in entries]  # a server that has requeued the request sends only the last id
+            # After requeuing a request, the server sends only the request's last id.
+            ids = [entry[1] for entry in entries]
         if new < 0 or len(ids) not in (total, new) or len(entries) not in (total, new):
             raise EngineMisbehaved(
                 f"engine {self._engine!r} sent {len(ids)} ids and {len(entries)} log-probabilities in an event"
@@ -135,7 +137,7 @@ class _SGLangReply(ServerReply[_Event]):
         if any(token_id != entry[1] for token_id, entry in zip(ids, entries, strict=True)):
             raise EngineMisbehaved(f"engine {self._engine!r} gave the log-probability of other tokens than it sampled")
         self.add(ids, checked_logprobs(ids, [entry[0] for entry in entries], self._engine))
-        # The event's weight label belongs to its new tokens, unless the reply has its own spans.
+        # If the reply has no version spans, the event's weight label applies to the event's new tokens.
         if (label := meta.weight_version) is not None and new:
             start = total - new if self._labels else 0
             if self._labels and self._labels[-1].version == label:
@@ -164,7 +166,7 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
     logprob_kind = LogprobKind.SAMPLING
     route = "/generate"
     label_route = "/model_info"
-    session_header = "X-SMG-Routing-Key"  # for routers, which drop the body's field `routing_key`
+    session_header = "X-SMG-Routing-Key"  # a header, because routers drop the body's field `routing_key`
     pause_modes: ClassVar[dict[PauseMode, str]] = {"finish": "abort", "abort": "abort", "keep": "retract"}
     """The server's name for each pause mode. "finish" maps to `abort`, because our generations have ended before the
     server is paused. "keep" maps to `retract` and not to `in_place`, because the server exits if its cache is flushed
@@ -181,8 +183,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
 
     async def _generate_with_images(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Generate, and check the ids of the prompt that the server reports with the first token. The server itself
-        makes the placeholders of an image, one for each token of its own grid of the image. So if the ids are equal to
-        those of the request, the server has read each image, at its place and with the same grid."""
+        makes the placeholders of an image, one for each token of the grid that it computes for the image. So if the
+        reported ids equal the request's ids, the server has read each image at its place and with the same grid."""
         read = False
         async with aclosing(super().generate(request)) as chunks:
             async for chunk in chunks:
@@ -247,7 +249,7 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
 
     def aborted(self, error: Exception, reply: _SGLangReply, *, paused: bool) -> bool:
         """Return True if the server has aborted the request, whether or not this adapter has paused it. In a stream the
-        error code shows the abort, in any other response only the message."""
+        error code shows the abort. In a response that is not a stream, only the message shows it."""
         return isinstance(error, StatusFailure) and (
             error.status == ABORTED or (error.status == 400 and ABORTED_WORDS.search(error.body) is not None)
         )
@@ -320,9 +322,9 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
 
 
 def collapsed(ids: Ids, images: Sequence[RequestImage], engine: str) -> Ids:
-    """Return the ids of a prompt with one placeholder for each image: the server replaces each placeholder by as many
-    as the image has tokens. Raises EngineRejected if there is a placeholder outside of the images, because the server
-    would read an image there."""
+    """Return the ids of a prompt with one placeholder for each image: the server replaces this placeholder by one
+    placeholder for each token of the image. Raises EngineRejected if there is a placeholder outside of the images,
+    because the server would read an image there."""
     kept = np.ones(len(ids), dtype=np.bool_)
     for image in images:
         kept[image.span.start + 1 : image.span.start + image.span.length] = False
@@ -337,7 +339,8 @@ def collapsed(ids: Ids, images: Sequence[RequestImage], engine: str) -> Ids:
 
 
 def _image_data(images: Sequence[RequestImage]) -> list[Buffer]:
-    """Return the beginning of a body with the images of a prompt, in pieces, because they are many megabytes."""
+    """Return the first part of a request body, which has the images of the prompt. The part consists of several pieces,
+    because the images are many megabytes."""
     pieces: list[Buffer] = [b'{"image_data":']
     for at, image in enumerate(images):
         pieces += [b',"data:image/png;base64,' if at else b'["data:image/png;base64,', image.item, b'"']
@@ -345,7 +348,7 @@ def _image_data(images: Sequence[RequestImage]) -> list[Buffer]:
 
 
 def _check_read(request: GenerateRequest, chunk: Chunk, engine: str) -> None:
-    """Raise EngineMisbehaved unless the server reports the ids of the request as those of the prompt."""
+    """Raise EngineMisbehaved if the prompt's ids as reported by the server differ from the request's ids."""
     if chunk.prompt_ids is None:
         raise EngineMisbehaved(
             f"engine {engine!r} does not report the ids of a prompt with images",

@@ -42,7 +42,8 @@ REFUSED: dict[str, Any] = {
     "logit_bias": {},
     "constraint": None,
 }
-"""Sampling parameters for which the workers' protocol has no key, with the only value that is taken."""
+"""Sampling parameters for which the workers' protocol has no key. A request with another value than the one listed is
+refused."""
 
 FINAL: dict[str, type[EngineError]] = {
     ContextOverflow.code: ContextOverflow,
@@ -50,7 +51,8 @@ FINAL: dict[str, type[EngineError]] = {
     RequestError.code: EngineRejected,
     InvalidField.code: EngineRejected,
 }
-"""Codes (`error_code`) of errors that another worker would repeat, each with the error that the call raises."""
+"""The error that a call raises, by the `error_code` in a worker's reply. The table has only errors that another worker
+would repeat."""
 
 
 class VerlWorkersOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -184,7 +186,7 @@ class VerlWorkersEngine:
             return
 
     async def _answer(self, worker: VerlWorker, request: ChatRequest) -> CompletionResponse:
-        """Return the reply of one worker, with the times of the dispatch.
+        """Send a request to a worker and return the reply. The reply's report has the times of the dispatch.
 
         Raises EngineUnavailable for a worker that is lost, fails or does not answer in time, and the errors of
         FINAL."""
@@ -274,7 +276,7 @@ def check_sampling(request: ChatRequest) -> None:
 
 
 def call_of(request: ChatRequest, number: str) -> dict[str, Any]:
-    """Return the message with a call."""
+    """Return the message that sends a request to a worker. `number` is the id of the call."""
     sampling = request.sampling
     return {
         "type": "completion_request",
@@ -292,7 +294,7 @@ def call_of(request: ChatRequest, number: str) -> dict[str, Any]:
 
 
 def _packed(ids: list[int], engine: str) -> bytes:
-    """Raises EngineMisbehaved for a number that is no id."""
+    """Pack the ids of a worker's reply. Raises EngineMisbehaved for a number that is no id."""
     if min(ids) < 0:
         raise EngineMisbehaved(f"engine {engine!r}: a worker sent the id {min(ids)}")
     try:

@@ -65,8 +65,9 @@ UNCOUNTED = "does not say how many tokens of a prompt it had cached: start vLLM 
 
 
 class VLLMOptions(ServerOptions, frozen=True, kw_only=True):
-    """The options of a vLLM server. `logprobs_mode` is the server's `--logprobs-mode`, which no route reports. With
-    `control` false, the server's owner pauses it and changes its weights, and no route for these is called."""
+    """The options of a vLLM server. `logprobs_mode` is the server's `--logprobs-mode`, which no route reports. If
+    `control` is False, the server's owner pauses the server and changes its weights, and the adapter calls no route for
+    pauses or weights."""
 
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     control: bool = True
@@ -114,7 +115,8 @@ class _Event(ServerEvent):
 
 
 class _VLLMReply(ServerReply[_Event]):
-    """Reads the events of both routes. The usage arrives in a later event than the finish."""
+    """Reads the events of the generate route and of `/v1/completions`. The token counts arrive after the finish, in a
+    later event."""
 
     event = msgspec.json.Decoder(_Event)
     events = msgspec.json.Decoder(list[_Event])
@@ -142,7 +144,8 @@ class _VLLMReply(ServerReply[_Event]):
         cached = details.cached_tokens if details else None
         return msgspec.structs.replace(
             super().last(),
-            cached_tokens=None if cached == -1 else cached,  # -1 means that the request was aborted while queued
+            # The server reports -1 if the request was aborted while queued.
+            cached_tokens=None if cached == -1 else cached,
             prompt_tokens=self._usage.prompt_tokens,
         )
 
@@ -183,9 +186,9 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
                 yield chunk
 
     async def _check_pixel_form(self) -> None:
-        """Have the servers prepare a small image, which shows in which form their models take pixels. A model that was
-        given another form would read another image, without an error. Raises EngineRejected unless the form is that of
-        `RequestImage.item`."""
+        """Check the form in which the servers' models take pixels, by letting the servers prepare a small image. A
+        model that got pixels in another form would read another image, without an error. Raises EngineRejected if the
+        form is not that of `RequestImage.item`."""
         part = {"type": "image_url", "image_url": {"url": PROBE_IMAGE}}
         body: dict[str, Any] = {"messages": [{"role": "user", "content": [part]}]}
         if self._model is not None:
@@ -240,7 +243,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         if route == GENERATE:
             body["sampling_params"] = params
             if request.images:
-                body["return_token_ids"] = True  # otherwise the server does not report the images
+                body["return_token_ids"] = True  # without this field the server does not report the images
                 return [
                     *_features(request.images, mark),
                     b"," + orjson.dumps(body)[1:-1] + b',"token_ids":',
@@ -281,7 +284,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         await self.control(f"/pause?mode={mode}", seconds=None)
 
     async def order_resume(self) -> None:
-        if self._control:  # otherwise the server's owner may have paused it to change its weights
+        if self._control:  # otherwise the owner pauses and resumes the server
             await self.control("/resume")
 
     async def set_version(self, version: int) -> None:
@@ -341,9 +344,9 @@ def pixel_form(rendered: Any) -> str:
 
 
 def _features(images: Sequence[RequestImage], salt: str) -> list[Buffer]:
-    """Return the beginning of a body with the images of a prompt, in pieces. Their pixel values are many megabytes, and
-    are sent as they are kept. The server keeps the output of its image encoder by the hash of an image. The hashes
-    depend on the cache salt, so the output of older weights is not used."""
+    """Return the first part of a request body, which has the images of the prompt. The part consists of several pieces,
+    because the pixel values are many megabytes and are sent without a copy. The server keeps the output of its image
+    encoder by the hash of an image. The hashes depend on the cache salt, so the output of older weights is not used."""
     hashes = [hashlib.sha256(f"{salt}/{image.span.digest}".encode()).hexdigest() for image in images]
     placed = {
         "mm_hashes": {"image": hashes},
@@ -373,7 +376,7 @@ def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
             return "it is no folder"
         if not any(file.name.endswith(WEIGHT_FILES) for file in list(path.iterdir())):
             return f"it holds no file {', '.join(WEIGHT_FILES)}"
-    except OSError:  # not a fault: the server's process may have permissions that this process does not have
+    except OSError:  # an unreadable folder is no fault: the server's process may have other permissions
         return None
     return None
 
@@ -386,7 +389,7 @@ def _logprobs(given: _Logprobs | None, ids: list[int], engine: str) -> list[floa
     if given.token_logprobs is not None:
         return checked_logprobs(ids, given.token_logprobs, engine)
     entries = given.content or []
-    if len(entries) == len(ids) == 1:  # a shortcut, because most events have one token
+    if len(entries) == len(ids) == 1:  # shortcut for an event of one token, as most events are
         value = entries[0].logprob
         if entries[0].token_id == ids[0] and value is not None and value > MISSING_LOGPROB:
             return [value]

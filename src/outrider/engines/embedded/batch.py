@@ -130,8 +130,9 @@ class RowBatch(Generic[RowT]):
         return logits
 
     def _prefix(self, row: RowT) -> Cache:
-        """Find the longest known prefix of the row's ids. Return its stored keys and values, and set `row.cached` to
-        its length. The prefix never includes the last id, because its logits are needed for sampling."""
+        """Find the longest prefix of the row's ids whose keys and values are stored. Return these keys and values, and
+        set `row.cached` to the prefix's length. The prefix never includes the last id, because its logits are needed
+        for sampling."""
         limit = len(row.ids) - 1
         asked = np.asarray(row.ids[:limit])
         best: Cache = []

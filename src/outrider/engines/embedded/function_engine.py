@@ -133,7 +133,7 @@ class FunctionEngine:
             self._aborts += 1
             self._changed.send()
             for step in self._steps:
-                if not step.expired():  # an earlier abort may still wait for the step's clean-up
+                if not step.expired():  # an expired step is already being aborted
                     step.reschedule(0)
             changed = self._changed.next()
             while self._steps:
@@ -153,7 +153,7 @@ class FunctionEngine:
         return None if self._tokenize is None else self._tokenize(text)
 
     async def _thawed(self, aborts: int) -> None:
-        """Wait while generations are frozen, unless this generation is aborted."""
+        """Wait until generations are no longer frozen, or until this generation is aborted."""
         changed = self._changed.next()
         while self._frozen and self._aborts == aborts:
             await changed.wait()

@@ -33,10 +33,10 @@ class QueuedRow(Row):
     def __init__(self, checker: RequestChecker, request: GenerateRequest) -> None:
         super().__init__(checker.check(request))
         self._loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[Chunk | EngineUnavailable] = asyncio.Queue()  # its size is limited by max_tokens
+        self.queue: asyncio.Queue[Chunk | EngineUnavailable] = asyncio.Queue()  # max_tokens limits the queue's size
 
     def give(self, item: Chunk | EngineUnavailable) -> None:
-        with contextlib.suppress(RuntimeError):  # raised if the loop is closed, when no consumer is left
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no consumer
             self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
 
 

@@ -35,7 +35,7 @@ replaces the policy's own wait."""
 
 
 class WasCut(Exception):
-    """Raised by an exchange that its `Cut` has ended before the response began."""
+    """Raised by an exchange with the server if its `Cut` ends the exchange before the response has begun."""
 
 
 class Cut:

@@ -88,7 +88,7 @@ def translate(failure: StatusFailure, engine: str, sizes: Sizes = UNSIZED) -> En
         content = orjson.loads(failure.body)
     except orjson.JSONDecodeError:
         message = failure.body[:MAX_QUOTED].decode(errors="replace").strip() or "(no body)"
-    else:  # find the message and the symbolic code in each of the formats that engines use
+    else:  # engines use several formats for the message and the symbolic code
         inner = content.get("error", content) if isinstance(content, dict) else content
         words = inner
         if isinstance(inner, dict):

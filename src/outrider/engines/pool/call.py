@@ -41,8 +41,8 @@ from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpa
 T = TypeVar("T", bound=Chunk | ChatChunk)
 
 FAILOVERS = 3
-"""Maximum retries of a request. After more failures the request itself may be the cause. If engines are unavailable,
-the maximum is the number of engines in the pool, if that number is larger."""
+"""Maximum retries of a request. After more failures the request itself may be the cause. If engines are unavailable, a
+request may be retried at least once for each engine of the pool."""
 
 CHARACTERS_PER_TOKEN = 4
 """A rough ratio for estimating the tokens of texts. The estimate is used for an engine's load and for the time that a
@@ -116,7 +116,8 @@ class EngineCalls:
                         await self.placement.arrivals.next().wait()
                     return member
         except TimeoutError:
-            if self.gate.mode is not None:  # time during a pause does not count, because engines may be down then
+            # Seconds of a pause do not count, because engines may be down during a pause.
+            if self.gate.mode is not None:
                 await self.gate_opened(overdue)
                 return await self.engine_for(session_key, kinds, overdue, avoid)
             troubles = "; ".join(f"{known.name}: {known.detail}" for known in self.members.values() if known.detail)
@@ -236,7 +237,7 @@ class PoolReply(Generic[T]):
                 context = calls.context or member.health.context_tokens
                 fault = overflow_fault(member.name, asked, context, error)
                 try:
-                    if fault is None:  # the engine is right to refuse the prompt
+                    if fault is None:  # the prompt is really too long
                         raise
                     if not self._note_misbehaviour(attempt, fault):
                         raise fault from error
@@ -271,10 +272,10 @@ class PoolReply(Generic[T]):
     def _is_cut(self, attempt: _Attempt, chunk: Any) -> bool:
         """Note the last chunk of an engine's reply. Returns True if the reply was cut off and goes on as a new
         request."""
-        ours = attempt.cuts != self._calls.gate.cuts  # a pause of this pool: the chunk's version may be old
+        # This pool was paused meanwhile, so the chunk's version may be old.
+        ours = attempt.cuts != self._calls.gate.cuts
         if chunk.finish is FinishReason.ABORT and attempt.member.takes_tokens:
-            # If something other than this pool has aborted the generation, the request is repeated only if no token is
-            # lost.
+            # If the generation was aborted from outside this pool, the request is repeated only if no token is lost.
             again = self._cuttable is not None if ours else not attempt.generated and self._dropped < FAILOVERS
             if again:
                 self._dropped += not ours
@@ -297,13 +298,13 @@ class PoolReply(Generic[T]):
         """Note that the engine has failed. Returns True if another engine can take over."""
         calls, member, gate, now = self._calls, attempt.member, self._calls.gate, loop_time()
         silent = isinstance(error, EngineSilent)
-        if silent:  # not marked as failed here: the silence watch does this, unless only this call was lost
+        if silent:  # if the whole engine is silent, the silence watch marks it as failed
             calls.placement.leave(self._request.session_key, member)
             self._avoid = member.name
         else:
             calls.health.mark_failed(member, error)
         self._failed += 1
-        if attempt.begun or self._give_up_at is None:  # the patience begins anew once an engine has replied
+        if attempt.begun or self._give_up_at is None:  # after the first chunk of an engine the patience begins anew
             self._give_up_at = now + calls.patience
         ended_it = gate.mode is not None or attempt.cuts != gate.cuts
         if (ended_it or (silent and self._failed <= FAILOVERS)) and self._cuttable is not None:
@@ -312,7 +313,8 @@ class PoolReply(Generic[T]):
         return not attempt.begun and now < self._give_up_at and self._failed <= max(FAILOVERS, len(calls.members))
 
     def _mistake(self, member: EngineRecord, error: Exception) -> EngineMisbehaved:
-        """Note that the engine's code has raised an error of its own, and return the error to raise."""
+        """Mark an engine as suspect because its code raised an unexpected exception. Returns the EngineMisbehaved to
+        raise instead."""
         mistake = mistake_of(member.name, error)
         self._calls.health.mark_suspect(member, mistake, self._request)
         return mistake
@@ -364,8 +366,9 @@ class _Attempt:
 
 
 class Flights:
-    """The generations in flight of one pool. `some` is set while `SilenceWatch` has to check `all`. `given_up` is
-    called at the end of a generation whose consumer has stopped waiting for a chunk."""
+    """The generations in flight of one pool. `all` has the generations, and the event `some` is set while
+    `SilenceWatch` has to check them. `given_up` is called at the end of a generation whose consumer has stopped waiting
+    for a chunk."""
 
     def __init__(self, limits: SilenceLimits, given_up: Callable[[Flight], None]) -> None:
         self.limits = limits
@@ -458,15 +461,15 @@ class Flight:
             raise
         now = loop.time()
         seconds = now - began
-        # The session's `Overdue` is updated if this stretch is overdue, or if it was so long that a later call of the
-        # session, queued behind this call, may be overdue. A later call cannot be overdue within `least` seconds after
-        # a chunk of this call.
+        # The session's `Overdue` is updated if this stretch is overdue. It is also updated after a long stretch,
+        # because a later call of the session, queued behind this call, may be overdue. A later call cannot be overdue
+        # within `least` seconds after a chunk of this call.
         if seconds > self._least or seconds > wait.allowance - wait.waited:
             self._end_stretch(now)
         else:
             wait.since = None
             wait.waited += seconds
-        if self.error is not None:  # true if the engine's code has suppressed the cancellation
+        if self.error is not None:  # the engine's code has suppressed the cancellation
             self._raise_if_cut()
         member = self.member
         member.last_sign = wait.last = now
@@ -480,7 +483,7 @@ class Flight:
             self._first, self._first_tokens = wait.waited, tokens
             self._token_due = member.pace.token_due()
             self.forgiven = 0.0 if self._known else wait.overdue
-            wait.allowance = wait.waited + self._least  # an early first chunk gives later chunks no additional time
+            wait.allowance = wait.waited + self._least  # seconds that the first chunk did not use are not added
         self.tokens += tokens
         wait.allowance += tokens * self._token_due
         if chunk.finish is not None:

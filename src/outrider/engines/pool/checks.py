@@ -83,7 +83,7 @@ def max_characters(sampling: SamplingParams) -> int:
 def overflow_fault(
     engine: str, request: AnyRequest, context: int | None, error: ContextOverflow
 ) -> EngineMisbehaved | None:
-    """Return an error if an engine has refused a prompt as too long although the prompt fits the model's context.
+    """Return the error of an engine that has refused a prompt as too long although the prompt fits the model's context.
     Returns None if the refusal may be right. The check is needed because a prompt that is too long counts as the
     agent's fault, and ends the session with a grade.
 
@@ -166,7 +166,7 @@ class TokenCheck:
 
 
 class ChatCheck:
-    """Checks one reply of text, chunk by chunk, and any ids in its last chunk."""
+    """Checks one reply of text, chunk by chunk. If the last chunk has ids, they are checked, too."""
 
     def __init__(self, engine: str, sampling: SamplingParams, vocabulary: Vocabulary) -> None:
         self._engine = engine
@@ -242,7 +242,7 @@ def _too_many(engine: str, tokens: int, sampling: SamplingParams) -> EngineMisbe
 
 
 def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary: Vocabulary) -> None:
-    alone = len(ids) == len(logprobs) == 1  # a shortcut, because most chunks have one token
+    alone = len(ids) == len(logprobs) == 1  # shortcut for a chunk of one token, as most chunks are
     if alone and vocabulary.contains(ids[0]) and LOWEST < logprobs[0] <= ROUNDING:
         return
     if len(ids) != len(logprobs):
@@ -257,8 +257,8 @@ def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary
             f"engine {engine!r} sampled the id {wrong}, for which the tokenizer has no token",
             hint="if its model is larger than its vocabulary, have it mask the padding; else it serves another model",
         )
-    # `max` and `sum` are faster than a loop. If no value is too high and the sum is not too low, no value is too low.
-    # Every comparison with NaN is false.
+    # `max` and `sum` are faster than a loop, which runs only if one of them fails. No value is above `ROUNDING`, so a
+    # value that is too low makes the sum too low. Every comparison with NaN is false.
     if not (max(logprobs) <= ROUNDING and sum(logprobs) > LOWEST):
         for value in logprobs:
             if not LOWEST < value <= ROUNDING:

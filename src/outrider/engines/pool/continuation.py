@@ -34,7 +34,7 @@ class ContinuedGeneration:
         self._text = text
         self._sampled: list[int] = []
         self._cuts = 0
-        self._given = 0  # number of tokens that the newest request has sampled
+        self._given = 0  # tokens that the newest request has sampled so far
         self._cached: int | None = None
         self._watch: StopWatch | None = None
 
@@ -147,7 +147,7 @@ class ContinuedGeneration:
         start, count = len(self._sampled), self._given
         spans = list(self.versions)
         for span in versions or (VersionSpan(version, 0, count),):
-            end = min(span.end, count)  # a stop string that spans the cut ends the reply earlier than the engine does
+            end = min(span.end, count)  # if a stop string spans the cut, the reply ends before the engine's span
             if end <= span.start:
                 continue
             if spans and spans[-1].version == span.version:

@@ -210,7 +210,7 @@ class PoolFollower:
                 await self.pool.remove(name, seconds=seconds)
             except Exception:  # an engine's code may raise any error
                 log.exception("engine %s cannot be closed", name)
-            self._work.set()  # the leader may have added a new engine with this name, which can be adopted only now
+            self._work.set()  # now a new engine with the same name can be adopted
 
         self._tasks.create_task(leave(), name=f"removal of {name}")
 
@@ -220,7 +220,8 @@ def apply_state(pool: EnginePool, state: EngineState, known: EngineState | None 
     state applied to the engine, None if there is none."""
     member = pool.members[state.name]
     member.health, member.draining = state.health, state.draining
-    # The version here may be newer than the leader's, unless the leader has gone back.
+    # This process may have received a newer version than the leader. Only if the leader has gone back to an older
+    # version is the newer version replaced.
     gone_back = known is not None and state.version < known.version
     member.version = state.version if gone_back else max(member.version, state.version)
     member.read_constraints()

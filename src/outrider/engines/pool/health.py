@@ -111,7 +111,7 @@ class HealthChecks:
         member.ok = False
         self._placement.refresh(member)
         self._changes.publish(None)
-        if (probe := member.tasks.get("probe")) is not None:  # an earlier probe may still run
+        if (probe := member.tasks.get("probe")) is not None:  # an earlier probe that still runs is replaced
             probe.cancel()
         member.tasks["probe"] = self._tasks.until_done(f"probe {member.name}", lambda: self._probe(member))
 
@@ -189,7 +189,7 @@ class HealthChecks:
                 with gate.ended_by_closing(clock):
                     health = await self.vet(engine)
                     if by_token or not member.awaits_workers:
-                        with suppress(EngineRejected, ContextOverflow):  # a refusal shows that the engine responds
+                        with suppress(EngineRejected, ContextOverflow):  # an engine that refuses a request does respond
                             await self._read_small_reply(engine, request, whole=False)
                     return health
         except TimeoutError:

@@ -15,7 +15,7 @@ from outrider.engines.pool.checks import check_ids, mistake_of
 from outrider.engines.pool.placement import EngineUse, PoolState, state_of
 from outrider.errors import EngineUnavailable, OutriderError
 
-if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes none
+if TYPE_CHECKING:  # imported only for annotations, because this module makes no pools
     from outrider.engines.pool.pool import EnginePool
 
 
@@ -62,7 +62,7 @@ async def forwarded(pool: EnginePool, name: str, request: AnyRequest) -> AsyncGe
     Raises the engine's errors, the errors of `check_ids`, and EngineUnavailable if the engine was removed."""
     if (engine := pool.engine(name)) is None:
         raise EngineUnavailable(f"engine {name!r} was removed")
-    if isinstance(request, GenerateRequest):  # checked again here, because a follower is not trusted
+    if isinstance(request, GenerateRequest):  # the follower's own check of the request is not relied on
         check_ids(request, pool.vocabulary)
     try:
         async with aclosing(chunks_of(engine, request)) as chunks:

@@ -54,8 +54,8 @@ OVERLOAD = 32.0
 OVERLOAD_TIMES = 1.5
 """An engine is overloaded compared with another engine if its load is more than `OVERLOAD` above the other load, and
 more than `OVERLOAD_TIMES` times as high. The thresholds are high, because the context of a session that moves must be
-computed again: on SWE-bench Pro over vllm-router, 84 % of the prompts' tokens were cached with these thresholds, and
-65 % with 4 and 1.1 (NeMo Gym #3345). `python -m bench routing` compares both pairs of thresholds."""
+computed again: on SWE-bench Pro over vllm-router, 84 % of the prompts' tokens were cached with these thresholds, and 65
+% with thresholds of 4 and 1.1 (NeMo Gym #3345). `python -m bench routing` compares both pairs of thresholds."""
 
 SLACK = 64
 """The heap is rebuilt, without outdated entries, once it has more than this number of entries per name."""
@@ -114,7 +114,8 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 LASTING = ("generated_tokens", "failures", "misbehaved")
-"""The counts that the leader adds to its own counts when a follower ends, so that they are not lost."""
+"""Names of the counts that outlast a follower: when a follower ends, the leader adds the follower's values to its
+own."""
 COUNTS = ("in_flight", "sessions", "assigned_tokens", *LASTING)
 """The fields of `EngineUse` that the status adds up over all processes."""
 
@@ -195,8 +196,8 @@ class EngineRecord:
     """The highest version that a follower has reported and for which the engine was checked."""
     failed_probes: int = 0
     silent: AnyRequest | None = None
-    """A request for one token, which an engine that fell silent must answer before it serves again. None for any other
-    engine."""
+    """For an engine that fell silent, the request for one token that the engine must answer before it serves again.
+    None for any other engine."""
     newest_answered: float = 0.0
     """Start time of the newest call that has received a chunk."""
     pace: Pace = field(default_factory=Pace)
@@ -304,8 +305,8 @@ class Placement:
     """The assignments of one pool's sessions to engines. Engines that take tokens and engines that take messages have
     separate heaps, because an engine of one kind cannot serve requests of the other kind.
 
-    `near` are the names of the engines near this process's machine, as patterns of `fnmatch`. Sessions get a near
-    engine first, unless that engine is overloaded."""
+    `near` are the names of the engines near this process's machine, as patterns of `fnmatch`. A session gets the least
+    loaded near engine if this engine is not overloaded."""
 
     def __init__(self, near: Sequence[str] = ()) -> None:
         self._near = tuple(near)
@@ -316,9 +317,10 @@ class Placement:
         """Sent whenever an engine begins to serve."""
 
     def pick(self, session_key: str, kinds: tuple[bool, ...], avoid: str | None = None) -> EngineRecord | None:
-        """Return the session's engine. If the session has no engine that serves, assigns the least loaded engine, or
-        the least loaded near engine unless it is overloaded compared with the former. A suspect engine, or the engine
-        named `avoid`, is assigned only if there is no other engine of the same kind.
+        """Return the session's engine. If the session has no engine that serves, assigns the least loaded near engine.
+        If there is no near engine, or if it is overloaded compared with the least loaded engine of all, the latter is
+        assigned. A suspect engine, or the engine named `avoid`, is assigned only if there is no other engine of the
+        same kind.
 
         `kinds` has the acceptable values of `takes_tokens`, in order of preference. Returns None if no engine can be
         assigned.
@@ -386,7 +388,7 @@ class Placement:
         if member.takes_sessions:
             self._members[member.name] = member
             heap.put(member.name, member.load)
-        elif self._members.get(member.name) is member:  # the name may already belong to a newer engine
+        elif self._members.get(member.name) is member:  # a newer engine may have the same name
             del self._members[member.name]
             heap.drop(member.name)
 

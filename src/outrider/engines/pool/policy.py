@@ -105,7 +105,7 @@ class Policy:
         return max((member.version for member in self._members.values()), default=0)
 
     def note_failure(self, member: EngineRecord) -> None:
-        """Report to the leader that an engine has failed in this process. Does nothing unless the policy follows a
+        """Report to the leader that an engine has failed in this process. Does nothing if the policy follows no
         leader."""
 
     def status(self) -> PolicyStatus:
@@ -194,7 +194,7 @@ class Policy:
                 await self._remember(known)
                 if meanwhile is not None:
                     await meanwhile()
-            finally:  # also after an error, because the engines have the new weights and must resume with their version
+            finally:  # even after an error: the engines have the new weights and must resume with their version
                 await shielded(lambda: self._resume_engines(known, loaded))
 
     async def catch_up(self, member: EngineRecord, health: EngineHealth) -> int:
@@ -202,11 +202,11 @@ class Policy:
         paused, and return its version. Raises EngineError if the engine cannot serve."""
         engine = member.engine
         async with self._lock:
-            if member.ok:  # an earlier operation has brought the engine back
+            if member.ok:  # an earlier operation has already brought the engine up to date
                 return member.version
             version = self.version_of(engine, health)
             if (outdated := self.outdated(engine, health)) is not None:
-                member.behind = True  # the next update then includes the engine, even if the load below fails
+                member.behind = True  # marked for the next update, in case the load below fails
                 known, load = self._known, weights_loader(engine)
                 # A busy engine must not load weights: its generations began before the engine failed, and may not have
                 # been paused.
@@ -267,7 +267,8 @@ class Policy:
             self.gate.cuts += 1
 
         async def stop(member: EngineRecord) -> None:
-            member.paused = True  # set before the order, because an engine that fails during the order may be paused
+            # `paused` is set before the order: an engine that fails during the order may be paused.
+            member.paused = True
             await cast(Engine, member.engine).pause(mode)
 
         # Include failed and removed engines, because generations may still run there.
@@ -294,7 +295,8 @@ class Policy:
         failures = await self._order_all(reached, load)
         if len(failures) == len(reached):
             for failure in failures:
-                if isinstance(failure.error, EngineUnavailable):  # not for a refusal: the engine still has old weights
+                # An engine that only refuses still has its old weights.
+                if isinstance(failure.error, EngineUnavailable):
                     self._lost(failure.member, failure.error)
             if failures:
                 raise failures[0].error
@@ -345,7 +347,7 @@ class Policy:
                 self._lost(failure.member, failure.error)
         finally:
             self.gate.open()
-            self._changed()  # also if the gate was already open, because the version may be new
+            self._changed()  # published even if the gate was already open, because the version may be new
 
     def _warn_of_old_keys(self, member: EngineRecord) -> None:
         """Warn once for each engine that the engine may reuse keys and values of the old weights. Called when the
@@ -361,8 +363,8 @@ class Policy:
     @asynccontextmanager
     async def _closed(self, mode: PolicyPause) -> AsyncGenerator[None, None]:
         """Run one operation with the gate closed, after all earlier operations. The gate closes immediately, and closes
-        again if an earlier operation has opened it. If the block or the wait for earlier operations fails or is
-        cancelled, the policy stays paused only if it was paused before."""
+        again if an earlier operation has opened it. If the block, or the wait for earlier operations, fails or is
+        cancelled, the gate opens again if it was open before."""
         was_open = self.gate.mode is None
         self.gate.close(mode)
         try:

@@ -265,7 +265,7 @@ class EnginePool:
             try:
                 await engine.start()
                 yield engine
-            except BaseException:  # also for a cancellation
+            except BaseException:  # includes a cancellation, after which the engine must be closed, too
                 await shielded(engine.close)
                 raise
         finally:
@@ -331,7 +331,7 @@ class EnginePool:
         self._claimed.add(name)
 
     def _unclaim(self, name: str) -> None:
-        """Free a name, unless an engine or list with this name is in the pool."""
+        """Free a name. Does nothing if an engine or list with this name is in the pool."""
         if name not in self.members and name not in self._listings:
             self._claimed.discard(name)
 

@@ -216,7 +216,7 @@ def given_up_wait(flight: Flight) -> GivenUp:
     token = pace.usual_token
     whole, waited = first + token * (flight.tokens + 1), flight.wait.waited
     late = stretch < UNANSWERED_SECONDS or waited * token > stretch * whole
-    if late and stretch >= SLOWER * token:  # a consumer that gives up sooner does so because of the reply's content
+    if late and stretch >= SLOWER * token:  # who gives up sooner does so because of the reply's content
         return GivenUp(began, waited, whole)
     return GivenUp(began, stretch, token)
 
@@ -227,7 +227,7 @@ async def _vouch(engine: str, given_up: GivenUp, question: TokenProbe | None, be
     silent = given_up.waited
     if question is not None:
         if question.task is not None:
-            await asyncio.wait([question.task])  # `wait` does not raise the task's error
+            await asyncio.wait([question.task])  # `asyncio.wait` does not raise the task's error
         if question.sign is not None:
             silent += question.sign
         elif question.answered is not None:
@@ -255,7 +255,7 @@ def probe_request(request: AnyRequest) -> AnyRequest:
     prompt, or one short message."""
     sampling = SamplingParams(max_tokens=1)
     if isinstance(request, GenerateRequest):
-        # without the images, whose placeholders must not be in the prompt either
+        # the images are left out, so their placeholders must be left out, too
         end = min([16, *(image.span.start for image in request.images[:1])])
         return msgspec.structs.replace(request, input_ids=request.input_ids[:end], sampling=sampling, images=())
     said = Message(role=Role.USER, content="Say one word.")

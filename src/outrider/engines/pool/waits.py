@@ -34,8 +34,8 @@ SLOW_CALLS = 8
 SLOW_SECONDS = 120.0
 """The engine counts as slow, not silent, after `SLOW_CALLS` overdue calls in a row over at least `SLOW_SECONDS`."""
 STEADY = 5.0
-"""Factor on `SLOW_SECONDS` for an engine of known pace that has already served this process a call that was not
-overdue."""
+"""`SLOW_SECONDS` is multiplied by this factor if the engine's pace is known and this process has already received a
+reply of the engine in time."""
 SUMMED_UP_EVERY = 16
 """Number of newly remembered calls after which the medians are computed again."""
 MUCH_SLOWER = 8.0
@@ -333,7 +333,7 @@ class Overdue:
         """Total seconds of the calls that the session has given up since an engine last finished a reply (see
         `silence.py`)."""
         self._clock = clock
-        self._open: dict[SessionWait, None] = {}  # in order of their start
+        self._open: dict[SessionWait, None] = {}  # open waits, in the order in which they began
         self._seconds = 0.0
         self._before_run = 0.0
         self._longest = 0.0
@@ -368,8 +368,8 @@ class Overdue:
         self._open[wait] = None
 
     def before_end(self, wait: SessionWait, now: float) -> None:
-        """Count the overdue seconds up to now. To be called just before an overdue wait ends or begins anew, because
-        its overdue seconds would be lost otherwise."""
+        """Count the overdue seconds up to now. Must be called before an overdue wait ends or begins anew: its overdue
+        seconds would otherwise be lost."""
         self._count(now)
         if (overdue := wait.overdue_by(now)) > self._longest:
             self._longest, self._what = overdue, wait.what
@@ -383,7 +383,8 @@ class Overdue:
             del self._open[wait]
 
     def _note_delivery(self, wait: SessionWait) -> None:
-        """Record the last delivery to `wait`, which is over, in the later waits for the same resource."""
+        """Record the time of the last delivery to `wait` in the later waits for the same resource. Called when `wait`
+        is over."""
         later = False
         for other in self._open:
             if later and other.queued and other.what == wait.what:
@@ -435,10 +436,10 @@ class Overdue:
             self.remove(wait)
 
     def _count(self, now: float) -> None:
-        """Add the overdue seconds since the last call. Between two calls the same waits are open, so the overdue time
-        is one stretch up to now."""
+        """Add the overdue seconds since the last call of this method. The same waits were open since then, so their
+        overdue time is one stretch that lasts until now."""
         due = math.inf
-        if len(self._open) == 1:  # a shortcut, because this method runs several times per call
+        if len(self._open) == 1:  # shortcut for the usual case of one open wait
             (wait,) = self._open
             due = wait.due(wait.behind)
         else:

@@ -123,8 +123,8 @@ class AttachedWorker:
 
     @property
     def _scarce(self) -> int:
-        """While at least this many messages are unacknowledged, every chunk is acknowledged as soon as it is
-        consumed."""
+        """A number of unacknowledged messages. While at least this many are unacknowledged, every chunk is acknowledged
+        as soon as it is consumed."""
         return max(1, self._options.total_window // 2)
 
     @property
@@ -347,9 +347,9 @@ class AttachedWorker:
         generation.news.set()
 
     def _received(self, generation: _Generation) -> None:
-        """Count a message. When the number of unacknowledged messages reaches `_scarce`, all consumed messages are
-        acknowledged. Otherwise a reader that has consumed everything could wait for the worker while the worker waits
-        for acknowledgements."""
+        """Count a message of the worker. When the number of unacknowledged messages reaches `_scarce`, all consumed
+        messages are acknowledged. Otherwise a reader that has consumed everything could wait for the worker while the
+        worker waits for acknowledgements."""
         generation.received += 1
         self._unacknowledged += 1
         if self._unacknowledged == self._scarce:

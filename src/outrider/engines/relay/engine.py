@@ -171,8 +171,8 @@ class RelayEngine:
 
     async def update_weights(self, weights: str, version: int) -> None:
         """Load weights on every worker. A worker without a connection gets the order when it has reconnected. A worker
-        that fails, or attached during the update, is disconnected. After reconnecting, such a worker loads the weights
-        before it gets work, as any new worker does. Raises a worker's error if no worker has loaded the weights."""
+        that fails, or that attaches during the update, is disconnected. When it reconnects, it loads the weights before
+        it gets work, as any new worker does. Raises a worker's error if no worker has loaded the weights."""
         if unable := [worker.name for worker in self._workers.values() if not worker.hello.loads]:
             raise EngineRejected(f"{', '.join(unable)} cannot load weights", hint=LOADS)
         asked = list(self._workers.values())
@@ -242,7 +242,7 @@ class RelayEngine:
 
         def handle(message: ToService) -> None:
             worker.handle(message)
-            if isinstance(message, Version):  # the new version may allow the worker to get work
+            if isinstance(message, Version):  # a worker with a newer version may become able to get work
                 news()
 
         worker.connect(link, hello)
@@ -293,7 +293,7 @@ class RelayEngine:
         attached()
 
     async def _bring_up(self, worker: AttachedWorker) -> None:
-        """Apply the engine's pause and weights to a new worker, and repeat this until both are up to date. Raises the
+        """Apply the engine's pause and weights to a new worker. Repeat this while they change meanwhile. Raises the
         worker's errors."""
         paused: PauseMode | None = "finish" if worker.hello.paused else None
         while True:
@@ -325,7 +325,7 @@ class RelayEngine:
             self._drop(worker, end.reason or "it has left" if end is not None else "the service is closing")
 
     def _drop(self, worker: AttachedWorker, reason: str) -> None:
-        if self._workers.get(worker.hello.instance) is worker:  # a newer worker may have taken its place
+        if self._workers.get(worker.hello.instance) is worker:  # another worker object may have replaced this one
             del self._workers[worker.hello.instance]
             if not self._workers:
                 self._context = None
@@ -369,8 +369,8 @@ class RelayEngine:
         return own if stays else best
 
     async def _each(self, act: Callable[[AttachedWorker], Awaitable[None]]) -> dict[AttachedWorker, EngineError]:
-        """Run `act` on every worker concurrently. Returns the failures, without those of workers that have gone
-        meanwhile."""
+        """Run `act` on every worker concurrently. Returns the failures by worker, except failures of workers that have
+        left meanwhile."""
         failures: dict[AttachedWorker, EngineError] = {}
 
         async def one(worker: AttachedWorker) -> None:

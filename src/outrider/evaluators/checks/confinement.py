@@ -28,7 +28,7 @@ from outrider.sandbox.runtimes.guest.isolation.seccomp import (
 SYSTEM_FOLDERS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 OPENS = {"x86_64": {2: SECOND, 257: THIRD}, "aarch64": {56: THIRD}}
-"""The argument with the flags of `open` and `openat`, by machine and number of the system call."""
+"""For each machine and number of the system call `open` or `openat`, the argument that holds the flags."""
 CALCULATION = {
     "x86_64": (
         *(0, 1, 3, 4, 5, 6, 8),  # read, write, close, stat, fstat, lstat, lseek

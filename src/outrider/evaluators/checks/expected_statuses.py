@@ -16,7 +16,8 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m|\r")
 SUMMARY = "short test summary info"
 STATUSES = ("PASSED", "FAILED", "ERROR")
 CONTRADICTED = "PASSED and FAILED"
-"""The status of a test that the summary lists as passed and as failed, as pytest never does."""
+"""The status of a test that the summary lists both as passed and as failed. pytest itself never lists a test in this
+way."""
 NAMED = 5
 """Maximum number of tests named in a reason."""
 
@@ -50,9 +51,9 @@ def statuses_of(log: str) -> dict[str, str]:
 def compare(
     expected: Mapping[str, str], log: str, reported: Iterable[str] | None, added: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the judgement as `swebench_check.check` does. `reported` are the lines of the second witness, each with a
-    status and a test, or None if there is no witness. A test counts only if the witness has reported the same status.
-    `added` are the ends of the names of the tests that Outrider has added."""
+    """Return the judgement as `swebench_check.check` does. `reported` are the lines of the report that Outrider's
+    pytest plugin has made, each with a status and a test, or None if there is no such report. A test counts only if the
+    report has the same status. `added` are the ends of the names of the tests that Outrider has added."""
     wanted = {name.split(" - ")[0]: status for name, status in expected.items()}
     found = {name: status for name, status in statuses_of(log).items() if not name.endswith(added)}
     met = {name for name, status in wanted.items() if found.get(name) == status}

@@ -19,15 +19,15 @@ from outrider.evaluators.checks.math_units import read_unit
 UNIT_AFTER = re.compile(
     r"[\s$]*(?:\\[)\]])?\s*(?:\\(?:text|mathrm)\s*\{)?\s*([a-zA-Z°%][a-zA-Z/^\d ]{0,30}?)\s*(?:[}.,;$\n]|$)"
 )
-"""The text behind a box, if the text begins with a word that may be a unit."""
+"""Matches the text behind a box if the text begins with a word that may be a unit."""
 WRITTEN = re.compile(
     r"""\\(?:operatorname\*?\s*\{\s*)?
         (?: (?:i{1,3}|o|small)nt | sum | prod | lim | gcd | lcm | max | min | [dt]?binom | choose | det ) (?![a-zA-Z])
       | \\[dt]?frac \s* \{? \s* (?: d | \\partial ) [^{}]* \}? \s* \{? \s* (?: d | \\partial ) \s* [a-zA-Z]""",
     re.VERBOSE,
 )
-"""LaTeX for a calculation. math-verify evaluates some of these calculations while parsing, so its result does not show
-that the text had a calculation."""
+"""Matches LaTeX for a calculation. math-verify evaluates some of these calculations while parsing, so its result does
+not show that the text had a calculation."""
 WARM = (
     ("\\frac{1}{2}", "So it is $\\boxed{0.5}$."),
     ("\\{1,2\\}", "$\\boxed{\\{2,1\\}}$"),

@@ -47,12 +47,13 @@ CHOSEN = re.compile(
     re.DOTALL,
 )
 OTHER_LETTER = re.compile(r"\b(?:or|and)\b|\([A-J]\)|^\W*[A-J]\W*$|^\s*[,;/&|]")
-"""A text after a letter which shows that the answer names several letters: `A or B`, `A, C`."""
+"""Matches the text after a letter if the text shows that the answer names several letters: `A or B`, `A, C`."""
 CONSTANTS = ("C", "c", "K", "k")
 
 
 class Comparison:
-    """`tolerance` is the greatest relative difference of two equal numbers, or None if numbers must be equal."""
+    """Compares two values. `tolerance` is the greatest relative difference of two equal numbers, or None if numbers
+    must be equal."""
 
     def __init__(self, tolerance: float | None, seed: str) -> None:
         self._tolerance = None if tolerance is None else sympy.Rational(str(tolerance))
@@ -115,7 +116,7 @@ class Comparison:
             assert isinstance(gold, Assigned)
             if isinstance(answer, Equation) and len(gold.sides) == 2:
                 return self._proportional(gold.sides[0] - gold.sides[1], answer.side, positive=False)
-            of_sum = re.match(r"\w+[+-]", gold.name) is not None  # x + y = 5 may be a line
+            of_sum = re.match(r"\w+[+-]", gold.name) is not None  # `x + y = 5` may be the equation of a line
             return not of_sum and not isinstance(answer, System | Equation) and self.same(gold.value, answer)
         if not isinstance(gold, Assigned):
             if isinstance(gold, Equation) and len(answer.sides) == 2:
@@ -162,7 +163,7 @@ class Comparison:
         for one, side in ((gold, ones), (answer, others)):
             if not isinstance(one, Several | Quantity | Assigned | Region | Coordinates):
                 return False
-            if len(side) == 1 and isinstance(side[0], Several | Region):  # a set of a set is not the set
+            if len(side) == 1 and isinstance(side[0], Several | Region):  # a set in a set differs from the inner set
                 return False
         ones, others = self._distinct(ones, gold), self._distinct(others, answer)
         if len(ones) != len(others):
@@ -269,8 +270,8 @@ class Comparison:
             return False
 
     def _vanishes(self, difference: Expr, symbols: list[Symbol], scale: Expr) -> bool:
-        """Return True if the expression is 0 at some random points. No agent knows the points: the gold answer seeds
-        them."""
+        """Return True if the expression is 0 at some random points. The gold answer is the seed of the points, so an
+        agent cannot predict them."""
         agreed = 0
         for attempt in range(TRIES):
             sign = -1 if attempt % 2 else 1
@@ -330,7 +331,7 @@ def _pieces(points: Set) -> list[sympy.Interval] | None:
 
 
 def _constant_renamed(gold: Expr, answer: Expr) -> Expr:
-    """Give the constant of integration the name that the gold answer uses."""
+    """Rename the constant of integration in the answer to the name that the gold answer uses."""
     ours, theirs = (
         [term for term in expr.as_ordered_terms() if isinstance(term, Symbol) and term.name in CONSTANTS]
         for expr in (gold, answer)

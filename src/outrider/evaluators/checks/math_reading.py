@@ -182,15 +182,15 @@ NAME = re.compile(
         (?:_\s*(?:\w|\{\w{1,8}\}))? '* (?:\^\{?-1\}?)? \s* (?:\(\s*[\w,+\-\s]{1,20}\))? $""",
     re.VERBOSE,
 )
-"""The left side of an assignment: a variable, a sum of variables, a function of an argument, a segment, an angle, or
-words."""
+"""Matches the left side of an assignment: a variable, a sum of variables, a function of an argument, a segment, an
+angle, or words."""
 COMPOUND = re.compile(r'(\d[\d.]*\s*"?\s*[a-zA-Z]{1,8}\s*"?)\s*(\d[\d.]*\s*"?\s*[a-zA-Z]{1,8}\s*"?)$')
-"""A quantity in two units: `6 hours 30 minutes`."""
+"""Matches a quantity in two units: `6 hours 30 minutes`."""
 RATIONAL = re.compile(
     r"([-+]?)\s*(?:(\d+)|(\d*)\.(\d+)|(\d+)\s*/\s*(\d+)|\\frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\})$"
 )
 UNREAD = ('"', "°", "%", "!!", "...", "\\ldots")
-"""Signs that are not part of an expression: of words, units, omissions and double factorials."""
+"""Signs that no expression has. They belong to words, units, omissions and double factorials."""
 SPELLING = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
 )
@@ -216,7 +216,7 @@ def read(text: str, *, merge: bool = True, letters: bool = False) -> Value:
 
 
 def expression(text: str) -> Expr:
-    """Return the number or expression that the text is. Raises Unreadable."""
+    """Return the number or expression for which the text stands. Raises Unreadable."""
     if (number := rational(text)) is not None:
         return number
     return _parsed(text)
@@ -244,7 +244,7 @@ def _parsed(text: str) -> Expr:
     if any(sign in text for sign in UNREAD) or _sides(text)[1]:
         raise Unreadable(text)
     if re.search(rf"(?<![\\a-zA-Z])(?!{FUNCTIONS})[a-zA-Z]{{4,}}", text):
-        raise Unreadable(text)  # a word is no product of variables
+        raise Unreadable(text)  # a word is not a product of variables
     text = re.sub(r"\\log_\s*(\w)\s+", r"\\log_{\1} ", text)
     text = re.sub(rf"(?<![\\a-zA-Z])({FUNCTIONS})(?![a-zA-Z])", r"\\\1 ", text).replace("\\infinity", "\\infty")
     text = re.sub(r"\\(exp|sin|cos|tan|ln|log)\s+\(", r"\\\1(", text)
@@ -325,7 +325,7 @@ class _Reader:
         return self._joined([self.item(part, depth + 1) for part in self._repeat_name(parts)], joint, text)
 
     def _repeat_name(self, parts: list[str]) -> list[str]:
-        """`x = 1, 2` is `x = 1, x = 2`."""
+        """Repeat the name before each value of a list: `x = 1, 2` becomes `x = 1, x = 2`."""
         found = re.match(r"(.*?)=(?!.*=)", parts[0])
         if found and NAME.match(found[1].strip()) and not any(RELATION.search(part) for part in parts[1:]):
             return [parts[0], *(f"{found[1]}={part}" for part in parts[1:])]
@@ -647,7 +647,7 @@ class _Reader:
             if not NO_NOUN.isdisjoint(noun.union(words)) or re.search(r"[\\^_*/+=]", tail):
                 return None
         elif unit.turns and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", head):
-            return None  # the angle of the function
+            return None  # the degrees belong to the argument, as in `\sin 30°`
         elif not quoted and re.fullmatch(r"[a-zA-Z](?:\^.*)?", tail.strip()) and not (self._letters or tail[0] == " "):
             return None
         try:
@@ -722,8 +722,9 @@ def _expressions(sides: list[str]) -> Iterator[Expr]:
 
 
 def _of_chain(numbers: list[Quantity], signs: list[str]) -> Quantity | None:
-    """Return the value of a chain of equal or rounded numbers. Returns None if the numbers are different. Behind `=` a
-    decimal is rounded only if it has a fraction and the number before it is no decimal (`7.01 = 7` is false)."""
+    """Return the value of a chain of numbers that are equal or rounded. Returns None if the numbers differ. After `=`,
+    a number counts as rounded only if it is no integer and the number before it is no finite decimal: `1/3 = 0.33` has
+    a value, but `7.01 = 7` and `0.334 = 0.33` have none."""
     first = numbers[0]
     rounded: Expr | None = None
     for one, sign in zip(numbers[1:], signs, strict=True):
@@ -753,7 +754,8 @@ def _of_chain(numbers: list[Quantity], signs: list[str]) -> Quantity | None:
 
 
 def _total(parts: list[Value]) -> Quantity | None:
-    """Return the sum of two quantities of the same dimensions, the greater unit first, or None."""
+    """Return the sum of two quantities of the same dimensions, if the first has the greater unit. Returns None
+    otherwise."""
     match parts:
         case [Quantity(value=great, unit=Unit() as unit), Quantity(value=small, unit=Unit() as less)]:
             if unit.dimensions == less.dimensions and unit.factor > less.factor:
@@ -763,7 +765,7 @@ def _total(parts: list[Value]) -> Quantity | None:
 
 
 def _decimals(value: Expr) -> int | None:
-    """Return the number of decimals of a decimal number, at least 2. Returns None for other numbers."""
+    """Return the number of decimals of a decimal number, but at least 2. Returns None for other numbers."""
     if not isinstance(value, sympy.Rational):
         return None
     return next((digits for digits in range(2, 30) if 10**digits % value.q == 0), None)
@@ -810,7 +812,8 @@ def _interval(items: tuple[Value, ...], kind: str) -> Region | None:
 
 
 def _as_region(item: Value | None) -> Region | None:
-    """Return the set of real numbers that the value is or may be, or None."""
+    """Return the set of real numbers for which the value stands or may stand. Returns None for a value without such a
+    set."""
     if isinstance(item, Region):
         return item
     if isinstance(item, Coordinates) and item.bracket in "([":

@@ -75,7 +75,7 @@ MULTIPLES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion"
 MULTIPLE = re.compile(
     r'(?<=[\d}])(?:(\s*"?)\s*\b(WORD)s?\b(?!\s*")|\s*"\s*(WORD)s?\s*")'.replace("WORD", "|".join(MULTIPLES))
 )
-"""A power of ten in words behind a number: `3.5 million`."""
+"""Matches a power of ten in words behind a number: `3.5 million`."""
 THOUSANDS = re.compile(r"(?<![\d,.{])\d{1,3}(?:,\d{3})+(?![\d,])")
 EVERYWHERE = re.compile(
     r"""(.*[^\s,;("])[\s,;(]*
@@ -86,7 +86,7 @@ EVERYWHERE = re.compile(
           | "?\s*for\ (?:all\ |any\ |every\ )?integers?\s*"?\s*([kmn]) )\s*"?\)?$""",
     re.VERBOSE | re.DOTALL,
 )
-"""A condition after an answer that all real numbers or all integers fulfil: `f(x) = x` for all *x*."""
+"""Matches a condition after an answer that all real numbers or all integers fulfil: `f(x) = x` for all *x*."""
 SPACED_THOUSANDS = re.compile(r"(?<![\d.,])(?<![\d.,] )([1-9]\d{0,2})((?: \d{3})+)(?! ?[\d/])")
 OPEN, CLOSE = "([{", ")]}"
 MAX_JOINED = 16
@@ -145,7 +145,7 @@ def _without_dollars(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Remove braces around the whole text, if they are not a set's."""
+    """Remove braces around the whole text. The braces of a set stay."""
     while text.startswith("{") and closing(text, 0) == len(text) - 1 and not split(text[1:-1], ",;")[1:]:
         text = text[1:-1].strip()
     return text
@@ -218,12 +218,12 @@ SHORT_REPLY = 40
 HOPE = re.compile(r"(?i:\s*I hope it is correct.*$)", re.DOTALL)
 SENTENCE = re.compile(r"(?:\.|!|\?)(?=\s|$|\*)|\n")
 EXPLAINED = re.compile(r",?\s+(?:since|because|which is|as (?:required|desired|shown|claimed))\b.*$", re.DOTALL)
-"""The explanation that follows an answer: `42, because ...`."""
+"""Matches the explanation that follows an answer: `42, because ...`."""
 UNSURE = re.compile(
     r"(?:n['\u2019]t|\b(?:not|or|nor|than|least|most|exceeds?)|[<>≤≥])[\s$*]+-?[\d.,]+\W*$|^[\s$*]*\d+%\d",
     re.IGNORECASE,
 )
-"""The end of a sentence whose last number is not its answer: `41 or 42`, `at least 42`."""
+"""Matches the end of a sentence whose last number is not its answer: `41 or 42`, `at least 42`."""
 BETWEEN = re.compile(
     r"[\s$,;]|\\[()\[\]]|\\quad|\\text\s*\{|\}|\b(?:and|or|perhaps|maybe|possibly|else)\b|[a-zA-Z](?:_\d)?\s*="
 )

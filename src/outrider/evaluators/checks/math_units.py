@@ -15,8 +15,8 @@ Dimensions = frozenset[tuple[str, int]]
 
 @dataclass(frozen=True)
 class Unit:
-    """`factor` converts a number to base units. A degree's factor is 1/180, in units of pi radians, so that `turns` is
-    1 (pi has this exponent)."""
+    """`factor` converts a number to base units, apart from a power of pi. `turns` is the exponent of pi. For a degree,
+    which is pi/180 radians, `factor` is 1/180 and `turns` is 1."""
 
     factor: Fraction
     dimensions: Dimensions
@@ -130,7 +130,7 @@ def _names() -> dict[str, Unit]:
             for prefix, power in prefixes.items():
                 for body in bodies:
                     names[prefix + body] = Unit(unit.factor * Fraction(10) ** power, unit.dimensions)
-    # After the metric units, because "min" is no milli-inch, and "cal" has no prefix "c".
+    # These units replace metric names, because "min" is no milli-inch, and "cal" has no prefix "c".
     for symbols, unit in OTHERS.items():
         names.update(dict.fromkeys(symbols, unit))
     for name, unit in list(names.items()):

@@ -1,9 +1,9 @@
-"""Runs checks of answers in separate processes. This module is the side of the service, or of a node.
+"""Runs checks of answers in separate processes. The service or a node calls this module.
 
-This module imports none of the libraries. Invariants: each check has a limit of processor time and of memory; a hanging
-check delays quick checks by at most QUICK_SECONDS of processor time; a check with a cancelled caller is killed;
-failures of the machine (no process can be started, no time to run) are EvaluatorErrors, and do not count against the
-answer.
+This module imports none of the libraries that check answers. Invariants: each check has a limit of processor time and
+of memory; a hanging check delays quick checks by at most QUICK_SECONDS of processor time; a check with a cancelled
+caller is killed; failures of the machine (no process can be started, no time to run) are EvaluatorErrors, and do not
+count against the answer.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ EVALUATED: dict[str, Callable[[str], bool]] = {
     "polynomial_multiplication": is_formula,
     "countdown": is_sum,
 }
-"""The test that an answer must pass, by the name of the data set, for the data sets of reasoning-gym whose scorers
-evaluate the answer."""
+"""The test that an answer must pass before a scorer evaluates it as Python, by the name of the data set. Other scorers
+evaluate no answer."""
 
 
 def evaluated_in_entry(name: str, entry: dict[str, Any]) -> list[tuple[str, Callable[[str], bool]]]:

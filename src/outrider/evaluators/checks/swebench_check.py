@@ -44,14 +44,14 @@ LINE_BY_LINE = {
     **dict.fromkeys(OF_PYTEST, ""),
     **dict.fromkeys(("parse_log_cargo", "parse_log_gotest", "parse_log_googletest"), ""),
     **dict.fromkeys(("parse_log_jest_json", "parse_log_vitest"), ""),
-    # The results of Jest's files of tests.
+    # These parsers list the results of whole files of tests in Jest's output.
     **dict.fromkeys(("parse_log_carbon", "parse_log_grommet", "parse_log_react_pdf"), ""),
     **dict.fromkeys(("parse_log_minitest", "parse_log_jq", "parse_log_micropython_test"), ""),
-    # The other names are the first lines of documentation, which several tests may share.
+    # A name that does not match is the first line of a test's documentation, which several tests may share.
     "parse_log_django": r"\w+ \([\w.]+\)",
 }
-"""Parsers, by function name, that parse each line separately, with a pattern of the names that belong to one test each,
-or "" if all names do."""
+"""Parsers that parse each line separately, by function name. The value is a pattern: a name that matches the pattern
+belongs to one test only. With "", every name belongs to one test only."""
 SUMMARY = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]* ?s", re.MULTILINE)
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 PASSING = ("PASSED", "XFAIL", "SKIPPED", None)
@@ -195,14 +195,14 @@ def report_of(spec: Any, log: str) -> dict[str, Any]:
     grading.classify_logs = lambda path: classify_text(log)
     try:
         report: dict[str, Any] = grading.get_eval_report(spec, prediction, "", True)[spec.instance_id]
-    finally:  # because other users of the library in this process, such as a benchmark, read real files
+    finally:  # other users of the library in this process, such as a benchmark, read real files
         del grading.open
         grading.classify_logs = classify_logs
     return report
 
 
 def passing(report: dict[str, Any]) -> dict[str, set[str]]:
-    """Return the passing tests of each of the two lists of tests, FAIL_TO_PASS and PASS_TO_PASS."""
+    """Return the passing tests of the two lists FAIL_TO_PASS and PASS_TO_PASS, by the name of the list."""
     status = report.get("tests_status", {})
     return {kind: set(status.get(kind, {}).get("success", ())) for kind in ("FAIL_TO_PASS", "PASS_TO_PASS")}
 
@@ -270,7 +270,7 @@ def log_of(records: str, key: str) -> str:
         if "canary" in record:
             canaries[record["when"], record["canary"]] += 1
         elif "planted" in record:
-            # In a module whose tests are all skipped or expected to fail by a mark, this test is, too.
+            # If a mark skips all tests of a module, or expects them to fail, the mark also applies to the planted test.
             if record["when"] == "call" and (record["planted"] == "passed" or record["excused_by"] is not None):
                 passed.append(record["file"])
         elif "test" in record:

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 LIMITS = struct.Struct("dQi")
-"""Seconds of processor time, bytes of memory besides the loaded library, and the niceness to add to the check."""
+"""The format of a request: seconds of processor time, bytes of memory besides the loaded library, and the niceness to
+add to the check."""
 PIECE = 1 << 16
 
 
@@ -74,7 +75,7 @@ class CheckForker:
                 for pid in self._pids.values():
                     os.kill(pid, signal.SIGKILL)
                 for pid in self._pids.values():
-                    os.waitpid(pid, 0)  # because every check must have ended when this process exits
+                    os.waitpid(pid, 0)  # every check must have ended when this process exits
                 return
 
     def _take(self) -> bool:
@@ -90,7 +91,7 @@ class CheckForker:
             pidfd = os.pidfd_open(pid)
             self._pids[end.fileno()], self._ends[pidfd] = pid, end
             self._poll.register(pidfd, select.POLLIN)
-            self._poll.register(end, 0)  # reports only hang-ups
+            self._poll.register(end, 0)  # the poll reports only hang-ups
         return True
 
     def _ended(self, pidfd: int) -> None:
@@ -119,7 +120,7 @@ class CheckForker:
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
             os.dup2(self._null, 2)
             connection = end.detach()
-            close_others({2, connection})  # because the fork has inherited the connections of other checks
+            close_others({2, connection})  # the fork has inherited the connections of other checks
             os.nice(nicer)
             confine_check(seconds, self._loaded + memory)
             request = b""
@@ -129,7 +130,7 @@ class CheckForker:
             while answer:
                 answer = answer[os.write(connection, answer) :]
             code = 0
-        finally:  # after any exception, because this process must not continue as a second zygote
+        finally:  # after an exception, this process must not continue as a second zygote
             os._exit(code)
 
 
@@ -147,4 +148,4 @@ def main(module: str) -> None:
     gc.collect()
     gc.freeze()  # a collection in a fork would write to, and so copy, every shared page
     zygote.serve()
-    os._exit(0)  # because threads or exit handlers of libraries could delay a normal exit
+    os._exit(0)  # threads or exit handlers of libraries could delay a normal exit

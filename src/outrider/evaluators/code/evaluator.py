@@ -1,7 +1,7 @@
 """The code evaluator: runs a candidate program in a sandbox and compares its results in the service.
 
-A program of the agent's last reply runs in a sandbox of its own with small limits, and a file in the sandbox where it
-lies.
+A program from the agent's last reply runs in a new sandbox with small limits. A program in a file runs in the sandbox
+that has the file.
 
 The candidate may have changed everything in its sandbox, including the interpreter. So the service sends only inputs to
 the sandbox, receives outputs, and never sends expected results. A hidden `check(candidate)` is Python code of the
@@ -43,13 +43,14 @@ QUOTED = 200
 RUN_SECONDS = 0.05
 """Minimum duration of one run of a program, in seconds."""
 LATE_SECONDS = 10.0
-"""Maximum seconds after the time limit of a run in which the sandbox must have ended the program. A fork bomb of
-thousands of processes leaves the sandbox's own process no processor time to do so."""
+"""If a program still runs this many seconds after the time limit of its run, the sandbox has failed to end the program.
+A fork bomb of thousands of processes leaves the sandbox's own process no processor time to do so."""
 SMALL = Resources(memory_mb=1024, disk_mb=256, pids=64)
 """Limits of a sandbox for a program of the last reply. A fork bomb of 64 processes leaves the sandbox's own process
 enough processor time to kill the bomb."""
 FEW_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "4")
-"""Variables for programs: numerical libraries start a thread per processor of the machine, which may exceed SMALL."""
+"""Variables with which programs run. Without them, numerical libraries start a thread per processor of the machine,
+which may exceed SMALL."""
 
 
 class WrongAnswer(Exception):
@@ -66,7 +67,7 @@ class CodeEvaluator:
         """Number of cases. The cases themselves are built again for each evaluation, because parsed cases need ten
         times the memory of their text."""
         self._seconds = options.total_seconds or spec.seconds * 0.75
-        if self._seconds >= spec.seconds:  # otherwise a slow candidate would cause an error instead of reward 0
+        if self._seconds >= spec.seconds:  # a slow candidate would then cause an error instead of reward 0
             raise InvalidField(
                 f"must be below task.evaluator.seconds, which is {spec.seconds:g}",
                 field="task.evaluator.options.total_seconds",
@@ -201,7 +202,7 @@ class CandidateProgram:
     async def asked(self, name: str, call: dict[str, Any], *, prompt: str = "") -> dict[str, Any]:
         """Return the result of a call in the form of `guest.run_call`: an encoded `value`, or `raised`."""
         request = {"file": self._program, "prompt": prompt, "name": name, **call}
-        # -I: otherwise the guest's program could import a candidate's file named like a module of Python.
+        # -I, because otherwise the guest's program could import a candidate's file named like a module of Python.
         command = [self._options.python, "-I", "-B", "-c", f"{guest()}\nrun_call()"]
         done = await self._ran(command, json.dumps(request).encode())
         try:
@@ -237,8 +238,8 @@ class CandidateProgram:
         return done
 
     async def _confirm_broken(self) -> None:
-        """Set `broke_sandbox`. Raises the failure of another sandbox if that does not work either: the candidate is
-        then not the cause."""
+        """Set `broke_sandbox`. If another sandbox does not work either, the candidate is not the cause, and the failure
+        of this other sandbox is raised."""
         async with self._outcome.beside(small(self._outcome.task.runtime.resources)) as other:
             await probe(other, self._options.python)
         self.broke_sandbox = True
@@ -292,14 +293,14 @@ async def probe(runtime: Runtime, python: str) -> None:
         if done.exit_code == 0 and done.stdout == READY.encode():
             return
         tail, late = done.log_tail(), done.timed_out
-    except RuntimeFailure as error:  # for example, the program does not exist
-        await runtime.exec(["true"], seconds=PROBE_SECONDS)  # raises if the whole sandbox is broken
+    except RuntimeFailure as error:  # for example, the program does not exist.
+        await runtime.exec(["true"], seconds=PROBE_SECONDS)  # this call raises if the whole sandbox is broken
         tail = error.message
     raise EvaluatorError(
         f"{python!r} does not run in the sandbox, and the evaluator 'code' needs it",
         hint="use an image that has python3, or name its interpreter: task.evaluator.options.python",
         log_tail=tail or None,
-        inside=not late,  # because a slow host may be the cause of a timeout
+        inside=not late,  # a slow host may be the cause of a timeout
     )
 
 

@@ -99,11 +99,11 @@ def run_call() -> None:
         exec(compile(program, request["file"], "exec"), module.__dict__)
         function = getattr(module, name, None) or getattr(module.Solution(), name)
         answer = {"value": encode(function(*decode(request["args"]), **decode(request["kwargs"])))}
-    except BaseException as error:  # also SystemExit, which is then the result of the call
+    except BaseException as error:  # SystemExit is also caught, and is then the result of the call
         answer = {"raised": [type(error).__name__, str(error)[:1000]]}
     told.write(json.dumps(answer))
     told.flush()
-    os._exit(0)  # without waiting for threads, and without exit handlers
+    os._exit(0)  # this exit waits for no threads and runs no exit handlers
 
 
 class Checker:
@@ -152,7 +152,7 @@ class Checker:
                 return decode(answer["value"])
             except Exception as error:  # the candidate forged the output of `run_call`
                 self._said.put({"failed": f"the program gave no value: {error}"[:1000]})
-                self._answers.get()  # waits for ever, because the check must not hide the failure
+                self._answers.get()  # this wait never ends, because the check must not hide the failure
         name, message = answer["raised"]
         kind = getattr(builtins, name, None)
         # Other types, such as SystemExit or a class of the candidate, become RuntimeError. StopIteration also becomes

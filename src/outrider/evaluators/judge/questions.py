@@ -170,7 +170,8 @@ def filled_in(template: str, values: Mapping[str, str]) -> str:
 
 
 def combined(scores: list[float], combine: Literal["majority", "mean"], undecided: float) -> float:
-    """Combine votes into one score: 1 or 0 if more than half of the votes agree, else `undecided`; or the mean."""
+    """Combine votes into one score. `majority`: 1 or 0 if more than half of the votes agree, otherwise `undecided`.
+    `mean`: the mean of the votes."""
     if combine == "mean":
         return sum(scores) / len(scores)
     for score in (1.0, 0.0):

@@ -39,10 +39,10 @@ LIBRARY = Library(
 CHECKS = partial(Checks, library=LIBRARY)
 END_MARK, EXIT_CODE = ">>>>> End Test Output", ">>>>> Test Exit Code"
 FILE_SECONDS = 60.0
-"""Time limit of a command that finds, removes or checks files."""
+"""Time limit in seconds of a command that finds, removes or checks files."""
 LIST_MOUNTS = r"""printf '%s\0' "$(pwd -P)" && cat /proc/self/mounts"""
-"""Prints the current folder, NUL and the mounts. NUL ends the folder's path, because an agent may have replaced the
-repository with a symbolic link to a folder whose path has a line break."""
+"""A shell command that prints the current folder, NUL and the mounts. NUL ends the folder's path, because an agent may
+have replaced the repository with a symbolic link to a folder whose path has a line break."""
 MODULE_SUFFIXES = (".py", ".pyc", ".so")
 SHARE_OF_TIME = 0.75
 """Default time limit of the tests, as a share of the evaluation's time limit."""
@@ -60,7 +60,7 @@ class SwebenchEvaluator:
                 hint='such as carry = ["src"], or carry = { diff = "." }; never a folder of programs',
             )
         self._seconds = options.test_seconds or spec.seconds * SHARE_OF_TIME
-        if self._seconds >= spec.seconds:  # otherwise a slow candidate would cause an error instead of reward 0
+        if self._seconds >= spec.seconds:  # a slow candidate would then cause an error instead of reward 0
             raise InvalidField(
                 f"must be below task.evaluator.seconds, which is {spec.seconds:g}",
                 field="task.evaluator.options.test_seconds",
@@ -109,7 +109,7 @@ class SwebenchEvaluator:
             f". {shlex.quote(place)}/run.sh", cwd=options.folder, merged=True, seconds=self._seconds
         )
         outcome.log(done.stdout)
-        alive = await runtime.exec(["true"], seconds=FILE_SECONDS)  # raises if the whole sandbox is broken
+        alive = await runtime.exec(["true"], seconds=FILE_SECONDS)  # this call raises if the whole sandbox is broken
         if alive.exit_code != 0:
             raise EvaluatorError("the sandbox runs no program after the tests", log_tail=alive.log_tail(), inside=True)
         metrics = {
@@ -261,7 +261,7 @@ WORDS = (
     ),
     ("again", "at_once", "by_default", "by_name", "first", "from_text", "in_order", "in_place", "later", "with_blanks"),
 )
-"""The words of `planted_name`, by their place."""
+"""Words from which `planted_name` makes a name. The name has one word of each tuple, in this order."""
 
 
 @cache
@@ -270,7 +270,7 @@ def source_text(name: str) -> str:
 
 
 def planted_name() -> str:
-    """Return a random name for the test that the plugin adds to each module of tests, which looks like the names of
+    """Return a random name for the test that the plugin adds to each module of tests. The name looks like the names of
     other tests."""
     return "_".join(("test", *map(secrets.choice, WORDS)))
 
@@ -286,7 +286,8 @@ def plugin(path: str, key: str, planted: str, name: str) -> str:
 
 
 def finder(new: Collection[str], path: str, key: str, name: str) -> str:
-    """Return the text of `sitecustomize.py` for one evaluation. `new` are the candidate's new files of modules."""
+    """Return the text of `sitecustomize.py` for one evaluation. `new` are the module files that the candidate has
+    added."""
     words = ", ".join(map(repr, (sorted(new), path, key, f"-p outrider_{name} ")))
     return f"{source_text('shadow_finder.py')}\n\nstart({words})\n"
 
@@ -317,5 +318,5 @@ async def records_at(runtime: Runtime, path: str) -> str:
     except FileNotFoundError:
         return ""
     except (IsADirectoryError, RuntimeFailure) as error:
-        await runtime.exec(["true"], seconds=FILE_SECONDS)  # raises if the whole sandbox is broken
+        await runtime.exec(["true"], seconds=FILE_SECONDS)  # this call raises if the whole sandbox is broken
         return str(error)

@@ -30,18 +30,19 @@ CONFIGURATION = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
     *("pyproject.toml", "sitecustomize.py", "usercustomize.py", "entry_points.txt"),
 )
-"""Files in any folder of the repository that influence the tests and their results. The last file, beside a package on
-Python's path, names plugins for pytest to load."""
+"""Names of files that influence the tests and their results, in any folder of the repository. `entry_points.txt`,
+beside a package on Python's path, names plugins that pytest loads."""
 GIT = (".git", ".gitattributes")
 """Files of git that the script's `git` commands read. These files can name programs for git to run, and contain the
 original files that git restores."""
 HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 NAMED = re.compile(r"(?:---|\+\+\+|(?:rename|copy) (?:from|to)) (?P<name>.+)")
 SAME = re.compile(r'diff --git (?P<name>("?)(?:[aciw12]/)?(?P<path>.+)\2) \2(?:[bciwo12]/)?(?P=path)\2\r?$')
-"""The first line for a file in a git diff, if both names are equal. Only this line names a file without hunks, such as
-a new empty file. If the names differ, other lines have both names."""
+"""Matches the first line for a file in a git diff, if both names are equal. Only this line names a file without hunks,
+such as a new empty file. If the names differ, other lines have both names."""
 PREFIX = re.compile(r"^[abciwo12]/")
-"""Git's prefixes of names: a/ and b/; c/, i/, o/ and w/ with `diff.mnemonicPrefix`; 1/ and 2/ with --no-index."""
+"""Matches git's prefixes of names: a/ and b/; c/, i/, o/ and w/ with `diff.mnemonicPrefix`; 1/ and 2/ with
+--no-index."""
 TEST_FOLDERS = frozenset(("test", "tests"))
 
 
@@ -50,7 +51,7 @@ def listed(given: Any) -> Any:
     sets of swebench 4.x. Any other value is returned unchanged. Raises ValueError."""
     if not isinstance(given, str):
         return given
-    # Checked before parsing, because a list of millions of tests needs gigabytes of memory.
+    # The commas are counted before parsing, because a list of millions of tests needs gigabytes of memory.
     if given.count(",") > MAX_COMMAS:
         raise ValueError(f"has more than {MAX_COMMAS} commas")
     try:

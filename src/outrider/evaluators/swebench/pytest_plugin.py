@@ -35,7 +35,8 @@ OF_TESTING = ("pytest", "_pytest", "pluggy", "unittest", "numpy.testing", "panda
 """Modules whose functions decide about tests, with the modules below them."""
 BUILTINS = tuple(dir(builtins))
 NAMES_OF_EXCUSES = ("skip", "xfail", "require")
-"""Parts of the names by which tests excuse themselves, such as `pytest.importorskip` and `unittest.SkipTest`."""
+"""Parts of the names with which a test skips itself or expects its failure, such as `pytest.importorskip` and
+`unittest.SkipTest`."""
 
 
 class ReportFile:
@@ -97,8 +98,8 @@ class Guard:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: Any) -> None:
-        """Remember the plugins that pytest has before it imports tests. The package of such a plugin is not the code of
-        a candidate alone, but also part of pytest."""
+        """Remember the plugins that pytest has before it imports tests. A package with such a plugin is a part of
+        pytest here, and does not count as code under test."""
         self._plugins = session.config.pluginmanager.get_plugins()
         names = [each.__name__ for each in self._plugins if isinstance(each, types.ModuleType)]
         tops = [sys.modules.get(name.partition(".")[0]) for name in (*names, *OF_TESTING)]
@@ -132,11 +133,11 @@ class Guard:
         folders = tuple({folder_of_tests(os.path.abspath(str(item.fspath))) for item in items})
         for (module, name), value in parts_of_testing().items():
             before = self._parts.get((module, name))
-            if before is None and module in self._modules:  # a new name there replaces nothing
+            if before is None and module in self._modules:  # a name that is new in its module replaces nothing
                 continue
             if before is not None and before[0] is value and before[1] is code_of(value):
                 continue
-            # A function without a file, in the place of another one, was made by `exec`.
+            # A function that has replaced another one and has no file was made by `exec`.
             made = before is not None and isinstance(value, types.FunctionType) and not files_of(value)
             if made or self._is_under_test(value, folders):
                 self._report.tell(changed=f"{module}.{name}")
@@ -149,7 +150,8 @@ class Guard:
 
     def _added(self, config: Any, items: Any) -> Any:
         """Yield the objects that may have been added to the run after pytest imported the tests, each with a name."""
-        # A module of tests, except the module with the canaries, may name plugins of the repository.
+        # New plugins are expected if a module of tests names plugins of the repository. The module with the canaries is
+        # not searched, because it also contains the word.
         texts = [text for file, text in self._texts.items() if os.path.basename(file) != os.path.basename(__file__)]
         if self._plugins is not None and not any(b"pytest_plugins" in (text or b"") for text in texts):
             for plugin in config.pluginmanager.get_plugins() - self._plugins:
@@ -185,7 +187,8 @@ def code_of(value: Any) -> Any:
 
 
 def files_of(value: Any) -> Any:
-    """Return the existing files of the code of a value: of a function, else of the value's class."""
+    """Return the existing files with the code of a value. For a function, this is its own code; for any other value,
+    the code of its class."""
     if isinstance(value, functools.partial):
         value = value.func
     if isinstance(value, property):
@@ -238,12 +241,12 @@ class Watcher:
         for module, place in sorted(last.items(), key=lambda found: -found[1]):
             scope = vars(module.obj)
             if self._planted not in scope:
-                # An explicit `raise`, because `python -O` leaves out assert statements.
+                # The canary has an explicit `raise`, because `python -O` leaves out assert statements.
                 text = f"def {self._planted}(): raise AssertionError('this test always fails: Outrider has added it')"
                 exec(compile(text, str(module.fspath), "exec"), scope)
                 make: Any = getattr(pytest.Function, "from_parent", None)
                 item = make(module, name=self._planted) if make else pytest.Function(self._planted, module)
-                item.fixturenames = []  # else the module's automatic fixtures would run once more
+                item.fixturenames = []  # with fixtures, the module's automatic fixtures would run once more
                 items.insert(place + 1, item)
 
     @pytest.hookimpl(hookwrapper=True)
@@ -302,14 +305,14 @@ def must_fail() -> None:
         except FAILURES:
             continue
         return
-    # An assert statement, because pytest rewrites the assert statements of tests.
+    # This is an assert statement, because pytest rewrites the assert statements of tests.
     assert not checks, "this test always fails: Outrider has added it"
 
 
 def excused_by(error: Any, item: Any) -> Any:
     """Return the file of the code that skipped a test or marked its failure as expected, or that called such code.
-    Return None if only the tests and libraries did so. The file is reported because code under test may not excuse its
-    own failure. Code of the tests is trusted only if it has a name with one of NAMES_OF_EXCUSES."""
+    Return None if only code of the tests and of libraries did so. The file is reported because code under test may not
+    excuse its own failure. Code of the tests is trusted only if it uses a name with one of NAMES_OF_EXCUSES."""
     test = os.path.abspath(str(item.fspath))
     while error is not None:
         if isinstance(error, EXCUSES):
@@ -323,8 +326,8 @@ def excused_by(error: Any, item: Any) -> Any:
                 return file_of(outside[-1])
             own = [frame for frame in frames if file_of(frame) == test and is_of_tests(frame, item)]
             if own:
-                # The last place of the first frame, because an error that leaves a context manager may list a frame
-                # of the test twice, with the frames of the context manager in between.
+                # The first frame of the test may be listed twice, with the frames of a context manager in between, if
+                # the error left the context manager. So the last of its places counts.
                 place = max(number for number, frame in enumerate(frames) if frame is own[0])
                 for frame in frames[place:]:
                     # Generated code, such as a decorator's, has no file.
@@ -339,7 +342,8 @@ def excused_by(error: Any, item: Any) -> Any:
 
 
 def names_an_excuse(code: types.CodeType) -> bool:
-    """Return whether code has a name such as `skip`. Code without one has called an object that excuses the test."""
+    """Return whether code uses a name such as `skip`. Code that uses no such name has called an object that excuses the
+    test."""
     names = (*code.co_names, *code.co_varnames, *code.co_freevars)
     return any(word in name.lower() for name in names for word in NAMES_OF_EXCUSES)
 
@@ -353,8 +357,8 @@ def is_of_library(file: str) -> bool:
 
 
 def is_of_tests(frame: Any, item: Any) -> bool:
-    """Return whether a frame runs code of the tests: the code has the name of a file of tests, and the variables of the
-    module that has this file."""
+    """Return whether a frame runs code of the tests. The code must come from a file of tests, and the frame's global
+    variables must be those of the module with this file."""
     file, scope = file_of(frame), frame.f_globals
     folder = folder_of_tests(os.path.abspath(str(item.fspath)))
     if os.path.basename(file) != "conftest.py" and not file.startswith(folder):
@@ -362,13 +366,14 @@ def is_of_tests(frame: Any, item: Any) -> bool:
     for module in (sys.modules.get(scope.get("__name__")), getattr(item, "module", None)):
         if getattr(module, "__dict__", None) is scope:
             return bool(path_of(scope) == file)
-    # Some versions of pytest do not list the modules that they import, so that this may still be the file's module.
+    # Some versions of pytest do not list the modules that they import. So a module that is not listed may be the module
+    # with this file.
     others = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     return path_of(scope) == file and os.path.exists(file) and all(path_of(other) != file for other in others)
 
 
 def path_of(scope: Any) -> Any:
-    """Return the absolute path of the file of a module with these variables, or None."""
+    """Return the absolute path of the file of the module whose global variables are `scope`, or None."""
     path = scope.get("__file__")
     return os.path.abspath(path) if isinstance(path, str) else None
 
@@ -400,5 +405,5 @@ def plant(config: Any, path: str, key: str, planted: str, option: str) -> None:
     report = ReportFile(path, key)
     config.pluginmanager.register(Guard(report), "outrider-guard")
     config.pluginmanager.register(Watcher(planted), "outrider-watcher")
-    if not worker:  # because pytest passes the reports of a worker to the first process
+    if not worker:  # pytest passes the reports of a worker to the first process
         config.pluginmanager.register(Reporter(config, report, key, planted), "outrider-reporter")

@@ -47,7 +47,7 @@ class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
     `required` is true if the certificate needs the row. `reason` is the reason why the row does not hold or was not
     tried, or a remark. `turns` is the number of model calls. `forks` counts, by cause, how often the harness sent a
     changed history. `branches` counts the branches of each kind; `labels` are the labels of the branches. `streamed` is
-    true if the program requests streamed replies. `ignored` counts the turns with each part of a request that had no
+    true if the program requests streamed replies. `ignored` counts turns, by the part of their request that had no
     effect. `tools` has the outcome of each tool of the trial that looks for a tool that starts a sub-agent. `found` is
     what the rows `image` and `sub-agent` establish about the program; None if the row does not hold, and for other
     rows. `log_tail` is the end of the program's output, if the row does not hold.
@@ -113,9 +113,9 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
     declared = [tool for call in evidence.calls for tool in call.state.tools]
     tools = find_tools(declared, hint)
     word: Word = "not tried"
-    # A harness that failed before the first call has declared no tools, and fails below.
+    # A harness that failed before its first call has declared no tools. Its failure is reported in a branch below.
     if row.needs == "mcp" and result.error is not None and (result.error.field or "").startswith(MCP_SERVERS):
-        reason = result.error.message  # the sandbox has no Python for the server
+        reason = result.error.message  # the MCP server cannot start, because the sandbox has no Python
     elif evidence.calls and row.needs == "mcp" and tools.noter is None and result.error is None:
         word, reason = "does not hold", f"it shows the model no tool of the MCP server. Offered: {describe(declared)}"
     elif evidence.calls and row.needs == "image" and tools.viewer is None:

@@ -29,7 +29,7 @@ PNG = b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAEAAAAAwCAIAAAAuKetIAAAAQklEQVR42u3PQQkAAAgEsItyUY1uBb/CYA"
     "WWaV+LgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgMDVAi+qAIh8Hym6AAAAAElFTkSuQmCC"
 )
-"""An image of 64x48 pixels."""
+"""The image of the row `image`: a PNG of 64x48 pixels."""
 
 
 SERVER = "outrider_check"
@@ -303,7 +303,8 @@ TRIAL = CertificationRow(
     steps=(ScriptedStep(text="One tool after the other."),),
     check="true",
 )
-"""The session before the row `sub-agent`. The session has no verdict."""
+"""The row of the trial sessions, which run before the row `sub-agent`. A trial session has no verdict in the
+certificate."""
 
 
 def row_named(name: str) -> CertificationRow | None:

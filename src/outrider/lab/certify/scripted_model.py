@@ -136,7 +136,7 @@ class ScriptedModel:
         row = row_named(state.row) if state.row else self._unmarked
         if row is None or not (state.tools or state.subagent):
             step = ScriptedStep(raw=TITLE + END)
-        else:  # the next step; the last step is repeated
+        else:  # the step after the replies so far; the last step is repeated
             steps = SUBAGENT_STEPS if state.subagent else row.steps
             step = steps[min(state.replies, len(steps) - 1)]
         if state.subagent and row is None and state.row:
@@ -149,7 +149,7 @@ class ScriptedModel:
             tried = await self.trial.next_call(request.session_key, state.tools, state.replies)
             calls = calls if tried is None else [tried]
         elif step.wait and find_waiter(state.tools, self._hint) is None:
-            # The run of a program with sub-agents in the background may end with this reply.
+            # Wait for the sub-agent, because a program that runs sub-agents in the background may end with this reply.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(helped.wait(), HELP_SECONDS)
         ids = self._tokenizer.encode(self._reply(step, calls))

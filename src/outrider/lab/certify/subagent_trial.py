@@ -19,11 +19,12 @@ from outrider.lab.certify.tool_finder import MarkedCall, find_tools, find_waiter
 from outrider.messages import ToolSpec
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-"""Letters of a mark."""
+"""Letters from which a mark is drawn."""
 CALLS = 16
 """Maximum number of tools that are called."""
 SESSIONS = 3
-"""Maximum number of trial sessions. A new one is needed after a tool that does not return or ends the program."""
+"""Maximum number of trial sessions. A new session is needed after a tool that does not return or that ends the
+program."""
 SECONDS = 60.0
 """Time limit of a trial session."""
 LATE_SECONDS = 5.0
@@ -40,7 +41,7 @@ NO_TEXT = "not called, because it takes no free text"
 TOO_MANY = f"not called, because {CALLS} tools are the limit"
 NOT_REACHED = "not called, because the trial was over"
 ORDER = (STARTS, NOTHING, HELPLESS, IDLE, ALONE, OPEN, NOT_REACHED, TOO_MANY, NO_TEXT, KNOWN)
-"""Order of the outcomes in a text."""
+"""Order of the outcomes in the text that `told` returns."""
 
 
 class SubagentTrial:

@@ -28,8 +28,8 @@ from outrider.spec import EngineSpec, TaskSpec
 from outrider.tasks.examples import Example, Gold
 
 TIMES = 2
-"""How often the solution is tried, and how often an agent that does nothing. Several tries can show that a reward
-depends on chance."""
+"""Number of tries with the known solution, and number of tries with an agent that does nothing. Several tries can show
+that a reward depends on chance."""
 NOTHING = "I have done nothing."
 AGENT = "outrider.lab.certify.gold_agent:GoldAgent"
 END = "<|im_end|>"
@@ -57,8 +57,8 @@ async def check_tasks(
     watch: Callable[[TaskReport], None] = lambda _: None,
 ) -> list[TaskReport]:
     """Check the examples in a temporary service. `folder` has the files for `upload` steps. `graders` are the graders
-    that the tasks may name. `network` is what the tasks may reach, by default nothing. `at_once` is the maximum number
-    of concurrent sandboxes. `watch` is called with each report as soon as its task is checked."""
+    that the tasks may name. `network` are the destinations that the tasks may reach, by default none. `at_once` is the
+    maximum number of concurrent sandboxes. `watch` is called with each report as soon as its task is checked."""
     replies: list[Any] = [NOTHING + END]
     replies += [
         {"when": asked(number, step), "reply": (gold.reply or NOTHING) + END}
@@ -154,8 +154,8 @@ def checked_task(example: Example, number: int, kind: str) -> dict[str, Any]:
 
 
 def testing_empty_patches(evaluator: dict[str, Any]) -> dict[str, Any]:
-    """Return the evaluator with the tests of `swebench` run for an empty patch, too: otherwise the check of doing
-    nothing would test nothing."""
+    """Return the evaluator, changed so that `swebench` also runs its tests for an empty patch. Otherwise no test would
+    run in the check of an agent that does nothing."""
     options = evaluator.get("options")
     if not isinstance(options, dict):
         return evaluator

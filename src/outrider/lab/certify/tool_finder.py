@@ -20,7 +20,7 @@ from outrider.lab.certify.rows import SERVER
 from outrider.messages import ToolSpec
 
 FILLER = "a step of the task"
-"""Value of a required string argument without effect on the role."""
+"""Value of a required string argument that is unrelated to the role."""
 
 PATHS = ("path", "file_path", "filepath", "filename", "file_name", "file", "target_file", "absolute_path")
 CONTENTS = ("content", "contents", "text", "file_text", "file_content", "data", "body", "code")
@@ -203,10 +203,11 @@ def find_tools(tools: Sequence[ToolSpec], hint: Certify) -> TaskTools:
 
 
 def _noter(tools: Sequence[ToolSpec], within: McpCall | None) -> FoundTool | None:
-    """Return the tool of the row's MCP server, or, for a program with `within`, the tool that calls it."""
+    """Return the tool of the row's MCP server. For a program with `within`, return the tool through which the program
+    calls the server's tool."""
     names = _names(tools)
     if within is None:
-        # Programs put the server's name before the tool's.
+        # Programs put the server's name in front of the tool's name, so the end of the name is compared.
         return _find(tools, NOTER, next((name for name in names if name.endswith(NOTE_TOOL)), ""))
     if within.tool not in names:
         return None
@@ -312,7 +313,8 @@ def _usable(function: Mapping[str, Any], role: ToolRole) -> tuple[int, FoundTool
         fit += best[0]
         arguments.append(best[1])
     before: tuple[str, ...] | None = None
-    if _kind(properties[arguments[0]]) == "array":  # a list of a program and its arguments, or of commands
+    # the argument is a list: a program and its arguments, or several commands
+    if _kind(properties[arguments[0]]) == "array":
         program = arguments[0].lower() in ("command", "cmd", "argv", *ARGUMENT_LISTS)
         before = SHELL_LINE if program else ()
     fixed = {name: _filler(name, properties.get(name), role) for name in _required(function)}
@@ -398,8 +400,9 @@ def _filler(name: str, schema: Any, role: ToolRole) -> Any:
 
 
 class _Arguments:
-    """Fills the arguments of a call. Each free text is one that `text` returns, and is added to `texts`. References are
-    looked up in the schema `whole`. A schema that contains itself ends at MAX_DEPTH, or after MAX_VALUES."""
+    """Fills the arguments of a call. `text` returns each free text, which is also added to `texts`. References are
+    looked up in the schema `whole`. For a schema that contains itself, filling ends at MAX_DEPTH, or after
+    MAX_VALUES."""
 
     def __init__(self, whole: Mapping[str, Any], text: Callable[[], str]) -> None:
         self.texts: list[str] = []

@@ -59,7 +59,7 @@ class Script:
         return f"\n{turn}<|im_start|>assistant\n"
 
     def read(self, episode: Episode, item: str, zone: str) -> list[Piece]:
-        """Return a dialogue in which the model reads the file of `item`, then answers `zone`."""
+        """Return a dialogue in which the model reads the file of `item`, and then answers `zone`."""
         return [
             Piece(self.prompt(episode.question), False),
             Piece(self.call(item), True),

@@ -50,7 +50,7 @@ async def run_demo(
     """
     started = time.monotonic()
     episodes: dict[str, Episode] = {}
-    for seed in itertools.count():  # uses the first seeds that give different items
+    for seed in itertools.count():  # the first seeds that give different items are used
         episode = make_task(seed)
         episodes.setdefault(episode.item, episode)
         if len(episodes) == GROUPS:

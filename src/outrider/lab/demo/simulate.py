@@ -62,7 +62,7 @@ class Simulator:
             rollouts.append(SimulatedSession(episode, prompt, [False] * len(prompt), [], []))
         waiting = deque(self._ask(rollout) for rollout in rollouts)
         going = dict(zip(waiting, rollouts, strict=True))
-        stale = True  # because the trainer may have changed the weights in place
+        stale = True  # true at first, because the trainer may have changed the weights in place
         while going:
             new = [waiting.popleft() for _ in range(min(len(waiting), ROWS - len(self._batch.rows)))]
             for row, chunk in self._batch.step(new, 0, stale=stale):

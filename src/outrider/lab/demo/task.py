@@ -56,7 +56,7 @@ options = { item = "maple", zone = "jade" }
 temperature = 1.0
 max_tokens = 48
 """
-"""One episode as a file for `outrider run`; docs/quickstart.md shows the same."""
+"""One episode as a task file for `outrider run`. docs/quickstart.md shows the same file."""
 
 
 class Episode(msgspec.Struct, frozen=True):
@@ -121,7 +121,8 @@ def score(transcript: Sequence[Message], *, item: str, zone: str) -> Verdict:
             command = json.loads(call.arguments)["command"]
         except (ValueError, KeyError, TypeError):
             continue
-        if isinstance(command, str) and " ".join(command.split()) == command_for(item):  # spaces may be repeated
+        # the command may have repeated spaces
+        if isinstance(command, str) and " ".join(command.split()) == command_for(item):
             called = True
     last = transcript[-1] if transcript else None
     answered = (

@@ -47,7 +47,8 @@ LEARNING_RATE, LAST_LEARNING_RATE = 5e-4, 1e-4
 """The learning rate at the beginning and at the end. At 1e-3 a policy may lose the syntax of its tool calls within one
 or two steps, and then gets no reward any more."""
 MAX_STEPS = 48
-"""Training is bounded by steps and not by time, because a busy machine would otherwise end it too early."""
+"""Maximum number of training steps. The bound is not a time, because training on a busy machine would then end too
+early."""
 PASSES = 2
 """Optimizer steps over each batch."""
 GUESSES, GUESS_RATE = (2, 16), 2e-4
@@ -296,7 +297,7 @@ def _train(
         max_steps=MAX_STEPS * PASSES,
         num_iterations=PASSES,
         learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",  # because `Steps` changes the rate
+        lr_scheduler_type="constant",  # constant for TRL, because `Steps` changes the learning rate
         adam_beta2=0.95,
         weight_decay=0.0,
         max_grad_norm=1.0,
@@ -332,7 +333,7 @@ def _train(
         trainer.remove_callback(PrinterCallback)
         began = time.monotonic()
         trainer.train()
-        rollouts.publish(trainer)  # because the last reward and `out` need the weights of the last step
+        rollouts.publish(trainer)  # the last measured reward and `out` need the weights of the last step
     return steps
 
 

@@ -109,8 +109,9 @@ class ScriptedEngine:
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
-    constraints = frozenset(ConstraintKind)  # not enforced: the author of a script must comply with constraints
-    capabilities = frozenset({Capability.VERSIONED_CACHE})  # true because the engine has no cache
+    # constraints are not enforced: the author of a script must comply with them
+    constraints = frozenset(ConstraintKind)
+    capabilities = frozenset({Capability.VERSIONED_CACHE})  # the engine has no cache, so it never uses outdated values
 
     def __init__(self, options: EngineOptions) -> None:
         own = read_options(ScriptOptions, options.options)

@@ -19,7 +19,8 @@ from outrider.harnesses.missing_program import SYSTEM
 
 INSTRUCTION = "{instruction}"
 FED = ("sh", "-c", 'printf %s "$OUTRIDER_INSTRUCTION" | "$0" "$@"')
-"""Beginning of a command that gives the instruction to the rest of the command as standard input."""
+"""The first words of a command. They pass the instruction, as standard input, to the program that the rest of the
+command starts."""
 LONGEST_PATH = 4096
 MAX_LINKS = 40
 """Maximum length of a chain of symbolic links. Linux has the same limit."""
@@ -30,7 +31,7 @@ UNCHECKED = "echo 'the task has no check yet' >&2; exit 2"
 
 
 _INTERPRETER = re.compile(r"(?:python|pypy|node|bun|deno|ruby|perl|bash|dash|sh|zsh)[\d.]*")
-"""Programs whose first argument that names a file is the program that they run."""
+"""Pattern of the names of interpreters. The first argument of an interpreter that names a file is the script to run."""
 _ENV_SHEBANG = re.compile(rb"#! ?/usr/bin/env (?:-S +)?([\w.-]+)")
 
 
@@ -149,9 +150,9 @@ def _work(text: str) -> str | None:
 
 
 def _shown(file: Path) -> Iterator[Path]:
-    """Yield what to mount for a program or script: the place of each link on the way to the file, with the files beside
-    it. A package of npm needs the packages beside it; a folder that contains many other things is not shown, but the
-    file alone."""
+    """Yield the folders and files to mount for a program or script. For the file and each link on the way to it, this
+    is the folder around it, such as /opt/tool for /opt/tool/bin/tool. For a file in a package of npm, it is the whole
+    folder node_modules. If the folder contains many other files, as /tmp does, only the file is mounted."""
     for place in _links(file):
         if _of_system(place):
             return
@@ -217,7 +218,7 @@ def task_toml(draft: TaskDraft) -> str:
 
 
 def _text(value: str) -> str:
-    # A JSON string is a basic string of TOML, except for DEL.
+    # A JSON string is also a TOML string, except that TOML requires an escape for DEL.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

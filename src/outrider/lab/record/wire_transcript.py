@@ -31,8 +31,8 @@ DATA = "data:"
 
 class WireTranscript:
     """Writes to `file`. `secrets` are texts that no line may contain. `user_texts` has the texts of the user's messages
-    in the first request that has any. `streamed` is true once a reply was streamed. `calls` counts the calls, and
-    `refused` those without success, by method, path, status and the reason in the reply."""
+    in the first request that has any. `streamed` is true once a reply was streamed. `calls` counts the calls. `refused`
+    counts the calls that failed, by method, path, status and the reason in the reply."""
 
     def __init__(self, gateway: Gateway, file: IO[str], secrets: Iterable[str]) -> None:
         self.streamed = False

@@ -81,7 +81,7 @@ def is_own(address: Address) -> bool:
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         return _route_type(family, address.packed) in (LOCAL, ANYCAST)
-    except OSError:  # some system-call filters block netlink; only an own address can be bound
+    except OSError:  # netlink may be blocked by a system-call filter; a socket can be bound only to an own address
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
                 probe.bind((str(address), 0))

@@ -26,7 +26,8 @@ from outrider.sandbox.network.requests import MAX_HEAD, NotAllowed, Unreachable,
 CONNECT_SECONDS = 30.0
 
 Resolve = Callable[[str, int, bool], Awaitable[Sequence[Address]]]
-"""Returns the addresses of a name, for a port. The last argument is `ProxiedServer.named`. Raises OSError."""
+"""Function that returns the addresses of a host. The arguments are the host's name, the port, and
+`ProxiedServer.named`. Raises OSError."""
 
 
 class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,9 +62,9 @@ class ServerConnection(msgspec.Struct, frozen=True):
 
 class Dialer:
     """Opens the connections of one proxy. `environ`, by default this process's variables, may name the operator's own
-    proxy (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts that do not need it (NO_PROXY). `own` are the places of the
-    service, as `host:port`, to which no connection is made: addresses, names, and `*` for every address of this
-    machine."""
+    proxy (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts that are reached without this proxy (NO_PROXY). `own` are
+    the places of the service, as `host:port`, to which no connection is made: addresses, names, and `*` for every
+    address of this machine."""
 
     def __init__(
         self, resolve: Resolve, *, environ: Mapping[str, str] | None = None, own: Collection[str] = frozenset()
@@ -111,8 +112,8 @@ class Dialer:
         return found
 
     async def _services(self, port: int) -> frozenset[Address]:
-        """Return the addresses of the service's own names with this port. A name that this machine cannot resolve has
-        none."""
+        """Return the addresses of the service's own names with this port. A name that this machine cannot resolve adds
+        no address."""
         found: set[Address] = set()
         for host, _, own in (place.rpartition(":") for place in self._own):
             if own == str(port) and host != "*" and not host.startswith("[") and not is_address(host):
@@ -152,7 +153,7 @@ class Dialer:
             status = first.partition(" ")[2]
             if not status.startswith("200"):
                 raise Unreachable(f"this machine's proxy does not reach {server.place}: {status[:200]}")
-        except BaseException:  # includes a cancellation
+        except BaseException:  # BaseException includes CancelledError
             writer.close()
             raise
         return await self._secured(connection, server.host) if server.tls else connection
@@ -162,8 +163,8 @@ class Dialer:
         return ServerConnection(reader, writer)
 
     async def _secured(self, connection: ServerConnection, name: str) -> ServerConnection:
-        """Return the connection with TLS. asyncio's TLS is used: uvloop's (0.23) drops the end of a reply that is
-        longer than the reader's buffer, if the server closes the connection behind the reply."""
+        """Return the connection with TLS. The TLS of asyncio is used, because the TLS of uvloop 0.23 drops the end of a
+        reply that is longer than the reader's buffer, if the server closes the connection after the reply."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(MAX_HEAD)
         writers: list[asyncio.StreamWriter] = []
@@ -177,7 +178,7 @@ class Dialer:
             secure.connection_made(transport)
             transport.resume_reading()
             await begun
-        except BaseException:  # includes a cancellation
+        except BaseException:  # BaseException includes CancelledError
             connection.writer.close()
             raise
         return ServerConnection(reader, writers[0], beneath=connection.writer)

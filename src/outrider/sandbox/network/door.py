@@ -2,8 +2,8 @@
 other machines.
 
 A request with a whole address, or a CONNECT, goes through the proxy, by the rules of the sandbox's phase. All other
-connections go to the model gateway, unread. Invariants: no connection to another machine is open between the phases; no
-door exceeds the limits of the settings; the records of a door are bounded in size.
+requests go to the model gateway; the door reads only their heads. Invariants: no connection to another machine is open
+between the phases; no door exceeds the limits of the settings; the records of a door are bounded in size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider.sandbox.network.proxy import (
     put,
 )
 from outrider.sandbox.network.record import NetworkRecord, NetworkReplay
-from outrider.sandbox.network.requests import MAX_HEAD, NotAllowed, NotPassedOn, RequestHead
+from outrider.sandbox.network.requests import MAX_HEAD, NotAllowed, NotPassedOn, RequestHead, body_length
 from outrider.sandbox.network.rules import Allowed, NetworkRules
 from outrider.sandbox.network.shared import LEAST_PAUSE, SANDBOX_RATE, BytePace
 from outrider.spec import MEBIBYTE
@@ -38,20 +38,22 @@ from outrider.spec import MEBIBYTE
 CONNECTIONS = 32
 """Maximum number of connections to other machines at once."""
 MAX_CLIENTS = 256 + CONNECTIONS
-"""Maximum number of connections of a sandbox's programs: those of the bridge to the model gateway, and the others."""
+"""Maximum number of connections to the door of one sandbox: 256 for the model gateway, and CONNECTIONS for other
+machines."""
 MAX_PLACES = 256
 """Maximum number of servers that are counted by name in each phase. A program may ask for any number of names."""
 OTHERS = "other servers"
 NOTE_SECONDS = 5.0
-"""Seconds between two notes about a server that is in use."""
+"""Minimum seconds between two reports to the follower about one server."""
 
 
 class ServerUse(msgspec.Struct, kw_only=True):
     """The use of one server in one phase. `server` is `host:port`. Times are seconds since the epoch. `sent` and
-    `received` are bytes. `refusal` and `failure` are the reasons of the last refusal and the last failure.
-    `last_failed` is the number of the last request that failed although the task names the server, and `last_reached`
-    the number of the last request that the server answered. `broken` is True if no request after `last_failed` was
-    answered."""
+    `received` are bytes. `refusal` and `failure` are the reasons of the last refusal and the last failure. Requests are
+    numbered from 1. `last_failed` is the number of the last failed request, counting only failures that no program can
+    have caused, of servers that the task names. `last_reached` is the number of the last request that the server
+    answered. Both are 0 if there is no such request. `broken` is True if `last_failed` is not 0 and the server answered
+    no later request."""
 
     phase: Phase
     server: str
@@ -73,7 +75,7 @@ class ServerUse(msgspec.Struct, kw_only=True):
 
 
 class NetworkLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Maximum bytes received and sent, and requests, of one sandbox."""
+    """Limits of one sandbox's network: maximum bytes received, bytes sent, and number of requests."""
 
     received: int
     sent: int
@@ -81,7 +83,7 @@ class NetworkLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Door:
-    """`await open(path)` begins to serve, `await close()` ends."""
+    """The door of one sandbox. `await open(path)` begins to serve connections, and `await close()` ends the service."""
 
     def __init__(
         self,
@@ -97,9 +99,9 @@ class Door:
         replay: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`gateway` is the model gateway's socket. `endpoint` is its URL in the sandbox. `pace` and `connections` are
-        those of the node. With `record`, the door keeps replies; with `replay`, it answers from this file. Raises
-        RuntimeUnavailable. Blocks to read the file."""
+        """`gateway` is the model gateway's socket. `endpoint` is the gateway's URL in the sandbox. `pace` and
+        `connections` are shared by all sandboxes of the node. If `record` is true, the door keeps replies. If `replay`
+        is given, the door answers from this file. Blocks while the file is read. Raises RuntimeUnavailable."""
         self._allowed = allowed
         self._gateway = gateway
         self._endpoint = endpoint
@@ -140,7 +142,8 @@ class Door:
                 os.unlink(self._path)
 
     async def enter(self, phase: Phase | None) -> None:
-        """Begin a phase, None for a time without a network. Connections of an earlier phase are closed."""
+        """Begin a phase. If `phase` is None, the sandbox has no network until the next phase. Connections of an earlier
+        phase are closed."""
         if phase is self._phase:
             return
         self._phase = phase
@@ -182,8 +185,10 @@ class Door:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
         if (own := self._gateways_head(head)) is not None:
-            await self._to_gateway(reader, writer, own)
-            return
+            other = await self._to_gateway(reader, writer, own)
+            if other is None:
+                return
+            head = other
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
@@ -203,23 +208,60 @@ class Door:
             return method + b" " + rest[len(url) - 1 :]
         return head if rest.startswith(b"/") else None
 
-    async def _to_gateway(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+    async def _to_gateway(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes
+    ) -> bytes | None:
         """Forward a connection to the model gateway, after sending `head` to the gateway. An empty `head` means a
-        tunnel."""
+        tunnel. Return the head of the first request to another server, None if there is none.
+
+        HTTP lets a client send requests for the model gateway and for the proxy over one connection, because both have
+        one address. Bun does so. The client has then got all replies of the model gateway."""
         try:
             server_reader, server_writer = await asyncio.open_unix_connection(self._gateway, limit=MAX_HEAD)
         except OSError:
-            return
+            return None
         try:
-            if head:
-                await put(server_writer, head)
-            else:
-                await put(writer, b"HTTP/1.1 200 Connection established\r\n\r\n")
             async with asyncio.TaskGroup() as group:
-                group.create_task(relay(reader, server_writer))
-                group.create_task(relay(server_reader, writer))
+                replies = group.create_task(relay(server_reader, writer))
+                other = await self._send_requests(reader, writer, server_writer, head)
+                if other is not None:
+                    replies.cancel()
         finally:
             server_writer.close()
+        return other
+
+    async def _send_requests(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: asyncio.StreamWriter, head: bytes
+    ) -> bytes | None:
+        """Send the requests of a connection to the model gateway; see `_to_gateway`. After a tunnel, and after a
+        request whose end is not known from its head, the rest of the connection is sent unread."""
+        try:
+            while head:
+                await put(server, head)
+                left = body_length(head)
+                if left is None:
+                    break
+                while left and (data := await reader.read(min(CHUNK, left))):
+                    left -= len(data)
+                    await put(server, data)
+                try:
+                    following = await reader.readuntil(b"\r\n\r\n")
+                except asyncio.IncompleteReadError as error:
+                    await put(server, error.partial)
+                    break
+                except asyncio.LimitOverrunError:
+                    break
+                own = self._gateways_head(following)
+                if own is None:
+                    return following
+                head = own
+            else:
+                await put(writer, b"HTTP/1.1 200 Connection established\r\n\r\n")
+        except OSError:
+            end_input(server)
+        else:
+            await relay(reader, server)
+        return None
 
     def admit(self, request: RequestHead) -> DoorPassage:
         """See `ProxyGate`."""
@@ -251,7 +293,7 @@ class Door:
             self._refused(self._use(self._phase, request.place), reason)
 
     def count(self, use: ServerUse, name: str, number: int) -> None:
-        """Count bytes. Raises LimitExceeded."""
+        """Count `number` bytes of a server's use as `sent` or `received`, as `name` states. Raises LimitExceeded."""
         self._totals[name] += number
         setattr(use, name, getattr(use, name) + number)
         use.end = self._clock()
@@ -293,7 +335,8 @@ class Door:
         return self.uses[key]
 
     def _changed(self, use: ServerUse, *, soon: bool = True) -> None:
-        """Note a use, but not again within NOTE_SECONDS unless this is `soon` after its first note."""
+        """Report a use to the follower, at most once in NOTE_SECONDS. If `soon` is true, a server's first request or
+        refusal is reported without this wait."""
         key = use.phase, use.server
         now = self._clock()
         last = self._noted.get(key)
@@ -344,7 +387,8 @@ class DoorPassage:
 
 
 class ServerWait(msgspec.Struct, frozen=True):
-    """A request's wait for its server, which is a failure from the time `until` on. The clock is the monotonic one."""
+    """A request's wait for its server. From the time `until` on, the wait counts as a failure. `until` is a time of the
+    monotonic clock."""
 
     reason: str
     blameless: bool
@@ -352,10 +396,14 @@ class ServerWait(msgspec.Struct, frozen=True):
 
 
 async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy the bytes of one direction to its end, and then end the other side's input."""
+    """Copy bytes from `reader` to `writer`. When `reader` has ended, the receiver gets an end of file."""
     with suppress(OSError):
         while data := await reader.read(CHUNK):
             await put(writer, data)
+    end_input(writer)
+
+
+def end_input(writer: asyncio.StreamWriter) -> None:
     with suppress(OSError, RuntimeError):
         if writer.can_write_eof():
             writer.write_eof()

@@ -40,12 +40,14 @@ LINGER_SECONDS = 2.0
 """Seconds for a refused client to read the reason, while the rest of its request is discarded. A connection that is
 closed with unread bytes would be reset, and the reason would be lost."""
 CONNECT_PATIENCE = 5.0
-"""A server has failed if the phase ends while a connection to the server takes longer than these seconds. A shorter
-wait is not a failure, because any program can ask for a connection just before the program ends."""
+"""Limit in seconds of a wait for a connection to a server. If the phase ends after a longer wait, the server has
+failed. A shorter wait is not a failure, because any program can request a connection just before the program ends."""
 ANSWER_PATIENCE = 30.0
-"""The same limit for a server that does not answer, or that stops in the middle of its reply."""
+"""Limit in seconds of a wait for the beginning or for the next bytes of a server's reply. If the connection ends after
+a longer wait, the server has failed."""
 CLIENT_SECONDS = 5.0
-"""A reply that ends early is not a failure of the server if the client has not read for longer than these seconds."""
+"""If the client has taken at least this many seconds to receive a reply, an early end of the reply is not a failure of
+the server."""
 LEAST_CONNECTIONS = 8
 """Number of connections that each sandbox may have, however many connections the other sandboxes have."""
 CHUNK = 64 << 10
@@ -65,8 +67,7 @@ class LimitExceeded(Exception):
 
 class ProxyRoute(msgspec.Struct, frozen=True, kw_only=True):
     """The route of an allowed request. `replaced` are pairs of texts: the first one is replaced by the second one in
-    the pages and redirects of a package index. `methods` are the allowed methods; all methods are allowed if it is
-    empty."""
+    the pages and redirects of a package index. `methods` are the allowed methods; an empty set allows all methods."""
 
     server: ProxiedServer
     replaced: Sequence[tuple[str, str]] = ()
@@ -91,8 +92,9 @@ class Passage(Protocol):
 
     def reached(self) -> None: ...
     def waits(self, reason: str | None, *, blameless: bool = False, patience: float = 0.0) -> None:
-        """Note that the request now waits for its server, or, with None, that it does not. If the connection ends
-        during a wait of more than `patience` seconds, the server has failed by `reason`."""
+        """Note the beginning of a wait for the server, or, if `reason` is None, the end of the wait. If the connection
+        ends after a wait of more than `patience` seconds, the server has failed. `reason` is the text of this
+        failure."""
         ...
 
     def judge(self) -> None:
@@ -126,8 +128,8 @@ class Archive(Protocol):
         ...
 
     def reserve(self, size: int) -> bool:
-        """Take room for bytes of a reply. Returns False, and notes that a reply is missing, if the room is not there.
-        A negative `size` gives room back."""
+        """Reserve room for `size` bytes of a reply. Returns False, and notes that a reply is missing, if there is not
+        enough room. A negative `size` gives room back."""
         ...
 
     def keep(self, request: RequestHead, reply: bytes) -> None:
@@ -136,7 +138,7 @@ class Archive(Protocol):
 
 
 class Proxy:
-    """A forward proxy. `name` begins its own error texts."""
+    """A forward proxy. `name` is the prefix of the error texts that the proxy itself writes."""
 
     def __init__(
         self, gate: ProxyGate, dialer: Dialer, *, name: str = "outrider", archive: Archive | None = None
@@ -177,7 +179,8 @@ class Proxy:
             except NotAllowed as error:
                 if not route.methods:
                     raise
-                # No program chooses the address of a package index: the operator's settings do not fit.
+                # The operator's settings choose the address of a package index, and no program does. So the settings
+                # are wrong.
                 raise Unreachable(f"{error}: the operator may name {route.server.place} in network.internal") from error
             passage.waits(None)
         except NotAllowed as error:
@@ -215,7 +218,7 @@ class Proxy:
                 flow.end_wait()
             if isinstance(error, CutShort):
                 passage.failed(str(error), blameless=is_plain_read(request, route) and error.by_server)
-            passage.judge()  # before the client is told
+            passage.judge()  # a failure is noted before the client gets the error
             if isinstance(error, TimeoutError) and not (request.tunnel or flow.answered or flow.exceeded):
                 text = f"{request.place} did not answer"
                 await say(reader, writer, NotPassedOn("504 Gateway Timeout", text), name=self._name)
@@ -236,7 +239,7 @@ class Proxy:
         HTTP."""
         server = route.server
         origin = place_of(server.host, server.port, hidden=443 if server.tls else 80)
-        # The target is written anew, because a server may read the client's text differently.
+        # The request's target is built from its parsed parts, because a server may read the client's text differently.
         target = f"http://{origin}{request.path}" if connection.absolute else request.path
         only = INDEX_FIELDS if route.methods else None
         head = request.head(target, origin, *connection.header, only=only)
@@ -310,7 +313,8 @@ class Proxy:
 
 
 async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: NotPassedOn, *, name: str) -> None:
-    """Answer a request that is not passed on, and throw away the rest of the request for a moment."""
+    """Send `error` in reply to a request that is not passed on, and discard the rest of the request for up to
+    LINGER_SECONDS."""
     body = f"{name}: {error}\n".encode()
     lines = [f"HTTP/1.1 {error.status}", "Content-Type: text/plain; charset=utf-8", f"Content-Length: {len(body)}"]
     with suppress(OSError, TimeoutError):
@@ -332,7 +336,7 @@ async def put(writer: asyncio.StreamWriter, data: bytes) -> None:
     """Write bytes, and wait until there is room for more. Raises OSError."""
     try:
         writer.write(data)
-    except RuntimeError as error:  # uvloop raises this for a closed connection
+    except RuntimeError as error:  # uvloop raises RuntimeError for a closed connection
         raise ConnectionResetError(str(error)) from error
     await writer.drain()
 
@@ -345,11 +349,12 @@ class AddressReplacer:
         longest_first = sorted(self._new, key=len, reverse=True)
         self._old = re.compile(b"|".join(map(re.escape, longest_first)))
         self._held = len(longest_first[0]) - 1
-        """The number of last bytes that may be the beginning of an address."""
+        """Number of bytes at the end of the text that may be the beginning of an address."""
         self._text = b""
 
     def replaced(self, data: bytes, *, last: bool = False) -> bytes:
-        """Return what of the text so far can be passed on, with other addresses."""
+        """Add a piece of the text. Returns the bytes that can be passed on, with their addresses replaced. Unless
+        `last` is true, the last bytes are held back, because they may be the beginning of an address."""
         text, found, at = self._text + data, [], 0
         for match in self._old.finditer(text):
             found += [text[at : match.start()], self._new[match[0]]]
@@ -364,7 +369,8 @@ CHUNKS_END = b"\r\n\r\n"
 
 
 class CutShort(OSError):
-    """A reply that ended too early. `by_server`: neither the client nor its slowness was the cause."""
+    """The error for a reply that ended too early. `by_server` is True if the server has ended the reply, and the client
+    was not slow."""
 
     def __init__(self, text: str, *, by_server: bool) -> None:
         super().__init__(text)
@@ -372,8 +378,8 @@ class CutShort(OSError):
 
 
 class KeptReply:
-    """Collects a reply for the archive, as far as there is room. Without `store`, the end of the block gives the room
-    back."""
+    """Collects a reply for the archive, as long as there is room. If `store` is not called, the room is given back at
+    the end of the block."""
 
     def __init__(self, request: RequestHead, archive: Archive | None) -> None:
         self._request = request
@@ -411,7 +417,7 @@ class KeptReply:
 
 
 class Awaited(msgspec.Struct, frozen=True):
-    """The server whose reply a request awaits. `blameless`: no program can make the server slow to answer."""
+    """The server whose reply a request awaits. `blameless` is True if no program can make the server slow to answer."""
 
     place: str
     blameless: bool
@@ -419,8 +425,8 @@ class Awaited(msgspec.Struct, frozen=True):
 
 class Flow:
     """The bytes of one connection, in both directions. `answered` is True once the server's reply has begun, and
-    `exceeded` once a limit of the sandbox has ended the connection. Without `awaited` no reply is awaited: the
-    connection is a tunnel."""
+    `exceeded` once a limit of the sandbox has ended the connection. If `awaited` is None, the connection is a tunnel,
+    and no reply is awaited."""
 
     def __init__(self, passage: Passage, awaited: Awaited | None) -> None:
         self.passage = passage
@@ -430,9 +436,9 @@ class Flow:
         self._quiet: asyncio.Timeout | None = None
         self._server_ended = False
         self._left_in_chunk = 0
-        """Bytes until the end of the current chunk, with its line end."""
+        """Bytes left in the current chunk, including the line end after the chunk."""
         self._client_seconds = 0.0
-        """The seconds in which the client did not take the reply."""
+        """Total seconds that writing the reply to the client has taken."""
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
@@ -481,8 +487,8 @@ class Flow:
         return data
 
     async def read_chunked(self, server: asyncio.StreamReader) -> bytes:
-        """Return the next bytes of a chunked reply without the marks of its chunks, b"" at its end. Raises
-        LimitExceeded, and CutShort for a reply that ends too early or is not HTTP."""
+        """Return the next bytes of a chunked reply's content, without the lines that state the sizes of the chunks; b""
+        at the end. Raises LimitExceeded, and CutShort for a reply that ends too early or is not HTTP."""
         if not self._left_in_chunk:
             self.begin_wait()
             try:
@@ -502,7 +508,7 @@ class Flow:
         if not data:
             raise self.cut_short()
         self._left_in_chunk -= len(data)
-        after = max(0, len(b"\r\n") - self._left_in_chunk)  # of the data, what belongs to the chunk's end
+        after = max(0, len(b"\r\n") - self._left_in_chunk)  # bytes of `data` after the chunk's content
         return data[: max(0, len(data) - after)] or await self.read_chunked(server)
 
     async def write(self, writer: asyncio.StreamWriter, data: bytes) -> None:
@@ -520,8 +526,9 @@ class Flow:
         count: Callable[[int], None],
         limit: int | None = None,
     ) -> None:
-        """Copy the bytes of one direction to its end, or up to `limit` bytes. Without a limit, the other side's input
-        is then ended. A limit of the sandbox ends the block of `watched`."""
+        """Copy bytes from `reader` to `writer`, until `reader` ends or `limit` bytes are copied. If there is no
+        `limit`, the receiver then gets an end of file. If the sandbox exceeds one of its limits, the block of `watched`
+        is ended."""
         taken = 0
         with suppress(OSError):
             while limit is None or taken < limit:
@@ -545,7 +552,7 @@ class Flow:
 
 
 def _with_redirect(fields: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the header lines of a package index's reply, with another address in a redirect."""
+    """Return the header lines of a package index's reply, with the address of a redirect replaced."""
     replaced = []
     for field in fields:
         name, _, value = field.partition(":")
@@ -556,7 +563,7 @@ def _with_redirect(fields: Sequence[str], pairs: Sequence[tuple[str, str]]) -> l
 
 
 def is_page(reply: ReplyHead) -> bool:
-    """Return whether a reply of a package index has addresses in its body."""
+    """Return whether a reply of a package index is a page, whose body contains addresses."""
     kind = reply.value("content-type").lower()
     return not reply.value("content-encoding") and ("html" in kind or "json" in kind)
 
@@ -609,13 +616,15 @@ async def _write_page(
 
 
 class ConnectionPool:
-    """Counts the connections of several servers, at most `most`, but for the LEAST_CONNECTIONS of each server."""
+    """Counts the connections of several servers together, up to `most`. The first LEAST_CONNECTIONS connections of each
+    server are always allowed, and are not counted."""
 
     def __init__(self, most: int) -> None:
         self._left = most
 
     def take(self, others: int) -> bool:
-        """Count one more connection of a server that has `others`. Returns False if there are too many."""
+        """Count a new connection of a server that already has `others` connections. Returns False if there are too
+        many."""
         if others < LEAST_CONNECTIONS:
             return True
         if self._left <= 0:
@@ -624,7 +633,7 @@ class ConnectionPool:
         return True
 
     def give_back(self, others: int) -> None:
-        """Count one connection less of a server that still has `others`."""
+        """Count a connection as closed. Its server still has `others` connections."""
         if others >= LEAST_CONNECTIONS:
             self._left += 1
 
@@ -632,7 +641,7 @@ class ConnectionPool:
 class ProxyServer:
     """Serves connections at a Unix socket: calls `serve` with each connection and the head of its first request. At
     most `most` connections are open at once, and `pool` counts the connections together with those of other servers.
-    `name` begins the server's own error texts."""
+    `name` is the prefix of the error texts that the server itself writes."""
 
     def __init__(
         self,

@@ -95,7 +95,7 @@ class NetworkReplay:
                 raise RuntimeUnavailable(f"{file.name} is larger than any record of a network")
             return cls([msgspec.json.decode(line, type=RecordedReply) for line in data.splitlines()], phase)
         except (OSError, msgspec.MsgspecError) as error:
-            why = error.strerror if isinstance(error, OSError) else error  # without the path of the folder
+            why = error.strerror if isinstance(error, OSError) else error  # strerror lacks the folder's path
             raise RuntimeUnavailable(
                 f"{file.name} is no record of a network: {why}",
                 hint="a session with task.runtime.network.record keeps one as its artifact outrider:network.jsonl",
@@ -132,7 +132,7 @@ class NotRecorded(NotAllowed):
 
 
 def record_file(records: Iterable[NetworkRecord]) -> bytes:
-    """Return the file of the records of a session's sandboxes, within MAX_BYTES."""
+    """Return one file with the records of all sandboxes of a session. The records are cut at MAX_BYTES."""
     lines, left = [], MAX_BYTES
     for one in (reply for record in records for reply in record.replies):
         left -= one.size

@@ -24,7 +24,7 @@ NOT_PASSED = frozenset(
         *("proxy-connection", "te", "trailer", "upgrade"),
     }
 )
-"""Headers of one connection, which the proxy removes or replaces."""
+"""Headers that apply to a single connection. The proxy removes or replaces these headers."""
 
 COOKIES = frozenset({"set-cookie", "set-cookie2"})
 PERSONAL = frozenset({"authorization", "cookie", "cookie2"})
@@ -54,8 +54,8 @@ class Unreachable(NotPassedOn):
 
 
 class RequestHead(msgspec.Struct, frozen=True):
-    """The head of a request. `host` is the one spelling of the name or address. `path` has the query, and is "" for a
-    tunnel (CONNECT). `fields` are the header lines to pass on. `length` is the size of the body in bytes."""
+    """The head of a request. `host` is the name or address as `host_name` writes it. `path` has the query, and is ""
+    for a tunnel (CONNECT). `fields` are the header lines to pass on. `length` is the size of the body in bytes."""
 
     method: str
     host: str
@@ -84,8 +84,8 @@ class RequestHead(msgspec.Struct, frozen=True):
         return place_of(self.host, self.port, hidden=80)
 
     def head(self, target: str, origin: str, *more: str, only: frozenset[str] | None = None) -> bytes:
-        """Return the head of the one request that a connection to the server carries. With `only`, the head has the
-        client's header lines of these names (in lower case) only."""
+        """Return the head to send to the server over a connection that carries only this request. If `only` is given,
+        the head has only the client's header lines whose lower-case names are in `only`."""
         kept = [field for field in self.fields if only is None or field.partition(":")[0].lower() in only]
         lines = [f"{self.method} {target} {self.version}", f"Host: {origin}", *kept, "Connection: close", *more]
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
@@ -156,6 +156,17 @@ def read_request(head: bytes) -> RequestHead:
         raise NotPassedOn("400 Bad RequestHead", f"the Host {hosts[0][:200]!r} is not that of the address")
     length = 0 if tunnel or not lengths else int(lengths[0])
     return RequestHead(line[1], host, port, path, line[3], _passed(fields, named), length)
+
+
+def body_length(head: bytes) -> int | None:
+    """Return the size of the body after the head of a request to the model gateway, in bytes. None if the head does not
+    tell where the next request begins: the body is chunked, the protocol may change, or the length is not clear."""
+    named = _named(head[:-4].decode("latin-1").split("\r\n")[1:])
+    lengths = {value for name, value in named if name == "content-length"}
+    unclear = len(lengths) > 1 or not all(map(LENGTH.fullmatch, lengths))
+    if unclear or any(name in ("transfer-encoding", "upgrade") for name, _ in named):
+        return None
+    return int(lengths.pop()) if lengths else 0
 
 
 def _named(fields: list[str]) -> list[tuple[str, str]]:

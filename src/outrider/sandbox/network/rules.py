@@ -1,6 +1,7 @@
 """The rules of sandboxes' networks: the destinations that a task asks for, limited to those that the operator allows.
 
-Pure, except for the settings. Invariant: an allow-list of the settings covers every destination of a sandbox.
+Pure: results depend only on the arguments and the settings. Invariant: an allow-list of the settings covers every
+destination of a sandbox.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from outrider.sandbox.network.requests import NotAllowed, RequestHead, place_of
 from outrider.spec import RUNTIME, NetworkSpec
 
 READS = frozenset({"GET", "HEAD"})
-"""The methods for mirrors: packages are fetched, and not published."""
+"""The HTTP methods that mirrors allow: packages can be fetched, but not published."""
 MIRROR_SETTINGS = {"pip": "pip_index", "npm": "npm_registry", "apt": "apt_hosts"}
 """The settings of [network] that name the servers of mirrors. Without its setting, a mirror is not available."""
 INSIDE = "{}.mirror.internal"
@@ -31,8 +32,8 @@ HINT = (
 
 
 class Mirror(msgspec.Struct, frozen=True, kw_only=True):
-    """A package index. `servers` are the server of the index and further servers, by their names inside a sandbox.
-    `variables` point package managers at the mirror."""
+    """A package index. `servers` are the server of the index and further servers; keys are the servers' names inside a
+    sandbox. `replaced` is the field of `ProxyRoute`. `variables` point package managers at the mirror."""
 
     servers: Mapping[str, ProxiedServer]
     replaced: tuple[tuple[str, str], ...]
@@ -85,8 +86,8 @@ class NetworkRules:
         return found
 
     def check(self, spec: NetworkSpec | None, *, tenant: str | None, whose: str | None, field: str) -> None:
-        """Raise InvalidField for a destination that a tenant's tasks may not ask for. `whose` is the tenant in the
-        message, None for a message without the allowed destinations."""
+        """Raise InvalidField for a destination that a tenant's tasks may not ask for. `whose` is the tenant's name in
+        the error message. If `whose` is None, the message does not list the allowed destinations."""
         if spec is None:
             return
         may = self.may_ask(tenant)

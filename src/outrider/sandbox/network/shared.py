@@ -17,10 +17,11 @@ from outrider.sandbox.network.addresses import Address
 from outrider.sandbox.runtimes.node_host import Host
 
 LOOKUP_THREADS = 64
-"""Maximum number of threads that resolve the names of tasks, and of threads that resolve other names."""
+"""Maximum number of threads in each of two pools. One pool resolves the hosts that tasks name, and the other pool
+resolves all other hosts."""
 LOOKUPS = 2
-"""Maximum number of names of either kind that one sandbox resolves at once. A hostile name server may answer slowly,
-and each look-up occupies a thread of the node until the answer."""
+"""Maximum number of hosts that one sandbox resolves at once in each of the two pools of threads. A hostile name server
+may answer slowly, and each look-up occupies a thread of the node until the answer."""
 NODE_RATE = 192 << 20
 """Maximum bytes per second of all sandboxes of a node. A chunk of 64 KiB takes about 0.1 ms of the event loop's
 time."""
@@ -45,8 +46,9 @@ class BytePace:
 
 
 class Lookups:
-    """The look-ups of one sandbox. `look_up` runs in threads of `named` or of `others`. A look-up counts until its
-    thread ends, even if nobody waits for its answer any more."""
+    """The look-ups of one sandbox. `look_up` runs in a thread of the pool `named` for a host that the task names, and
+    in a thread of `others` for any other host. A look-up counts until its thread ends, even if nobody waits for its
+    answer any more."""
 
     def __init__(
         self,
@@ -59,13 +61,12 @@ class Lookups:
         self._running: dict[tuple[str, int], asyncio.Future[Sequence[str]]] = {}
 
     async def resolve(self, host: str, port: int, named: bool) -> Sequence[Address]:
-        """Return the addresses of a name. Requests for the same name at once share a look-up, so that many of them do
-        not wait for each other. Raises OSError."""
+        """Return the addresses of a host. Concurrent requests for the same host share one look-up. Raises OSError."""
         key = host, port
         if key not in self._running:
             pool, slots = self._kinds[named]
             await slots.acquire()
-            if key in self._running:  # begun by another request meanwhile
+            if key in self._running:  # another request has begun this look-up meanwhile
                 slots.release()
             else:
                 self._begin(key, pool, slots)

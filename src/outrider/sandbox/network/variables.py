@@ -4,7 +4,7 @@ from __future__ import annotations
 
 APT_CONFIG = "/run/outrider-apt.conf"
 APT_SETTINGS = b'APT::Sandbox::User "root";\n'
-"""Settings for apt: to download as root, because most sandboxes have no other user."""
+"""Settings that make apt download packages as root, because most sandboxes have no other user."""
 LOCAL = "localhost,127.0.0.1,::1"
 
 

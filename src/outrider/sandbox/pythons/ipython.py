@@ -89,7 +89,7 @@ def _build(folder: Path) -> None:
     for one in _closure("ipython").values():
         for path in one.files or ():
             if path.is_absolute() or ".." in path.parts:
-                continue  # a script outside of site-packages
+                continue  # the file is a script outside of site-packages
             source = Path(str(one.locate_file(path)))
             if source.is_file():
                 (place / path).parent.mkdir(parents=True, exist_ok=True)

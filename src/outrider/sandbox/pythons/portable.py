@@ -26,7 +26,8 @@ from outrider.errors import RuntimeUnavailable
 
 PORTABLE_AT = "/run/outrider-python"
 FORMAT = "1"
-"""Part of the digest. Change this value when `_build` changes, so that existing folders are no longer used."""
+"""The version of the folder's structure, which is part of the digest. Change this value when `_build` changes, so that
+existing folders are no longer used."""
 LEFT_OUT = frozenset(
     [
         "test",
@@ -65,7 +66,7 @@ def portable_command(at: str = PORTABLE_AT) -> list[str]:
     return [f"{at}/lib/{loader.name}", "--library-path", f"{at}/lib", program]
 
 
-@functools.lru_cache(maxsize=8)  # called for every sandbox; a built folder never changes
+@functools.lru_cache(maxsize=8)  # cached, because every sandbox needs the folder, and a built folder never changes
 def _built(home: Path) -> Path:
     return build_once(home / portable_digest(), _build)
 
@@ -161,8 +162,8 @@ def _interpreter_of(program: Path) -> str | None:
 
 
 def _libraries(loader: Path, programs: Iterable[Path]) -> dict[str, Path]:
-    """Return the libraries loaded by the programs, by requested name. A library missing on this host is left out: the
-    host cannot import the module that needs it either."""
+    """Return the paths of the libraries that the programs load. Keys are the names by which the programs request the
+    libraries. A library missing on this host is left out: the host cannot import the module that needs it either."""
     found: dict[str, Path] = {}
     for program in programs:
         # The loader lists the libraries of a program, in lines `NAME => PATH (ADDRESS)`. The kernel's vDSO has no path.

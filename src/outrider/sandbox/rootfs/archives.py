@@ -29,11 +29,11 @@ MAX_NESTING = 4
 MAX_LAYERS = 512
 """Maximum layers of an image. Container engines make at most 127."""
 MAX_MEMBERS = 10_000
-"""The documents that show the archive's form are searched among this number of the tar's first entries. A root file
-system may have millions of entries, so not all are searched."""
+"""Number of a tar's first entries among which the documents that show the archive's form are searched. Not all entries
+are searched, because a root file system may have millions of them."""
 CHUNK = 1 << 20
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""Names of machines in image indexes, by the name that `uname -m` prints."""
+"""Names of processor architectures in image indexes. Keys are the names that `uname -m` prints."""
 NESTED = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
 
 
@@ -88,7 +88,7 @@ Open = Callable[[str], BinaryIO]
 
 @contextmanager
 def layered(path: Path) -> Iterator[Layered]:
-    """Open the image in a folder or a tar file, which stays open during the context. Raises BadImage."""
+    """Open the image in a folder or a tar file. A tar file stays open until the context ends. Raises BadImage."""
     if path.is_dir():
 
         def below(name: str) -> BinaryIO:
@@ -214,7 +214,8 @@ def digest_of(path: Path, without: frozenset[str] = frozenset()) -> str:
     found = hashlib.sha256()
     names = [str(path)]
     for folder, folders, files in os.walk(path):
-        # os.walk then visits the folders in the same order on every machine, and skips the paths of `without`.
+        # With this order, os.walk visits the folders in the same order on every machine, and skips the paths of
+        # `without`.
         folders[:] = sorted(name for name in folders if os.path.join(folder, name) not in without)
         names += [os.path.join(folder, name) for name in sorted((*folders, *files))]
     for name in names:

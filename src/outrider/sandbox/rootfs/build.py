@@ -28,7 +28,7 @@ from outrider.sandbox.rootfs.unpack import BadImage
 BUILD_SECONDS = 6 * 3600.0
 SIF = "image.sif"
 PROGRAMS = ("apptainer", "singularity")
-"""Names of the program, the former name last."""
+"""Names of Apptainer's program. `singularity` is the former name."""
 
 
 class Reuse(StrEnum):

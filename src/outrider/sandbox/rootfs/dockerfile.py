@@ -43,7 +43,8 @@ ENVIRONMENT, TASK_TOML = "environment", "task.toml"
 SECRETS = frozenset({"tests", "solution", "steps", TASK_TOML})
 """Files of a Harbor task that its agent must not see."""
 FORMAT = 2
-"""Part of every key. Increase this number when a change of the code changes the image of some Dockerfile."""
+"""The version number in every plan's key. Increase this number when a change of the code changes the image of some
+Dockerfile."""
 IGNORED = frozenset({"LABEL", "EXPOSE", "MAINTAINER", "CMD", "STOPSIGNAL", "VOLUME"})
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ROOT = re.compile(r"(root|0)(:(root|0))?")
@@ -52,7 +53,8 @@ MODE = re.compile(r"0?[0-7]{3}")
 WILD = re.compile(r"[*?\[]")
 SECONDS = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?(?:(\d+(?:\.\d+)?)ms)?")
 SHELLS = re.compile(r"(/(usr/)?bin/)?(env|sh|bash|dash|tini|dumb-init)|--|-\w+|sleep|infinity")
-"""Words of an ENTRYPOINT that starts no program of its own: a shell or an init for the command."""
+"""Pattern of the words of a harmless ENTRYPOINT, such as `tini --`: a shell, an init, or an option. An ENTRYPOINT with
+any other word would start a program of its own, and is refused."""
 SHELL = ("/bin/sh", "-c")
 ARCHITECTURE = MACHINES.get(platform.machine(), platform.machine())
 PLATFORMS = {
@@ -60,15 +62,16 @@ PLATFORMS = {
     for where in ("TARGET", "BUILD")
     for name, value in (("PLATFORM", f"linux/{ARCHITECTURE}"), ("OS", "linux"), ("ARCH", ARCHITECTURE), ("VARIANT", ""))
 }
-"""The variables that every build has."""
+"""The platform variables, such as TARGETARCH, that every build has."""
 MAX_STEPS = 512
 """Maximum steps of a plan. Container engines refuse more than 127 layers, so real Dockerfiles have fewer steps."""
 MAX_STAGES = 64
 MAX_PATH = 4096
 MAX_MESSAGE = 500
-"""Maximum characters of an error: an instruction may have a million."""
+"""Maximum characters of an error message. A message quotes its instruction, which may be a million characters long."""
 ADDED = ("without", "is_file", "owner")
-"""Fields of steps that are newer than FORMAT. They are part of a key only if they are not empty."""
+"""Fields of build steps that were added later than FORMAT was last increased. Such a field is part of a key only if it
+is not empty, so images built earlier keep their keys."""
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
@@ -87,7 +90,8 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
 
 
 class CopyFrom(msgspec.Struct, frozen=True, kw_only=True, tag="CopyFrom"):
-    """Copies `sources`, absolute paths or patterns of another image, like Copy."""
+    """Copies files of the image `origin`, in the way of `Copy`. `sources` are absolute paths or patterns in this
+    image."""
 
     line: int
     origin: BaseImage
@@ -137,7 +141,7 @@ class BaseImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """The check of HEALTHCHECK. Times are in seconds."""
+    """The command and the settings of a HEALTHCHECK. Times are in seconds."""
 
     command: str
     interval: float = 30.0
@@ -264,8 +268,8 @@ class Reader:
         return self._plan_of(self._stages[-1])
 
     def health(self, text: str) -> Health | None:
-        """Return the HEALTHCHECK of a Dockerfile that a container engine builds. Raises InvalidField for a user and a
-        start command that no sandbox honours."""
+        """Return the HEALTHCHECK of a Dockerfile that a container engine builds. Raises InvalidField for a USER other
+        than root and for an ENTRYPOINT that starts a program, because no sandbox supports them."""
         base = BaseImage(name="", digest="", env={}, workdir=None)
         last: dict[str, Instruction] = {}
         try:
@@ -307,7 +311,8 @@ class Reader:
                     )
             elif isinstance(step, CopyFrom):
                 fields["origin"] = step.origin.digest
-            # Tags are used, because renaming a class must not change the keys of images that are already built.
+            # The key has the tag of a step and not the name of its class, because renaming a class must not change the
+            # keys of images that are already built.
             said.append([type(step).__struct_config__.tag, fields])
         return BuildPlan(
             file=self._file,
@@ -427,7 +432,7 @@ class Reader:
 
     def read_env(self, one: Instruction) -> None:
         words = self._words(one)
-        if not words or "=" not in words[0]:  # the older form: ENV NAME and a text
+        if not words or "=" not in words[0]:  # the older form: ENV NAME VALUE
             words = [f"{words[0]}={' '.join(words[1:])}"] if len(words) > 1 else [""]
         for word in words:
             name, given, value = word.partition("=")
@@ -555,7 +560,7 @@ class Reader:
         return owner if ":" in owner else f"{owner}:{owner if owner.isdecimal() else ''}"
 
     def _origin(self, one: Instruction, value: str) -> BaseImage:
-        """Return the image that COPY takes files from: an earlier stage's, or one of the store."""
+        """Return the image from which COPY takes files: the image of an earlier stage, or an image of the store."""
         [name] = self._words(Instruction(one.line, one.name, value)) or [""]
         stage = self._named_stage(name)
         if stage is self._stage:

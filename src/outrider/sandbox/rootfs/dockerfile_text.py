@@ -18,8 +18,8 @@ WITH_DOCUMENTS = frozenset({"RUN", "COPY", "ADD"})
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-+])([^{}]*))?\})")
 MAX_VALUES = 128 << 10
 """Maximum characters of all variables of one kind together (ARG before FROM, ARG, ENV), and of the values filled into
-one instruction. Linux allows no longer variable. Without a bound, values that refer to other values could double in
-length with each line."""
+one instruction. A longer variable is not possible in Linux. Without a bound, values that refer to other values could
+double in length with each line."""
 LITERAL = "\0"
 """Placeholder for a literal $ until variables are filled in."""
 
@@ -88,7 +88,7 @@ def _documents(text: str, lines: Iterator[tuple[int, str]], begin: int) -> Itera
     words.whitespace_split, words.commenters = True, ""
     try:
         opened = list(words)
-    except ValueError:  # unbalanced quotes, which the sandbox's shell reports
+    except ValueError:  # the quotes are unbalanced, which the sandbox's shell reports
         opened = text.split()
     for word in opened:
         if not (match := HERE_DOCUMENT.fullmatch(word)):
@@ -133,7 +133,7 @@ def filled_words(words: Iterable[str], variables: Mapping[str, str]) -> list[str
         else:
             found = known or ""
         room -= len(found)
-        if room < 0:  # checked before the word is built
+        if room < 0:  # the limit is checked before the word is built
             raise ValueError(f"its variables have more than {MAX_VALUES} characters")
         return found
 

@@ -24,7 +24,8 @@ IGNORE_FILES = ("Dockerfile.dockerignore", ".dockerignore")
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """A pattern: an expression for each name of the path, or None for `**`, any number of folders."""
+    """A pattern. `names` has a regular expression for each name of the path, or None for `**`, which matches any number
+    of folders. `takes_back` is True for a pattern that begins with `!`."""
 
     names: tuple[re.Pattern[str] | None, ...]
     takes_back: bool
@@ -93,7 +94,7 @@ def patterns(lines: Iterable[str], file: Path) -> Iterator[Pattern]:
         if not path:
             if takes_back or bare == "/":
                 continue
-            path = "**"  # a dot is the whole context
+            path = "**"  # the pattern `.` stands for the whole context
         count += 1
         try:
             if count > MAX_PATTERNS:

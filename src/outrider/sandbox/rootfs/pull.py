@@ -29,14 +29,14 @@ from outrider.sandbox.rootfs.unpack import BadImage
 
 PULL_SECONDS = 3600
 LOOK_SECONDS = 0.2
-"""Seconds between looks at whether another pull has ended."""
+"""Seconds between two attempts to lock the file that all pulls of a reference share."""
 
 
 async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
     """Import the image of a reference such as `docker.io/library/python:3.12`. A cancellation kills skopeo. If another
-    process or task of this user is pulling the same reference, wait for the end of this pull, and use its image or fail
-    with its error. Only failures on this machine count, because another machine may have another network and other
-    credentials.
+    process or task of this user is already pulling the same reference, this function waits for the end of that pull,
+    and then uses its image or raises its error. An error on another machine is ignored, because that machine may have
+    another network and other credentials.
 
     Raises InvalidField, RuntimeUnavailable without skopeo, and BadImage if skopeo fails (with its messages), if skopeo
     needs more than PULL_SECONDS, or if the image cannot be imported. Raises OSError if the disk is
@@ -77,11 +77,11 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
             with tempfile.TemporaryDirectory(prefix="outrider-pull-") as folder:
                 layout = Path(folder, "layout")
                 await _download(tool, reference, layout)
-                # Shielded, because a thread cannot be cancelled, and needs the folder and the lock.
+                # The import is shielded, because its thread cannot be cancelled, and needs the folder and the lock.
                 image = await shielded(lambda: asyncio.to_thread(store.import_, layout, name, pulled=True))
         except (BadImage, OSError) as error:
             if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise  # not recorded: a lack of descriptors, for example, concerns this process alone
+                raise  # the error is not recorded: a lack of descriptors, for example, concerns this process alone
             hint = error.hint if isinstance(error, BadImage) else None
             record.write(msgspec.json.encode(PullOutcome(failure=described(error), hint=hint, host=host_id())))
             raise
@@ -127,7 +127,7 @@ async def _download(tool: str, reference: str, layout: Path) -> None:
         raise BadImage(f"skopeo did not get {reference} within {PULL_SECONDS} s") from error
     finally:
         if process.returncode is None:
-            with suppress(ProcessLookupError):  # it has just exited
+            with suppress(ProcessLookupError):  # the process has just exited
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     if process.returncode != 0:

@@ -23,7 +23,8 @@ from outrider.sandbox.rootfs.store import ImageStore
 from outrider.text_files import read_toml_file
 
 FORMAT = "2"
-"""Part of every key. Change this value when `render` changes, so that earlier builds are no longer used."""
+"""The version of the rendered text, which is part of every build's key. Change this value when `render` changes, so
+that earlier builds are no longer used."""
 REQUIREMENTS_AT = "/opt/outrider-requirements.txt"
 PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]*(:[a-z0-9]+)?([=/][A-Za-z0-9.+:~-]+)?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -92,7 +93,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
             steps += [f"{apt} install -y --no-install-recommends {' '.join(self.packages)}"]
             steps += ["rm -rf /var/lib/apt/lists/*"]
         if self.pip:
-            # Without this variable Debian's Python refuses to install packages beside Debian's own.
+            # Without PIP_BREAK_SYSTEM_PACKAGES, Debian's Python refuses to install packages beside Debian's own.
             install = "PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir"
             steps += [f"{install} --requirement {REQUIREMENTS_AT}", f"rm {REQUIREMENTS_AT}"]
         steps += [command.strip().replace("\n", f"\n{INDENT}") for command in self.commands]
@@ -139,7 +140,7 @@ def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
     else:
         path = _existing(base.source, "base.source")
         header = (("Bootstrap", base.kind), ("From", str(path)))
-        # The digest of its index covers an OCI layout: the index holds the digests of all other files.
+        # For an OCI layout the digest of index.json is enough, because the index holds the digests of all other files.
         identity = digest_of(_existing(f"{path}/index.json", "base.source") if base.kind == "oci" else path)
     pip = "".join(f"{line}\n" for line in recipe.pip)
     if recipe.requirements is not None:

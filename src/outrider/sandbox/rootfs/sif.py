@@ -30,7 +30,7 @@ SQUASHFS = 1
 SYSTEM_PARTITION = 2
 MAX_DESCRIPTORS = 4096
 UNSQUASHFS_SECONDS = 3600.0
-"""Time limit of the listing of an image, and of its unpacking."""
+"""Time limit in seconds for each of the two runs of unsquashfs, which list an image and then unpack it."""
 MAX_LINE = 64 << 10
 """Maximum bytes read as one line of a listing. A path has at most 4096 bytes."""
 
@@ -117,7 +117,7 @@ def _check_size(tool: str, path: Path, offset: int, target: Path, seconds: float
         finally:
             limit.cancel()
             said.kill()
-    if time.monotonic() >= until:  # the listing may have been cut
+    if time.monotonic() >= until:  # the listing may be incomplete, because unsquashfs was killed
         raise _too_slow(path, seconds)
     room.take(total)
 

@@ -36,8 +36,8 @@ from outrider.sandbox.rootfs.unpack import UNREADABLE, BadImage, Contents, unpac
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64})?(@sha256:[0-9a-f]{64})?")
 PINNED = re.compile(r"@sha256:[0-9a-f]{64}")
-"""The digest at the end of a name, which is the digest of the registry's manifest. Only an image with this digest gets
-such a name."""
+"""Pattern of a digest at the end of an image's name. It is the digest of the registry's manifest, and only an image
+with this digest gets such a name."""
 
 OWNERS = "owners"
 
@@ -68,8 +68,8 @@ class ImageStore:
     def import_(self, source: Path, name: str, *, pulled: bool = False) -> RootImage:
         """Make an image from an archive and give it a name (see `give`). Content that was imported before is not
         unpacked again. A name with a digest is given only to an image of this digest; `pulled` is true if the caller
-        has checked that. Raises BadImage, NotFound, InvalidField for the name, and RuntimeUnavailable without the tool
-        that the archive needs."""
+        has already checked the digest. Raises BadImage, NotFound, InvalidField for the name, and RuntimeUnavailable
+        without the tool that the archive needs."""
         checked_name(name)
         if not source.exists():
             raise NotFound(f"no file or folder {source}")
@@ -130,8 +130,8 @@ class ImageStore:
 
     def give(self, name: str, digest: str) -> RootImage:
         """Give the image with this digest a name, and return the image. An earlier image of the same name loses this
-        name. If it has no other name, its digest becomes its name, so that the image can still be listed, used and
-        removed. Raises InvalidField for an invalid name, and NotFound if there is no such image."""
+        name. If the earlier image has no other name, its digest becomes its name, so that it can still be listed, used
+        and removed. Raises InvalidField for an invalid name, and NotFound if there is no such image."""
         place = self._name(checked_name(name))
         with locked(self._names):
             image = self._described(_hex(digest))
@@ -179,7 +179,7 @@ class ImageStore:
         """Remove a name, and the image if it has no other name. Returns True if the image was removed. Sandboxes that
         run on the image break. Raises NotFound."""
         with ExitStack() as held:
-            with locked(self._names):  # so that the image gets no new name meanwhile
+            with locked(self._names):  # locked, so that the image gets no new name meanwhile
                 image = self.image(name)
                 self._name(name).unlink()
                 if _hex(image.digest) in self._used():
@@ -190,22 +190,23 @@ class ImageStore:
                 # killed meanwhile, the next import removes the folder, which then has a draft's name.
                 gone = new_draft(place)
                 os.rename(place, gone / "image")
-            remove_tree(gone)  # other names can be given and removed during these seconds
+            remove_tree(gone)  # the removal takes seconds, and the names are not locked meanwhile
         return True
 
     def _used(self) -> set[str]:
-        """Return the HEX of all images that have a name. The caller holds the lock of the names."""
+        """Return the digests of all images that have a name, in hexadecimal form. The caller holds the lock of the
+        names."""
         return {path.read_text() for path in self._name_files()}
 
     def _named(self, place: Path) -> RootImage | None:
-        """Return the image that the file of a name leads to."""
+        """Return the image whose digest is in the file `place`, or None. Each such file stands for one name."""
         try:
             return self._described(place.read_text())
         except FileNotFoundError:
             return None
 
     def _described(self, content: str) -> RootImage | None:
-        """Return the image whose folder has this HEX as its name."""
+        """Return the image whose hexadecimal digest is `content`, or None."""
         try:
             return msgspec.json.decode((self._folder / content / "image.json").read_bytes(), type=RootImage)
         except FileNotFoundError:

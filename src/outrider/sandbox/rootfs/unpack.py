@@ -28,8 +28,8 @@ from outrider.sandbox.rootfs.owners import Owners
 
 WHITEOUT = ".wh."
 OPAQUE = ".wh..wh..opq"
-"""Names in the OCI image specification for removals by a layer: `.wh.NAME` removes NAME, and OPAQUE all lower content
-of its folder."""
+"""Names by which a layer removes files of lower layers, from the OCI image specification. `.wh.NAME` removes NAME.
+OPAQUE removes all lower content of its folder."""
 MAX_LINKS = 40
 """Maximum links followed on the way to one entry, the same as in Linux."""
 MAX_DEPTH = 256
@@ -38,17 +38,17 @@ kernel cannot be used."""
 MAX_HEADER = 1 << 20
 """Maximum bytes of an entry's long name or extended header. tarfile reads such a field in one piece."""
 MAX_BYTES = 64 << 30
-"""Maximum bytes of an image's files, and of its unpacked layers."""
+"""Maximum bytes of an image's files, and maximum bytes of its layers when they are unpacked."""
 RATIO, ANY_RATIO_BYTES = 100, 1 << 30
 """Maximum ratio of an image's size to the size of its archives, and a size in bytes that is allowed at any ratio.
 Layers of real images shrink to a third. A file of zeros can shrink to a thousandth, and a sparse file to nothing."""
 MAX_ENTRIES = 4_000_000
 """Maximum files, folders and links of an image. The largest images for machine learning have a million."""
 KEPT_FREE, KEPT_SHARE = 1 << 30, 20
-"""Bytes that an image leaves free on its disk, and the divisor for small disks: 1/20 of the disk stays free."""
+"""An image leaves KEPT_FREE bytes of its disk free, or 1/KEPT_SHARE of a small disk, whichever is less."""
 COPY_BYTES = 1 << 20
 PERMISSIONS = 0o777
-"""The kept mode bits."""
+"""The mode bits that files and folders of an archive keep."""
 ROOT = (0, 0)
 OLDEST, NEWEST = -(1 << 31), 1 << 33
 """Range of times that every file system can store, in seconds since the epoch: 1901 to 2242."""
@@ -66,21 +66,21 @@ UNREADABLE = (
     gzip.BadGzipFile,
     zlib.error,
     lzma.LZMAError,
-    ValueError,  # fields that are not numbers
-    OverflowError,  # numbers beyond a file's offsets
-    RecursionError,  # tarfile reads the header after an extended header by recursion
+    ValueError,  # A header field is not a number.
+    OverflowError,  # A number is larger than any offset in a file.
+    RecursionError,  # tarfile reads the header after an extended header by recursion.
 )
 """Exceptions from reading a broken archive, besides OSError."""
 
 
 class ArchiveMember(tarfile.TarInfo):
-    """An entry with checked sizes: tarfile itself seeks back for a negative size, and reads a header of any size into
-    memory."""
+    """An entry of a tar archive, with checks of its sizes. Without these checks, tarfile seeks back for a negative
+    size, and reads a header of any size into memory."""
 
-    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:  # tarfile's method for extensions
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:  # tarfile calls this method for each entry
         if self.size < 0 or (self.type in HEADERS and self.size > MAX_HEADER):
             raise tarfile.ReadError(f"an entry has the impossible size of {self.size} bytes")
-        member: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]  # the stub lacks it
+        member: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]  # the stub lacks this method
         if member.size < 0:
             raise tarfile.ReadError(f"the entry {member.name!r} has {member.size} bytes")
         return member
@@ -105,8 +105,8 @@ HEADERS = (
 
 
 class Room:
-    """The remaining space for an image in `folder`. `archived` is the size of its archives so far, in bytes. The
-    methods raise BadImage."""
+    """The remaining space for an image in `folder`. `archived` is the size, in bytes, of the image's archives so far.
+    The methods raise BadImage."""
 
     def __init__(self, folder: Path, archived: int = 0) -> None:
         self._folder = folder
@@ -200,7 +200,8 @@ class _Layer:
         opaque: set[str] = set()
         for member in archive:
             self._room.take_entry()
-            # The offset is the end of the entry's data: skipped data are read, too.
+            # The offset is the end of the entry's data. Data of entries that are left out count, because tarfile reads
+            # them, too.
             check_expansion(archive.offset, self._room.archived)
             folder, name = self._place(member.name)
             if name.startswith(WHITEOUT):
@@ -235,7 +236,7 @@ class _Layer:
                 self._contents.left_out += 1
                 continue
             self._own_by(place, (member.uid, member.gid))
-        for place, mode, changed in reversed(folders):  # last, because writing an entry changes its folder's time
+        for place, mode, changed in reversed(folders):  # set last, because writing an entry changes its folder's time
             if os.path.isdir(place) and not os.path.islink(place):
                 os.chmod(place, mode & PERMISSIONS | stat.S_IRWXU)
                 _set_time(place, changed)

@@ -48,8 +48,8 @@ class ImagePulls:
 
     async def want(self, spec: RuntimeSpec, *, field: str) -> None:
         """Wait until the image of a sandbox is on this machine, if the image may be pulled. Returns at once for an
-        image that is there, and for an image that may not be pulled. `field` is the spec's field in the task. Raises
-        RuntimeFailure, with the message of the registry, if the pull fails."""
+        image that is already there, and for an image that may not be pulled. `field` is the name, for errors, of the
+        task's field that holds the spec. Raises RuntimeFailure, with the message of the registry, if the pull fails."""
         if spec.image is None or not may_pull(spec, resolve("runtime", spec.sandbox_kind), self._allowed):
             return
         if await asyncio.to_thread(has_image, spec.image):

@@ -117,7 +117,7 @@ class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ShellKind = Literal["bash", "python", "ipython"]
-"""bash (sh in a sandbox without bash), Python as at its prompt, or IPython as in a notebook."""
+"""Kinds of live shells: bash (sh in a sandbox without bash), Python as at its prompt, or IPython as in a notebook."""
 
 
 class Shell(Protocol):
@@ -141,7 +141,7 @@ class NoShell(RuntimeFailure):
 
 
 class PatchConflict(ValueError):
-    """A patch does not apply, and no file was changed. The text is git's."""
+    """A patch does not apply, and no file was changed. The error's text is the output of git."""
 
 
 class Availability(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,8 +153,8 @@ class Availability(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def found(cls, describe: Callable[[], str]) -> Availability:
-        """Return the availability of what `describe` describes, or the reason for which it raises
-        RuntimeUnavailable."""
+        """Return an availability with the text that `describe` returns as its detail. If `describe` raises
+        RuntimeUnavailable, the availability is not `ok`, and has the error's message and hint."""
         try:
             return cls(ok=True, detail=describe())
         except RuntimeUnavailable as error:
@@ -169,8 +169,8 @@ class RuntimeKind(Protocol):
     `SandboxContext.mounts`. `saves_layers` is True for a kind whose sandboxes implement `SavesLayers`. `gives_gpus` is
     True for a kind whose programs can use exactly the GPUs of `SandboxContext.gpus`. `uses_image_store` is True for a
     kind whose images are those of `outrider image`. `filters_network` is True for a kind whose programs reach nothing
-    but `SandboxContext.gateway_socket`, at BRIDGE_URL. `part` is the part of a node's host
-    (`Host.part`) of a kind whose sandboxes run elsewhere.
+    but `SandboxContext.gateway_socket`, at BRIDGE_URL. `part` exists for a kind whose sandboxes run elsewhere: it is
+    the class of the shared part that a node's host opens for this kind (see `Host.part`).
     """
 
     def create(self, spec: RuntimeSpec, context: SandboxContext) -> Runtime:
@@ -269,8 +269,8 @@ class TellsCause(Protocol):
     """A runtime that can detect whether a sandbox was broken from inside."""
 
     async def broken_inside(self) -> bool:
-        """Return whether programs inside broke the sandbox. False for a working, unstarted or stopped sandbox, after a
-        failure of the host's own part, and when the cause cannot be determined."""
+        """Return whether programs inside broke the sandbox. Returns False for a working, unstarted or stopped sandbox,
+        after a failure of the host's own part, and when the cause cannot be determined."""
         ...
 
 

@@ -16,15 +16,17 @@ from outrider.sandbox.runtimes.kernel.cgroups import CONTROLLERS, Hierarchies
 from outrider.spec import MEBIBYTE, Resources
 
 BYTES_PER_FILE = 4096
-"""Bytes of the disk limit per allowed file. The number of files is bounded too, because each takes kernel memory."""
+"""A sandbox may have one file for each BYTES_PER_FILE bytes of its disk limit. The number of files is bounded, because
+each file takes kernel memory."""
 FILES_SHARE_OF_MEMORY = 0.75
 MIN_OPEN_FILES = 1024
-"""Minimum number of open files of a sandbox, if the node's hard limit allows this number. Many programs need as
-many."""
+"""Minimum number of open files of a sandbox, if the node's hard limit allows this number. Many programs need this
+number."""
 MAX_OPEN_FILES = 1 << 16
 SHARES = {"RLIMIT_SIGPENDING": (16, 64), "RLIMIT_MSGQUEUE": (8, 0)}
-"""A sandbox's part of the resources that the kernel bounds per user: the divisor of the user's limit, and the minimum.
-An eighth of Linux's default of 800 KiB for messages is one queue of the usual size."""
+"""Resources that the kernel bounds per user. Each value is a divisor and a minimum: a sandbox gets the user's limit
+divided by the divisor, but at least the minimum. An eighth of Linux's default of 800 KiB for messages is one queue of
+the usual size."""
 COUNTED_BY_NAMESPACE = (5, 14)
 """First Linux version that counts the resources of `SHARES` per user namespace as well as per user. On an older kernel
 all sandboxes share one count, so a lower limit would only be reached earlier."""
@@ -85,7 +87,7 @@ def writable_bounds(resources: Resources) -> tuple[int, int]:
     """Return the maximum (bytes, number of files) that may be written.
 
     In the sandboxes that use these bounds, files live in memory. If a task bounds its memory, files may take only a
-    part of it, so that a full disk is an error and does not kill all programs."""
+    part of this memory, so that a full disk is an error and does not kill all programs."""
     size = resources.disk_mb * MEBIBYTE
     if resources.memory_mb is not None:
         size = min(size, round(resources.memory_mb * MEBIBYTE * FILES_SHARE_OF_MEMORY))

@@ -87,7 +87,7 @@ async def swept(
             failures.note(f"sweep of {name}", error)
         else:
             failures.note_success(f"sweep of {name}")
-    return dict(+ended)  # without the sweeps that ended nothing
+    return dict(+ended)  # `+` drops the sweeps that ended nothing
 
 
 def lives(name: str) -> bool:

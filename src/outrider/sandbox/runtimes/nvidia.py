@@ -31,7 +31,7 @@ match the kernel module."""
 LIBRARY = re.compile(r"(?:libcuda|libcudadebugger|libnvcuvid|libnvoptix|libnvidia-[\w-]+)\.so\.[\w.]+")
 LISTED = re.compile(r"\s*(\S+) \(([^)]*)\) => (/\S+)")
 MACHINES = {"x86_64": "x86-64", "aarch64": "AArch64"}
-"""Names of the processor architectures in the output of `ldconfig -p`."""
+"""Names of processor architectures in the output of `ldconfig -p`. Keys are the names that `uname -m` prints."""
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -136,8 +136,8 @@ NVIDIA = NvidiaDriver()
 
 
 def driver_libraries(listing: str, machine: str) -> dict[str, str]:
-    """Parse the output of `ldconfig -p` into the driver's libraries: path by name. If a library is listed several
-    times, the first path is kept, because programs load the first."""
+    """Return the paths of the driver's libraries from the output of `ldconfig -p`. Keys are the libraries' names. If a
+    library is listed several times, the first path is kept, because programs load the first."""
     found: dict[str, str] = {}
     for line in listing.splitlines():
         if (match := LISTED.match(line)) and LIBRARY.fullmatch(match[1]) and machine in match[2].split(","):
@@ -157,8 +157,8 @@ def variables(names: Sequence[str]) -> Mapping[str, str]:
 
 
 def is_nvidia(name: str) -> bool:
-    """Return whether a name in the setting sandboxes.gpus names an NVIDIA GPU: plain, or prefixed with NVIDIA's CDI
-    kind."""
+    """Return whether a name in the setting sandboxes.gpus names an NVIDIA GPU. Such a name is plain, such as `0`, or
+    begins with CDI_KIND."""
     return "/" not in name or name.startswith(CDI_KIND)
 
 

@@ -44,7 +44,7 @@ UNBOUNDED = 1 << 62
 
 def node_label(host: Host) -> str:
     """Return the value of NODE_LABEL for the sandboxes of a node: at most 63 letters, digits, dashes and underscores.
-    The last character is a letter or a digit, as Kubernetes asks for."""
+    The last character is a letter or a digit, as Kubernetes requires."""
     label = f"{_machine()}-{host.name}"
     return label if label[-1].isalnum() else f"{label}0"
 
@@ -61,21 +61,23 @@ def labels_of(context: SandboxContext) -> dict[str, str]:
 def is_orphan(label: str) -> bool:
     """Return whether the node with this label has ended.
 
-    False if this machine cannot tell: for a node of another machine, of this machine before it was started again, or of
-    another pid namespace. A sandbox of such a node ends at the end of its own term."""
+    Returns False if this machine cannot determine whether the node has ended: the node runs on another machine, ran on
+    this machine before its last boot, or runs in another pid namespace. A sandbox of such a node ends at the end of its
+    own term."""
     machine, _, name = label.partition("-")
     return machine == _machine() and not lives(name)
 
 
 def _machine() -> str:
-    """Return a name of this machine's boot. Other machines of a service have other names, although their process ids
-    and namespaces may be the same."""
+    """Return a name for this machine that changes with each boot. Other machines of a service have other names,
+    although their process ids and namespaces may be the same."""
     boot = host_id().partition(" ")[0]
     return hashlib.sha256(boot.encode()).hexdigest()[:MACHINE_CHARACTERS]
 
 
 class StartQueue:
-    """The starts of a node at one service, in order of their requests: at most `per_second`."""
+    """The queue of a node's sandbox starts at one service. Starts get their turns in the order of their requests, at
+    most `per_second` in each second."""
 
     def __init__(self, per_second: float) -> None:
         self._pause = 1 / per_second
@@ -86,7 +88,7 @@ class StartQueue:
         """Wait until the next start may be requested. A cancelled wait takes no turn."""
         clock = asyncio.get_running_loop().time
         async with self._turns:
-            while (wait := self._next - clock()) > 0:  # noqa: ASYNC110  # `hold` may move the time meanwhile
+            while (wait := self._next - clock()) > 0:  # noqa: ASYNC110  # `hold` may move `_next` meanwhile
                 await asyncio.sleep(wait)
             self._next = clock() + self._pause
 
@@ -119,7 +121,8 @@ RemoteLaunch = Callable[[RuntimeSpec, SandboxContext, QueueClock], AbstractAsync
 
 
 class RemoteSandbox(ToolServerSandbox):
-    """A sandbox on another machine, with a tool server. Its launch counts in the clock how long the start is queued."""
+    """A sandbox on another machine, with a tool server. Its launch measures with a `QueueClock` how long the start is
+    queued."""
 
     def __init__(self, launch: RemoteLaunch, spec: RuntimeSpec, context: SandboxContext, **options: Any) -> None:
         self._queued = QueueClock()

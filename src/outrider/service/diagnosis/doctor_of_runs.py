@@ -57,8 +57,8 @@ class DoctorOfRuns:
         most_sessions: int = MOST_SESSIONS,
     ) -> RunDiagnosis:
         """Diagnose the groups in `groups`, or all groups if it is empty, that have all of `labels` and were created at
-        `since` (seconds since the epoch) or later. Raises NotFound for a named group that is unknown or, with a
-        `tenant`, another tenant's."""
+        `since` (seconds since the epoch) or later. Raises NotFound for an unknown group in `groups` and, if `tenant` is
+        given, for a group of another tenant."""
         async with self._one:
             evidence = RunEvidence()
             truncated = False
@@ -106,7 +106,8 @@ class DoctorOfRuns:
             before = page[-1].id
 
     async def _add_groups(self, evidence: RunEvidence, rows: Sequence[GroupRow]) -> None:
-        """Add groups to the evidence: several small ones, whose results are read at once, or one of any size."""
+        """Add groups to the evidence. `rows` are several small groups, whose results are read at once, or one group of
+        any size."""
         by_group: dict[str, list[bytes]] = {row.id: [] for row in rows}
         ids = list(by_group)
         if len(rows) > 1:
@@ -132,12 +133,13 @@ class DoctorOfRuns:
                 if packed:
                     reader = FactsReader(session_id)
                     await self._offload.run_steps(_read(reader, packed, parts[:MOST_PARTS]))
-                    # The comparison of long prompts takes some time, so it runs in the thread, too.
+                    # The comparison of long prompts takes some time, so it runs in the offload thread.
                     await self._offload.run(partial(evidence.add_facts, group_id, reader.facts))
 
 
 def _parts(rows: Iterable[GroupRow]) -> Iterator[list[GroupRow]]:
-    """Divide groups into parts with at most RESULTS_READ sessions each. A group with more is a part of its own."""
+    """Divide groups into parts with at most RESULTS_READ sessions each. A group with more sessions is a part of its
+    own."""
     part: list[GroupRow] = []
     size = 0
     for row in rows:
@@ -185,8 +187,8 @@ def _read(reader: FactsReader, turns: Sequence[bytes], timeline: Sequence[bytes]
 
 
 def _pieces(packed: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Divide rows into pieces for the thread. A piece has several rows, because a change of threads takes longer than
-    most rows."""
+    """Divide packed rows into pieces, each of which the thread processes at once. A piece has several rows, because a
+    change of threads takes longer than the work for most rows."""
     piece: list[bytes] = []
     size = 0
     for row in packed:
@@ -200,5 +202,5 @@ def _pieces(packed: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 def _findings(evidence: RunEvidence) -> Steps[list[RunFinding]]:
-    yield INLINE_BYTES + 1  # makes the thread apply the rules, which takes some milliseconds
+    yield INLINE_BYTES + 1  # a step of this size runs in the thread: the rules take some milliseconds
     return diagnose(evidence)

@@ -36,20 +36,22 @@ MOST_NAMES = 200
 TREND_GROUPS = 4096
 """Maximum number of groups whose rewards and lengths are compared over time."""
 SAMPLED_GROUPS = 100
-"""Maximum number of groups of which sessions are sampled."""
+"""Maximum number of groups from which sessions are sampled."""
 SAMPLED_SESSIONS = 400
 """Maximum number of sessions whose turns are read."""
 LEAST_SIBLINGS = 4
-"""Number of sampled sessions of each group, if there are many groups."""
+"""Number of sessions that are sampled from each group. If there are fewer than SAMPLED_GROUPS groups, more sessions of
+each are sampled."""
 LEAST_SPREAD = 1e-9
 """Rewards that differ by at most this number count as equal."""
 STALE_VERSIONS = 4
 """A session is stale if its oldest token is this many policy versions older than the newest version that any sampled
 session had seen by the session's end."""
 STALL_SECONDS = 30.0
-"""A call stalls if its first token takes at least this long, ..."""
+"""A stalled call waits at least this many seconds for its first token. STALL_TIMES is a second condition."""
 STALL_TIMES = 10.0
-"""... and at least this many times the run's usual time (the median over sessions of each session's median)."""
+"""A stalled call waits for its first token at least this many times as long as usual in the run. The usual wait is the
+median over sessions of each session's median wait."""
 TEST_COUNTS = ("tests", "tests_run", "num_tests", "total_tests", "test_count", "cases")
 """Metrics with the number of tests that ran, in order of precedence. A longer metric name counts, too, if it ends with
 one of these names after a dot, a slash or a colon."""
@@ -64,13 +66,13 @@ REWRITES = (
     ForkCause.TEMPLATE_HISTORY,
     ForkCause.CAPTURE_DRIFT,
 )
-"""Causes of forks after which the engine must compute a known history again."""
+"""Causes of forks after which the engine must compute a history again that it has already computed."""
 STAGES = ("waiting", "preparing", "model", "tools", "grading", "stopping")
-"""The uses of a session's time, apart from the queue."""
+"""The parts into which a session's time is divided, without the wait in the queue."""
 
 
 class SessionTally:
-    """A ratio over sessions, and the sessions that contribute most to it."""
+    """A ratio that is summed over sessions, and the sessions that contribute most to the ratio."""
 
     def __init__(self) -> None:
         self.ratio = ClusterShare()
@@ -100,9 +102,10 @@ class NamedTallies(dict[str, SessionTally]):
 
 
 class GroupPoint(msgspec.Struct, frozen=True):
-    """A group of a run (`run_of`) on the axis of time: the mean of its rewards, and the means of the logarithms of the
-    sampled tokens and of the numbers of tests (nan if no session reports one). `fewest_tests` and `shortest` are the
-    sessions with the group's best reward and with the fewest tests or tokens."""
+    """The averages of a group, from which the trends of a run (`run_of`) are computed. `reward` is the mean reward.
+    `tokens` is the mean logarithm of a session's sampled tokens, and `tests` that of a session's number of tests; nan
+    if no session has such a number. Of the sessions with the group's best reward, `fewest_tests` ran the fewest tests,
+    and `shortest` sampled the fewest tokens."""
 
     run: str
     created: float
@@ -114,7 +117,7 @@ class GroupPoint(msgspec.Struct, frozen=True):
 
 
 class GroupSample(msgspec.Struct):
-    """Sessions of a group whose turns may be read: the attempts by session id."""
+    """Sessions of a group whose turns may be read. `sessions` maps session ids to the numbers of the attempts."""
 
     created: float
     sessions: dict[str, int] = {}
@@ -149,8 +152,8 @@ class CallWaits(msgspec.Struct, frozen=True):
 
 
 class RunEvidence:
-    """The counts of a run. Call `begin_group`, `add_result` for the group's sessions and `end_group` for each group,
-    then `add_facts` for the sessions of `to_read`, one group after the other."""
+    """The counts of a run. For each group, call `begin_group`, then `add_result` for each session, then `end_group`.
+    After the last group, call `add_facts` for the sessions of `to_read`, one group after the other."""
 
     def __init__(self) -> None:
         self.groups = 0
@@ -174,7 +177,7 @@ class RunEvidence:
         self._points: list[tuple[int, str, GroupPoint]] = []
         self._sampled: list[tuple[int, str, GroupSample]] = []
         self._group: _GroupUnderWay | None = None
-        # From the turns of sampled sessions:
+        # The following counts come from the turns of sampled sessions.
         self.read_sessions = 0
         self.read_turns = 0
         self.malformed = SessionTally()
@@ -261,7 +264,7 @@ class RunEvidence:
 
     @property
     def points(self) -> list[GroupPoint]:
-        """The groups of the trends, oldest first."""
+        """The groups whose rewards and lengths are compared over time, oldest first."""
         return sorted((point for _, _, point in self._points), key=lambda point: point.created)
 
     @property
@@ -322,7 +325,7 @@ class RunEvidence:
 
 
 class _GroupUnderWay:
-    """The sessions of one group, while they are added."""
+    """Collects the results of one group, from `begin_group` to `end_group`."""
 
     def __init__(self, row: GroupRow) -> None:
         self.row = row
@@ -333,7 +336,8 @@ class _GroupUnderWay:
         self._tokens = Moments()
         self._tests = Moments()
         self._best: dict[str, tuple[float, float, str]] = {}
-        """By kind, the best reward, then the fewest tests or tokens, with the session."""
+        """The best session by kind ("tests" or "tokens"): its negative reward, its number of tests or tokens, its id.
+        The best session has the highest reward and, among equal rewards, the lowest number."""
 
     def add(self, result: SessionResult) -> None:
         if result.turns and len(self.sampled.sessions) < SAMPLED_SESSIONS:
@@ -389,14 +393,14 @@ def count_of_tests(metrics: Mapping[str, float]) -> float | None:
 
 
 def _count(counts: Counter[str], more: Mapping[str, float]) -> None:
-    """Add to the counts by name. Names beyond MOST_NAMES are left out."""
+    """Add the numbers in `more` to the counts of the same names. After MOST_NAMES names, new names are left out."""
     for name, count in more.items():
         if name in counts or len(counts) < MOST_NAMES:
             counts[name] += count  # type: ignore[assignment]  # a Counter also counts seconds
 
 
 def _keep_lowest(heap: list[tuple[int, str, T]], entry: tuple[int, str, T], most: int) -> None:
-    """Add an entry (-mark, id, value) to a heap that keeps the entries with the lowest marks."""
+    """Add an entry to a heap that keeps the `most` entries with the lowest marks. An entry is (-mark, id, value)."""
     if len(heap) < most:
         heapq.heappush(heap, entry)
     elif entry[:2] > heap[0][:2]:

@@ -16,7 +16,7 @@ from outrider.messages import Message, Role
 from outrider.redaction import without_keys
 
 HEAD_CHARACTERS = 100_000
-"""Maximum number of characters of a beginning that are compared."""
+"""Maximum number of characters that are compared, from the beginning of a conversation."""
 SHOWN_CHARACTERS = 160
 """Maximum number of characters of a line that are shown."""
 SIMILAR = 0.5
@@ -37,7 +37,8 @@ KINDS: Sequence[tuple[str, re.Pattern[str]]] = (
     ("path", re.compile(r"(?:~|\.{0,2})/[\w.~-]|[A-Za-z]:\\")),
     ("number", re.compile(r"\d")),
 )
-"""Kinds of changes, by the words that differ, in order of precedence. A change of any other kind is "text"."""
+"""Kinds of changes, each with a pattern. A change has the first kind whose pattern matches the words that differ, and
+the kind "text" if no pattern matches."""
 
 
 class ChangedLine(msgspec.Struct, frozen=True):
@@ -89,7 +90,7 @@ def changed_line(before: str, after: str) -> ChangedLine | None:
 
 
 def _common(first: Sequence[str], second: Sequence[str]) -> int:
-    """Return the number of equal elements at the beginning."""
+    """Return the number of elements with which both sequences begin."""
     for at, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return at
@@ -97,7 +98,8 @@ def _common(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def _alike(first: str, second: str) -> float:
-    """Return the share of equal characters at the beginning and the end of two lines."""
+    """Return how similar two lines are, from 0 to 1: the share of characters that are equal at the beginning and at the
+    end."""
     start = _common(first, second)
     end = min(_common(first[::-1], second[::-1]), min(len(first), len(second)) - start)
     return (start + end) / max(len(first), len(second), 1)

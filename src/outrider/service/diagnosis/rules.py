@@ -49,8 +49,8 @@ Unit = Literal["sessions", "groups"]
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """The measurement of a rule on a run. `bound` is compared with the rule's threshold, `value` is the estimate, and
-    `units` is the number of independent units. `given` is compared with the rule's `given`. `subject` names what was
-    measured, such as a tool. `numbers` and `sessions` are evidence for the reader."""
+    `units` is the number of independent units. `given` is a second bound, which is compared with the rule's `given`.
+    `subject` names what was measured, such as a tool. `numbers` and `sessions` are evidence for the reader."""
 
     bound: float
     value: float
@@ -411,13 +411,15 @@ def diagnose(evidence: RunEvidence, rules: Sequence[RunRule] = RULES) -> list[Ru
 
 
 def _of_all(tallies: Callable[[RunEvidence], NamedTallies], evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure the share of each name among the sessions that were not ended by a person or the group."""
+    """Measure the share of each of the tallies' names, such as an error code, among the sessions that were not ended by
+    a person or the group."""
     for name, tally in sorted(tallies(evidence).items()):
         yield _measured(tally, ratio=tally.ratio.padded(evidence.counted), subject=name)
 
 
 def _of(tally: Callable[[RunEvidence], SessionTally], count: str, evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure one share. `count` is the name under which `numbers` has the whole."""
+    """Measure the share of one tally. `count` is the key in `numbers` for the denominator of the share; "" leaves the
+    denominator out."""
     found = tally(evidence)
     yield _measured(found, numbers={count: found.ratio.whole} if count else {})
 
@@ -523,7 +525,8 @@ def _fall(kind: str, run: str, points: Sequence[GroupPoint]) -> Measured:
 
 
 def _certain(moments: Moments) -> Moments:
-    """Return moments with the same mean and no variance, to compute an estimate with the formula of its bound."""
+    """Return moments with the same mean and no variance. For these moments, the formula of a bound gives the estimate
+    itself."""
     return Moments(count=2, mean=moments.mean)
 
 
@@ -559,8 +562,8 @@ def _odds(share: float) -> float:
 
 
 def _of_speeds(evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure each engine against all other engines. The number of units is the number of the engine's sessions, but at
-    most that of the other engines' sessions."""
+    """Measure each engine against all other engines. The number of units is the number of the engine's sessions or, if
+    that is smaller, the number of the other engines' sessions."""
     for name, own in sorted(evidence.speeds.items()):
         rest = [moments for other, moments in evidence.speeds.items() if other != name]
         others = _merged(rest)

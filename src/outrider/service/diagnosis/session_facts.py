@@ -24,7 +24,7 @@ MOST_HEADS = 8
 MISSING = (126, 127)
 """Exit codes of a shell for a program that cannot be run or does not exist."""
 SEARCHED = 400
-"""Signs of a failure are searched in this many characters at each end of a tool's result."""
+"""Number of characters at each end of a tool's result in which signs of a failure are searched."""
 LEAST_OUTPUT = 8
 """Minimum number of sampled tokens of a turn that is used to measure an engine's speed."""
 LEAST_CACHED = 256
@@ -41,9 +41,9 @@ FAILED = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-"""Signs that a tool's call failed, in the first characters of the result."""
+"""Matches a sign of failure in the first characters of a tool's result."""
 EXIT_CODE = re.compile(r"exit(?:ed)?[ _](?:with )?(?:code|status)\W{0,4}[1-9]", re.IGNORECASE)
-"""Signs that a tool's call failed, in the last characters of the result."""
+"""Matches a sign of failure in the last characters of a tool's result."""
 
 
 class EngineSpeed(msgspec.Struct):
@@ -54,7 +54,7 @@ class EngineSpeed(msgspec.Struct):
 
 
 class ToolResults(msgspec.Struct):
-    """How many results a tool had in a session, and how many of these show a failure."""
+    """The number of results of a tool in a session, and the number of these results that show a failure."""
 
     results: int = 0
     failed: int = 0
@@ -63,14 +63,22 @@ class ToolResults(msgspec.Struct):
 class SessionFacts(msgspec.Struct, kw_only=True):
     """Facts of a session. Times are seconds; tokens are counts.
 
-    cut: turns whose reply ended at the token limit. calls: tool calls of the replies, malformed ones included. tools:
-    by name. speeds: by engine. engine: the engine of the first turn, at the time `began`. first_wait: the time from the
-    request to the first token of the first turn, None if no token was sampled. waits: the same for each later turn
-    during which the policy's version stayed the same. cacheable: tokens of earlier prompts and replies that the prefix
-    cache could have kept. missed: the cacheable tokens that the engine computed again. oldest, newest: the policy
-    versions of the sampled tokens; None without a version. ended: the end of the last turn. missing: programs that
-    could not be run in the agent's sandbox, each once. programs: the seconds of the agent's commands, by program. A
-    program is the first word of a command, without its folder. heads: the beginnings of the session's conversations.
+    cut: turns whose reply ended at the token limit.
+    calls: tool calls of the replies, malformed ones included.
+    tools: the results of tools, by the tool's name.
+    speeds: the speed of each engine, by the engine's name.
+    engine: the engine of the first turn, at the time `began`.
+    first_wait: the time from the request to the first token of the first turn, None if no token was sampled.
+    waits: the time from the request to the first token, for each later turn during which the policy's version stayed
+        the same.
+    cacheable: tokens of earlier prompts and replies that the prefix cache could have kept.
+    missed: the cacheable tokens that the engine computed again.
+    oldest, newest: the policy versions of the sampled tokens; None without a version.
+    ended: the end of the last turn.
+    missing: programs that could not be run in the agent's sandbox, each once.
+    programs: the seconds of the agent's commands, by program. A program is the first word of a command, without its
+        folder.
+    heads: the beginnings of the session's conversations.
     changed: the first system prompt that changed during a conversation.
     """
 

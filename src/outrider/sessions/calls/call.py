@@ -18,7 +18,7 @@ from outrider.tokens.rendering.renderer import Renderer
 from outrider.trajectory import Ids, Turn
 from outrider.vision.preparer import DocumentReader, ImagePreparer
 
-if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes none
+if TYPE_CHECKING:  # only annotations need this import: the module receives open pools and makes none
     from outrider.engines.pool.call import PoolReply
     from outrider.engines.pool.pool import EnginePool
 
@@ -28,19 +28,19 @@ T_contra = TypeVar("T_contra", bound=Chunk | ChatChunk, contravariant=True)
 
 
 IMAGE_ROOM = 4 << 30
-"""Maximum bytes of the pixel values in all calls under way on a node, as they are sent to engines."""
+"""Maximum bytes of pixel values, in the form in which engines get them, for all calls under way on a node."""
 
 
 def image_room() -> PrioritySemaphore:
-    """Make the queue for memory for pixel values. No session has more than half of the memory."""
+    """Make the queue in which calls wait for memory for pixel values. One session gets at most half of IMAGE_ROOM."""
     return PrioritySemaphore(IMAGE_ROOM, share=0.5)
 
 
 class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
     """The parts shared by all conversations of a node with one model. `renderer`, `pool`, `images` (None if the model
-    reads no images) and `documents` (None if documents cannot be read) belong to the model. All models share `intake`,
-    the limit of memory for arriving requests, `image_room`, the queue for memory for pixel values, and `offload`, the
-    thread for long work on requests."""
+    reads no images) and `documents` (None if documents cannot be read) belong to the model. All models share `intake`
+    (the limit of memory for arriving requests), `image_room` (the queue for memory for pixel values) and `offload` (the
+    thread for long work on requests)."""
 
     renderer: Renderer
     pool: EnginePool

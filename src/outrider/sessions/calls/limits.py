@@ -65,7 +65,7 @@ _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 
 
 class TooMuchAtOnce(RequestError):
-    """Too many calls are unfinished, or the bodies of the unfinished calls have too many bytes together."""
+    """The session has too many unfinished calls, or the bodies of unfinished calls have too many bytes together."""
 
     code = "too_much_at_once"
     http_status = 429

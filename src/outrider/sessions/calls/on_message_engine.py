@@ -36,7 +36,7 @@ from outrider.trajectory import (
     unpack_ids,
 )
 
-if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes none
+if TYPE_CHECKING:  # only annotations need this import: the module receives open pools and makes none
     from outrider.engines.pool.call import PoolReply
 
 
@@ -264,8 +264,9 @@ class CapturedTurns:
             said[turn.index] = messages if turn.reply is None else (*messages, turn.reply)
 
     def known_ids(self, messages: Sequence[Message], tools: bytes) -> list[int] | None:
-        """Return the ids of the turn whose messages and reply are `messages` up to the last reply, with equal tools.
-        Returns None if there is no such turn."""
+        """Return the ids of the recorded turn that `messages` continues: the turn's tools equal `tools`, and its
+        messages and reply equal the beginning of `messages` up to the last reply. Returns None if there is no such
+        turn."""
         self._paths = self._paths or {}
         last = max((at for at, message in enumerate(messages) if message.role is Role.ASSISTANT), default=-1)
         index = self._paths.get((tools, _path(messages[: last + 1]))) if self._paths and last >= 0 else None
@@ -347,9 +348,9 @@ class CapturedTurns:
         )
 
     def _quoted(self, messages: Sequence[Message], opening: ConversationStart) -> int | None:
-        """Find the last of the messages that is the reply of a recorded turn with the same first message, and return
-        the index of this turn. Returns None if there is no such message, or if a turn with this `opening` gave the same
-        reply."""
+        """Return the index of the turn whose reply is the last quoted one in `messages`. Only turns count whose
+        conversation has the same first message as `opening`. Returns None if no reply is quoted, or if a turn with this
+        `opening` gave the same reply."""
         for message in reversed(messages):
             if message.role is Role.ASSISTANT:
                 said = self._replies.get((opening.first, message_key(message).body))
@@ -372,7 +373,8 @@ def _path(messages: Sequence[Message]) -> bytes:
 
 
 def _image_paths(messages: Sequence[Message]) -> list[bytes]:
-    """Return digests of the images in the first `n` messages, for each `n` from 0 to all."""
+    """Return a list whose item `n` is a digest of the images in the first `n` messages. The list begins with the digest
+    for no messages."""
     paths = [b""]
     for message in messages:
         path = paths[-1]

@@ -198,7 +198,7 @@ def recorded(sampling: SamplingParams, thinking: bool | None) -> dict[str, Any]:
 
 
 def described_notes(described: Mapping[int, Sequence[str]], *, first: int) -> tuple[str, ...]:
-    """Return a note, RESULT and the media type, for each file of a tool for which the model read a text. `described`
-    has the media types of these files by message number. Only messages from number `first` on count, because a turn
-    notes the files of its own messages."""
+    """Return the notes about files that tools returned and that the model read as texts: for each file, RESULT and the
+    media type. `described` has the media types of these files by message number. Only messages from number `first` on
+    count, because a turn notes the files of its own messages."""
     return bounded_notes(RESULT + kind for at in sorted(described) if at >= first for kind in described[at])

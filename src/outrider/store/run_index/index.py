@@ -26,7 +26,8 @@ from outrider.store.store import Store
 T = TypeVar("T")
 
 CHORE_SECONDS = 5.0
-"""Seconds between two turns of the background work, so that a reader finds little left to do."""
+"""Seconds between two runs of the background work. The interval is short, so that little is left to do when a reader
+comes."""
 EVENTS_AT_ONCE = 1000
 GROUPS_AT_ONCE = 50
 SESSIONS_AT_ONCE = 16
@@ -37,7 +38,7 @@ Busy."""
 READ_SECONDS = 10.0
 """Maximum seconds of one read in this process."""
 STEPS_BETWEEN_LOOKS = 10_000
-"""Number of SQLite's steps between two checks of the clock."""
+"""Number of steps of SQLite's virtual machine between two checks of the clock."""
 TASK_LABEL = "task"
 """Label that names the task of a group. Without the label, groups with the same instruction have the same task."""
 CURSOR, CURSOR_AT, FILLED = "cursor", "cursor_at", "filled"
@@ -78,13 +79,13 @@ class RunIndex:
         self._gone.update(group_ids)
 
     async def chore(self) -> None:
-        """One turn of the background work: make the index complete, however long it takes."""
+        """Make the index complete, however long it takes. The background work calls this method every CHORE_SECONDS."""
         async with self._failures():
             more = True
             while more:
                 began = time.monotonic()
                 more = await self._step() or await self._step_of_turns(None)
-                await asyncio.sleep(time.monotonic() - began)  # leaves half of the time to the service's other work
+                await asyncio.sleep(time.monotonic() - began)  # half of the time is left to the service's other work
 
     async def catch_up(self, *, turns: bool = False) -> None:
         """Return once the index has every change whose event is stored now, and with `turns` the turns of the sessions
@@ -378,7 +379,7 @@ def _last_unread(db: sqlite3.Connection) -> int:
 
 
 def _unread(db: sqlite3.Connection, last: int | None) -> list[tuple[int, int, str, int]]:
-    """Return the place, number, id and attempt of sessions whose turns are unread."""
+    """Return the unread sessions: the place in `unread_turns`, the number, the id and the attempt of each."""
     return db.execute(
         """SELECT place, s.no, s.id, s.attempt FROM unread_turns JOIN kept_sessions AS s ON s.no = session_no
             WHERE ? IS NULL OR place <= ? ORDER BY place LIMIT ?""",

@@ -92,9 +92,9 @@ def matching(db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None) 
 def find_groups(
     db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, after: str | None, limit: int
 ) -> list[str]:
-    """Return the ids of up to `limit` groups after the group `after`. Here `states` are states of groups, and the
-    bounds of the reward apply to the group's mean reward. A stop reason, an error or a text matches if one session of
-    the group has it."""
+    """Return the ids of up to `limit` groups after the group `after`. The states in `wanted` are states of groups, and
+    the bounds of the reward apply to the group's mean reward. A stop reason, an error or a text matches if one session
+    of the group has it."""
     of_group = msgspec.structs.replace(wanted, stop_reason=None, error=None, text=None, ids=())
     conditions = _conditions(of_group, tenant, "kept_groups")
     of_session = SessionFilter(stop_reason=wanted.stop_reason, error=wanted.error, text=wanted.text)

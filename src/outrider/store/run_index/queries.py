@@ -45,6 +45,8 @@ class Queries:
 
     def __init__(self, index: RunIndex) -> None:
         self._index = index
+        # The process of a query has another working directory; the service's data folder may have a relative path.
+        self._path = str(index.path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._waiting = 0
 
@@ -67,7 +69,7 @@ class Queries:
 
     async def _in_process(self, sql: str, tenant: str | None) -> bytes:
         job = {
-            "path": str(self._index.path).replace("%", "%25").replace("?", "%3f").replace("#", "%23"),
+            "path": self._path,
             "sql": sql.encode("utf-8", "replace").decode(),
             "views": {view.name: view.select(tenant) for view in VIEWS},
             "tables": READ_TABLES,

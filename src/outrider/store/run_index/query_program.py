@@ -124,7 +124,7 @@ FUNCTIONS = frozenset(
 )
 TABLE_FUNCTIONS = frozenset({"json_each", "json_tree"})
 STEPS_BETWEEN_LOOKS = 2000
-"""Number of SQLite's steps between two checks of the clock."""
+"""Number of steps of SQLite's virtual machine between two checks of the clock."""
 MAX_TEXT = 1_000_000
 """Maximum bytes of one value."""
 NAMES = {value: name[7:] for name, value in vars(sqlite3).items() if name.startswith("SQLITE_") and name[7:] in {
@@ -145,7 +145,7 @@ class QueryGuard:
     """SQLite's authoriser for one query."""
 
     def __init__(self, views: Iterable[str], tables: Iterable[str], real: Iterable[str]) -> None:
-        """`real` are the names of everything in the file, in lower case."""
+        """`real` are the names of all tables and indexes in the file, in lower case."""
         self._real = frozenset((*real, *views))
         self.hidden = {name: f"hidden_{secrets.token_hex(16)}" for name in views}
         self._readable = frozenset((*views, *self.hidden.values()))
@@ -166,7 +166,8 @@ class QueryGuard:
                 return sqlite3.SQLITE_OK
             if first in TABLE_FUNCTIONS:
                 return sqlite3.SQLITE_OK
-            # A common table expression of which no column is read, as in `SELECT count(*) FROM ...`.
+            # SQLite reports a common table expression in this way if the query reads none of its columns, as in `SELECT
+            # count(*) FROM ...`.
             if (
                 first
                 and not second
@@ -257,7 +258,7 @@ def check_confinement(db: sqlite3.Connection, tables: list[str], view: str) -> N
 
 
 def encoded(cursor: sqlite3.Cursor, limits: Mapping[str, float], began: float) -> str:
-    """Return the columns and rows as JSON. Stops after the limits of rows and bytes."""
+    """Return the columns and rows as JSON. Stops at the limit of rows or of bytes."""
     columns = [column[0] for column in cursor.description]
     rows: list[str] = []
     size, truncated = 0, False

@@ -70,7 +70,7 @@ def write_group(db: sqlite3.Connection, group: GroupRow, task: str | None) -> No
 
 
 def write_session(db: sqlite3.Connection, session: SessionRow) -> bool:
-    """Insert or update a session of a group that has a row. Returns False if the group has none."""
+    """Insert or update a session, if its group has a row. Returns False if the group has no row."""
     found = db.execute("SELECT no, tenant, harness FROM kept_groups WHERE id = ?", (session.group_id,)).fetchone()
     if found is None:
         return False

@@ -35,7 +35,8 @@ TABLES = (
     "CREATE INDEX kept_sessions_of_tenant ON kept_sessions (tenant, created DESC, group_id DESC, sample_index)",
     "CREATE INDEX kept_sessions_by_age ON kept_sessions (created DESC, group_id DESC, sample_index)",
     "CREATE INDEX kept_sessions_of_group ON kept_sessions (group_no)",
-    # The texts in which a list of sessions searches, in lower case: error, end of the agent's output, answer.
+    # A row has the texts of a session in which a list searches: the error, the end of the agent's output and the
+    # answer, all in lower case.
     "CREATE TABLE kept_texts (session_no INTEGER PRIMARY KEY, text TEXT NOT NULL)",
     """CREATE TABLE kept_rewards (session_no INTEGER NOT NULL, name TEXT NOT NULL, value REAL NOT NULL,
         PRIMARY KEY (session_no, name)) WITHOUT ROWID""",
@@ -49,7 +50,7 @@ TABLES = (
         drift_tokens INTEGER NOT NULL, tool_calls INTEGER NOT NULL, malformed_calls INTEGER NOT NULL,
         received REAL NOT NULL, first_token REAL, finished REAL NOT NULL, finish TEXT NOT NULL,
         min_version INTEGER, max_version INTEGER, PRIMARY KEY (session_no, model, turn_index)) WITHOUT ROWID""",
-    # Sessions whose turns must still be read from the store.
+    # A row is a session whose turns must still be read from the store.
     "CREATE TABLE unread_turns (place INTEGER PRIMARY KEY AUTOINCREMENT, session_no INTEGER NOT NULL)",
     "CREATE TABLE marks (name TEXT PRIMARY KEY, value REAL NOT NULL)",
 )
@@ -87,7 +88,8 @@ class View(NamedTuple):
 
 
 def _columns(alias: str, abouts: dict[str, str]) -> tuple[ViewColumn, ...]:
-    """Return columns of a table with the same names in the view."""
+    """Return view columns that have the same names as the columns of the table `alias`. `abouts` maps names to
+    meanings."""
     return tuple(ViewColumn(name, f"{alias}.{name}", about) for name, about in abouts.items())
 
 

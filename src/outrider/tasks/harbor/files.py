@@ -43,7 +43,7 @@ def hidden_folders(task: Path) -> list[Path]:
 
 def shown(path: Path, task: Path, hidden: Sequence[Path]) -> Path:
     """Return a path whose files an agent will see. Raises InvalidField if links lead from the path to a folder of
-    `hidden`, to a folder above one, or out of the task's folder."""
+    `hidden`, to a folder above a hidden folder, or out of the task's folder."""
     real = inside(path, task).resolve()
     for folder in hidden:
         if real.is_relative_to(folder) or folder.is_relative_to(real):
@@ -75,7 +75,8 @@ def written(folder: Path, task: Path, to: str, *, hidden: Sequence[Path] = ()) -
     steps: list[dict[str, Any]] = []
     total = 0
     for path, name in files_below(folder, task):
-        total += shown(path, task, hidden).stat().st_size  # checked before the file is read, because it may be huge
+        # the size is checked before the file is read, because the file may be huge
+        total += shown(path, task, hidden).stat().st_size
         if total > MAX_FILES or len(steps) == MAX_NUMBER:
             raise TooLarge(
                 f"{folder} has more than {MAX_NUMBER} files or {MAX_FILES >> 20} MiB",
@@ -97,8 +98,9 @@ def write_step(data: bytes, to: str, *, executable: bool) -> dict[str, Any]:
 
 
 def check_links(folders: Iterable[Path], task: Path) -> None:
-    """Check folders as `files_below` does, without using their files: the tests of a verifier with its own image are in
-    this image, and are not sent with the task. Raises InvalidField."""
+    """Check the links below folders, like `files_below`, without using the files. The check is for the tests of a
+    verifier with its own image: the image contains the tests, so the files are not sent with the task. Raises
+    InvalidField."""
     for folder in folders:
         for _ in files_below(folder, task) if folder.exists() else ():
             pass

@@ -1,7 +1,8 @@
-"""Finds the lines of a shell script that need a network: package managers, downloads and clones; and has uv installed
-from a package mirror.
+"""Finds the lines of a shell script that need a network: package managers, downloads and clones. Also rewrites scripts
+so that uv is installed from a package mirror.
 
-Pure. The search is a guess for messages: a line may be skipped when the script runs, or fail without harm.
+The module is pure. The search is a guess for messages: a line may be skipped when the script runs, or fail without
+harm.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MIRRORS = (
     (re.compile(r"\S*pip|uvx?\b"), "mirror:pip"),
     (re.compile(r"np[mx]\b|pnpm|yarn"), "mirror:npm"),
 )
-"""The mirrors by the first word of a command."""
+"""The package mirrors. The pattern of a mirror matches the first word of the commands that use the mirror."""
 URL = re.compile(r"(https?)://([\w.-]+)(?::(\d+))?")
 MAX_LINE = 2000
 PIP = "mirror:pip"
@@ -45,12 +46,13 @@ UV_INSTALLER = re.compile(
     r"(?:astral\.sh/uv/(?:([0-9.]+)/)?install\.sh|github\.com/astral-sh/uv/releases/download/([0-9.]+)/uv-installer\.sh)"
     r"[^|;&\n]{0,100}\|\s*((?:env\s+)?(?:\w+=[^\s|;&]*\s+){0,8})(?:ba)?sh\b"
 )
-"""A download of uv's installer whose output is run: the version in either URL, and variables of the installer."""
+"""Pattern of a command that downloads uv's installer and runs it. The groups are the version (in either of the two
+URLs), and the variables that are set for the installer."""
 
 
 class NetworkUse(NamedTuple):
-    """A line that needs a network, by its number; its command: the first two words; and its destination, or an empty
-    text if none is known."""
+    """A line of a script that needs a network. `line` is the line's number, `command` has its first two words, and
+    `needs` is the destination, or an empty text for an unknown destination."""
 
     line: int
     command: str
@@ -78,12 +80,13 @@ def needed(command: str, line: str) -> str:
 
 
 def covered(needs: str, destinations: Sequence[str]) -> bool:
-    """Return whether a network reaches a needed destination. Of an unknown one, every network is taken to."""
+    """Return True if a network with these `destinations` reaches the destination `needs`. For an unknown destination,
+    any network with at least one destination is enough."""
     if not needs or "*" in destinations:
         return bool(destinations)
     try:
         wanted = Destination.read(needs)
-    except ValueError:  # the host is none, such as a variable
+    except ValueError:  # the text is no host, but for example a variable
         return bool(destinations)
     return any(Destination.read(one).covers(wanted) for one in destinations)
 

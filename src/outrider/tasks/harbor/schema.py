@@ -24,10 +24,11 @@ DEVICES = re.compile(r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|(COM|LPT)[1-9¹²³])",
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+\n?")
 SECRET_HEADER = re.compile("key|token|secret|passw|credential|auth|cookie", re.IGNORECASE)
 CREDENTIAL = re.compile(r"\s*(?:[A-Za-z0-9_-]+\s+)?(?:[\s:-]*\$\{\w+(?::-)?\})+\s*")
-"""A scheme, such as Bearer, and variables without defaults."""
+"""Pattern of a valid credential in a header: an optional scheme, such as Bearer, and variables without defaults, such
+as `${TOKEN}`."""
 TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-([^}]*))?\}")
 MAIN = "main"
-"""The service of the agent's own container."""
+"""Name of the service that is the agent's own container."""
 UNITS = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
 """Units of sizes in older schemas, each in MiB."""
 USERS = (None, "root", 0, "0")
@@ -317,7 +318,7 @@ class Unsupported(NamedTuple):
 
 
 AGENTS = "environment"
-"""The table of the agent's environment."""
+"""Name of the table in task.toml with the agent's environment."""
 NO_NETWORK = "no-network"
 
 

@@ -1,7 +1,7 @@
 """The network of a Harbor task, by the phases of its sandboxes.
 
-Pure. In Harbor, the agent and the verifier have the network of their environment unless they name their own. A public
-network becomes `*`, or the destinations that the caller chooses for it.
+The module is pure. In Harbor, the agent and the verifier have the network of their environment unless they name their
+own. A public network becomes `*`, or the destinations that the caller chooses for it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def destinations(network: Network, public: Sequence[str]) -> list[str]:
 def network_of(
     environment: Network, public: Sequence[str], *, agent: Network | None = None, verifier: Network | None = None
 ) -> dict[str, Any] | None:
-    """Return `runtime.network` of a sandbox, or None without any destination. Raises NoDestination."""
+    """Return the field `runtime.network` for a sandbox. Returns None if the network has no destination. Raises
+    NoDestination."""
     found: dict[str, Any] = {"allow": destinations(environment, public)}
     for name, own in (("agent", agent), ("verifier", verifier)):
         if own is not None and own.network_mode is not None and (listed := destinations(own, public)) != found["allow"]:

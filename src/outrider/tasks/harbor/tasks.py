@@ -59,7 +59,7 @@ from outrider.text_files import MAX_TOML, read_text_file, read_toml_file, toml_l
 
 TASK_TOML = "task.toml"
 OLDER = "task.yaml"
-"""The settings of a task of Terminal-Bench before Harbor."""
+"""Name of the settings file of Terminal-Bench's tasks from before Harbor."""
 HINTS = {"task.name": 'Harbor refuses it too: write a name with an organisation, such as "my-org/my-task"'}
 """Advice for invalid fields that occur in public task folders."""
 TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
@@ -77,7 +77,8 @@ the agent's sandbox."""
 SERVICES = (COMPOSE, "docker-compose.yml", "singularity-compose.yaml")
 SERVICES_TEXT = "services beside the agent's sandbox"
 OTHER_FILES = {PRIOR: "an earlier trajectory for the agent to continue"}
-"""What the files ask for that are not in SERVICES."""
+"""Files of a task folder that are not supported, besides SERVICES, by name. A value describes what the file
+requests."""
 WORKDIR: str = RuntimeSpec.model_fields["workdir"].default
 AGENT_SECONDS, SESSION_SECONDS = Limits().agent_seconds, Limits().session_seconds
 """Outrider's limits for a task that sets no limits, in seconds."""
@@ -101,9 +102,9 @@ def harbor_examples(
 
     `tasks` selects tasks by their paths below `root`. `image` is the image of tasks that name none, in place of their
     Dockerfile. With `offline`, tasks get no network, even if they request one. `network` are the destinations of a task
-    that requests a public network. The values of `${NAME}` come from `environ`, by default
-    this process's environment, and become part of the task. Raises InvalidField for a broken task and for a task with
-    unsupported fields, and TooLarge if the files of a task are too large.
+    that requests a public network. The values of `${NAME}` come from `environ`, by default this process's environment,
+    and become part of the task. Raises InvalidField for a broken task and for a task with unsupported fields, and
+    TooLarge if the files of a task are too large.
     """
     folders = harbor_folders(root)
     if not folders:
@@ -237,8 +238,8 @@ class HarborFolder:
         return {**({"mcp_servers": servers} if servers else {}), **({"skills": skills} if skills else {})}
 
     def _network_notes(self, runtime: dict[str, Any]) -> list[str]:
-        """Return a note for each script that needs a network that the task does not have: the tests and the solutions,
-        of all steps."""
+        """Return a note for each script that needs a network which the task does not have. The scripts are the tests
+        and the solutions of all steps."""
         notes = []
         verifier, agent = reached(runtime, "verifier"), reached(runtime, "agent")
         for folder in (self._folder, *(self._step_folder(step) for step in self._config.steps or ())):
@@ -305,7 +306,8 @@ class HarborFolder:
         environment = self._config.environment
         image, health = self._image_of_agents()
         runtime = self._sandbox(environment, "environment", image, self._loose_files())
-        if health is not None:  # Harbor starts containers with `--wait`, so an image's own check comes first
+        # The image's own health check comes first, because Harbor starts containers with `--wait`.
+        if health is not None:
             runtime["prepare"].append(health_step(harbor_check(health)))
         if environment.healthcheck is not None:
             runtime["prepare"].append(health_step(environment.healthcheck))
@@ -334,8 +336,8 @@ class HarborFolder:
         return runtime
 
     def _sandbox_of_verifier(self, verifier: SeparateVerifier) -> dict[str, Any]:
-        """Return the spec without its network. As in Harbor, this sandbox gets no health check and no files of
-        steps."""
+        """Return the spec of a separate verifier's sandbox, without the network. As in Harbor, this sandbox gets no
+        health check and no files of steps."""
         environment, field = verifier.environment, verifier.field
         if verifier.context is None:
             return self._sandbox(environment, field, self._image_of_agents()[0], self._loose_files())
@@ -387,7 +389,8 @@ class HarborFolder:
         workdir = environment.workdir
         if image is not None:
             runtime["image"] = image
-            with suppress(InvalidField, NotFound):  # the image may be on another machine, or in a container engine
+            # the store may not have the image, which may be on another machine or in a container engine
+            with suppress(InvalidField, NotFound):
                 workdir = workdir or ImageStore().image(image).workdir or "/"
         if workdir is not None:
             runtime["workdir"] = workdir
@@ -430,7 +433,8 @@ class HarborFolder:
 
     def _written_tests(self, layers: Sequence[Path], runtime: dict[str, Any]) -> list[dict[str, Any]]:
         """Return prepare steps that write the test files. A step's own files replace the task's files with the same
-        path. With a package mirror in the network of `runtime`, the sandbox of the verifier, uv comes from there."""
+        path. `runtime` is the spec of the verifier's sandbox. If its network has the mirror of Python packages, the
+        tests install uv from the mirror (`with_uv`)."""
         if not any((layer / TEST).exists() for layer in layers):
             raise InvalidField(f"{layers[-1].parent} has no tests/{TEST}", field="evaluator")
         files = (file for layer in layers if layer.exists() for file in written(layer, self._folder, "/tests"))
@@ -509,7 +513,8 @@ def read_config(file: Path) -> TaskToml:
 
 
 def placed(file: Path, field: str) -> str:
-    """Return the file, with the line that sets a field or begins its table, if there is one."""
+    """Return a file's path for an error message, with the number of the line that sets the field or begins the field's
+    table, such as `task.toml, line 3,`. If no line does, returns only the path."""
     line = toml_line(read_text_file(file, field="source", limit=MAX_TOML), field)
     return str(file) if line is None else f"{file}, line {line},"
 

@@ -2,6 +2,7 @@
 
 This module runs and downloads nothing, and does not import the package. Nodes do not need the package, because a task
 contains its page.
+
 Invariants: the same page and seed make the same task; only the reward computed by the page (`page.js`) counts.
 """
 
@@ -72,7 +73,8 @@ titled() {
 The function searches for the window at most TIMES times."""
 
 # --no-sandbox: the browser's own sandbox needs namespaces, which programs in a sandbox may not create. --test-type
-# hides a warning about the missing sandbox. The page is in the accessibility tree only if the browser is told so.
+# hides a warning about the missing sandbox. The page is in the accessibility tree only with
+# --force-renderer-accessibility.
 OPEN = f"""\
 {TITLE}
 FONTCONFIG_FILE={FONTS} setsid {BROWSER} --no-sandbox --test-type --no-first-run --disable-gpu \\
@@ -205,8 +207,8 @@ def _with_script(html: str, script: str) -> str:
 
 def _archive(page: Path, html: str) -> str:
     """Pack the files that a page uses into a tar.gz archive, in base64. The same files always give the same text. If a
-    page computes a file name at run time, its text names only the folder, so all files of that folder are packed. The
-    files of a stylesheet are in a folder `images` beside the stylesheet."""
+    page computes a file name at run time, the page's text contains only the folder, so all files of the folder are
+    packed. The files of a stylesheet are in a folder `images` beside the stylesheet."""
     folder = page.parent.parent
     used = sorted({folder / found for found in REFERENCE.findall(html)})
     folders = [file.parent / "images" if file.suffix == ".css" else file for file in used]

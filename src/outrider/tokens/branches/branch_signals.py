@@ -76,7 +76,7 @@ MAX_TOOL_TEXTS = 1000
 
 LOOK_BACK = 100
 """Maximum number of previous turns, and of previous segments, that are compared with a segment to find the history that
-the segment continues in a shorter form. Few are enough, because clients continue from a summary at once."""
+the segment continues in a shorter form. This number is enough, because clients continue from a summary at once."""
 
 
 class Continuation(msgspec.Struct, frozen=True):
@@ -125,8 +125,8 @@ class AgentTurns:
 
 
 def find_continuation(session: SegmentedSession, segment: Segment) -> Continuation | None:
-    """Find the earlier history that the first request of `segment` replaces by a summary, or cuts to the history's end.
-    Summaries are tried first, newest first. Returns None if there is no such history."""
+    """Find the earlier history of which the first request of `segment` keeps only a summary or the end. Summaries are
+    tried first, newest first. Returns None if there is no such history."""
     first = segment.first
     recent = session.segments[max(0, segment.number - LOOK_BACK) : segment.number]
     kin = []
@@ -161,7 +161,7 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
         old = _newest_answered(other, first)
         taken_over = session.source(first)
         if taken_over is not None and session.turns[taken_over].conversation != other.first.conversation:
-            continue  # the request has the replies because it takes over another history, which has them
+            continue  # the request has these replies only because the history that it takes over has them
         if old is not None and old.reply is not None and session.request_shows(first, session.body(old.reply)):
             return Continuation(old, None) if session.lacks_beginning(first, old) else None
     return None
@@ -188,8 +188,8 @@ def _is_quoted(
         if message.role is not Role.ASSISTANT or _is_elsewhere(source, candidates):
             return True
         # The message replaces the history if no turn continues the reply, and neither the question that the reply
-        # answers nor an earlier reply is left before the message. If the client only sent the reply back, at least one
-        # of the two would be left.
+        # answers nor an earlier reply is left before the message. If the client only sent the reply back, the question
+        # or an earlier reply would be left.
         was_shown_replies = source.parent is not None or session.replies_added(source)
         if not was_shown_replies or source.index in session.continued or first.parent is not None:
             continue
@@ -213,11 +213,12 @@ def _repeats_earlier(session: SegmentedSession, source: Turn, text: str) -> bool
 
 def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates: Sequence[Segment]) -> Segment | None:
     """Return the candidate that the reply of `source` summarises: the candidate with the most replies in the request of
-    `source`. Returns None if the conversation of `source` is none of the candidates' and did not begin with the history
-    of one of them, as messages or as text. For example, another agent has only quoted the newest reply.
+    `source`. This request has the history of the candidate as messages or as text. Returns None if it has the history
+    of no candidate, for example if another agent has only quoted the newest reply.
 
-    A single question that quotes no history summarises the history that the very next request, `first`, cuts: some
-    programs give the summariser only the kinds of the events."""
+    The exception is a single question that quotes no history, directly before the request `first`. It summarises the
+    history of which `first` keeps only the end, because some programs give the summariser only the kinds of the
+    events."""
     own = session.segment_of(source.index)
     if own in candidates and source.parent is not None:
         return own
@@ -275,7 +276,7 @@ def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
                 found[segment.number] = Spawn(best.turn, best.agent_type, best.tool, is_most)
         for call in turn.reply.tool_calls if turn.reply else ():
             for one in _texts_given(turn.index, call):
-                given.pop(one.text, None)  # moves the text to the end of the dictionary, as the newest
+                given.pop(one.text, None)  # as the newest text, it moves to the end of the dictionary
                 given[one.text] = one
                 if len(given) > MAX_TOOL_TEXTS:
                     del given[next(iter(given))]
@@ -293,7 +294,7 @@ class _ToolText(msgspec.Struct, frozen=True):
 
 def _texts_given(turn: int, call: ToolCall) -> Iterator[_ToolText]:
     """Yield the arguments of a tool call that may be the prompt of a sub-agent: texts of at least two words and
-    MIN_TOOL_TEXT characters, also from lists."""
+    MIN_TOOL_TEXT characters. An argument may be a text or a list of texts."""
     try:
         arguments = json.loads(call.arguments)
     except (ValueError, RecursionError):
@@ -352,8 +353,8 @@ class _Handovers:
                 self._own_next.setdefault(turn.parent, []).append(turn)
 
     def next_segment(self, source: int) -> Segment | None:
-        """Return the segment in which the conversation continues, out of the segments that take over the history of the
-        turn `source`. Returns None if the conversation ends, or continues in none of these segments.
+        """Return the segment that continues the conversation of the turn `source`. Only segments that take over the
+        history of this turn are considered. Returns None if the conversation continues in none of them.
 
         The result is the last segment with a continuation, if all other continuations of the turn ended before this
         segment began: an agent that calls a sub-agent continues only after the sub-agent has ended. If no segment has a
@@ -370,8 +371,9 @@ class _Handovers:
         return last if ended and (replied or not rivals) else None
 
     def _may_go_on(self, segment: Segment, source: Turn) -> bool:
-        """Return True if another conversation passed its work on to the segment; else, if the client names the same
-        agent for the segment as for `source`, and the segment is not a side call about the history."""
+        """Return True if the segment can continue the conversation of `source`. It can if another conversation passed
+        its work on to the segment. It also can if the client names the same agent for both, and the segment is not a
+        side call about the history."""
         first = segment.first
         if segment.number in self._session.handed_over:
             return True

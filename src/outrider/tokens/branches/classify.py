@@ -59,7 +59,7 @@ SUMMARY = "summary"
 """The label of turns whose reply is a summary with which a later history begins."""
 
 UNUSED_KINDS = (BranchKind.RETRY, BranchKind.ABORTED)
-"""The kinds of replies that the agent did not use. Their depth is that of their segment."""
+"""The kinds of replies that the agent did not use. Such a turn has the depth of its segment."""
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,13 +135,14 @@ class Signals:
         return any(turn.index in self._quoted_in for turn in segment.turns)
 
     def _is_passed_on(self, segment: Segment) -> bool:
-        """Return True if a later request quotes a reply of the segment, and has not the words of a side call."""
+        """Return True if a later request, which does not have the words of a side call, quotes a reply of the
+        segment."""
         quoting = (self._quoted_in.get(turn.index) for turn in segment.turns)
         return any(at is not None and not self.label(self.session.segment_of(at)) for at in quoting)
 
     def _joins_answers(self, segment: Segment) -> bool:
-        """Return True if the segment is the session's last call, its request quotes the last replies of several
-        conversations, and has no words of a side call other than a summary."""
+        """Return True if the segment is the session's last call, and its request quotes the last replies of several
+        conversations. Returns False if the request has the words of a side call that is not a summary."""
         if self.label(segment) not in ("", SUMMARY):
             return False
         last = self.session.turns[-1]
@@ -150,8 +151,8 @@ class Signals:
         return segment.first is last and segment.starts_conversation and len(conversations) > 1
 
     def _is_called(self, segment: Segment) -> bool:
-        """Return True if the segment's conversation was called by another: it began after the other, which then quoted
-        its last reply."""
+        """Return True if another conversation called the segment's conversation, as an agent calls a sub-agent. The
+        caller began earlier, and one of its requests quotes the last reply of the called conversation."""
         conversation = self.session.segments_in(segment.first.conversation)
         quoting = self._quoted_in.get(max(one.last.index for one in conversation))
         if quoting is None:
@@ -190,9 +191,9 @@ class Signals:
         )
 
     def main(self, segment: Segment) -> Segment:
-        """Return the first segment of the main conversation in the step in which `segment` began. If the agent
-        continued an earlier conversation, the step has no such segment; then returns the segment of the last earlier
-        step that has one."""
+        """Return the first segment of the main conversation in the step in which `segment` began. A step in which the
+        agent continued an earlier conversation has no such segment. For such a step, returns the segment of the last
+        earlier step that has one."""
         return next(self._mains[step] for step in range(segment.first.step, -1, -1) if step in self._mains)
 
     def label(self, segment: Segment) -> str:
@@ -210,9 +211,9 @@ class Signals:
         return unlike_main and not self.session.is_followed_up(segment.first.conversation)
 
     def may_be_outcome(self, segment: Segment) -> bool:
-        """Return True if the segment is the session's last call, and its prompt asks for a summary, or the main
-        conversation is itself a single question: then the words of the prompt do not distinguish a side call from the
-        last step of a chain."""
+        """Return True if the segment may be the last step of a chain although its prompt has the words of a side call.
+        The segment must be the session's last call. In addition, its prompt must ask for a summary, or the main
+        conversation must be a single question without tools."""
         main = self.main(segment).first
         bare = not main.tools and not self.session.is_followed_up(main.conversation)
         return segment.last is self.session.turns[-1] and (bare or self.label(segment) == SUMMARY)
@@ -387,7 +388,7 @@ def lineages_by_rules(turns: Sequence[Turn]) -> list[Lineage]:
             before = lineage.parent if turn.parent is None else turn.parent
             decision = Decision("declared otherwise", turn.declared, before, turn.declared_label)
         elif (
-            turn.parent is not None  # if a summary has no parent, the decision about its segment holds
+            turn.parent is not None  # a summary without a parent keeps the decision about its segment
             and turn.index in signals.summaries
             and turn.index not in signals.session.continued
             and turn.declared is None
@@ -411,7 +412,7 @@ def lineages_by_rules(turns: Sequence[Turn]) -> list[Lineage]:
 
 def _decide_segment(signals: Signals, segment: Segment) -> Decision:
     """Decide about a segment: by the client's declaration, else by the first of the other rules of RULES that applies.
-    With a declaration, the parent still comes from these rules, and so does a label that is not declared."""
+    With a declaration, these rules still decide the parent, and also the label if the client declares none."""
     guess = _guess(signals, segment)
     declared = segment.first.declared
     if declared is None:
@@ -441,7 +442,8 @@ def _guess(signals: Signals, segment: Segment) -> Decision:
         may_be_side_call = before.kind in (BranchKind.AUXILIARY, BranchKind.UNSURE)
         if not may_be_side_call:
             return Decision("forked", before.kind, origin, before.label)
-        # The question may have been asked anew, and the new answer used: then the other rules decide.
+        # If a later request quotes the segment, the agent may have repeated its question and used the new answer. The
+        # other rules then decide.
         if not signals.is_quoted(segment):
             # the parent of a side call is its caller, even if the call is a repetition
             label = signals.label(segment) or before.label

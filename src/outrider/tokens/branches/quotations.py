@@ -87,7 +87,8 @@ def parts_of_reply(reply: Message) -> Iterator[str]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yield the parts of a reply of at least QUOTE_LENGTH characters: its lines; for JSON, the texts in it."""
+    """Yield the parts of a reply's text of at least QUOTE_LENGTH characters. The parts of JSON are the texts in it. The
+    parts of any other text are its lines."""
     body = text
     if (fence := _FENCE.search(text)) is not None:
         inside, end, _ = text[fence.end() :].partition("```")

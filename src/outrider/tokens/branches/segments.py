@@ -136,10 +136,11 @@ class SegmentedSession:
         self._steps_left = STEPS_PER_TURN * len(turns)
 
     def _find_source(self, segment: Segment, sampled: Mapping[bytes, int]) -> int | None:
-        """Return the turn whose history the segment takes over, as far as the messages show it: with other tools or
-        another system prompt (`history_source`), or, if the segment starts a conversation because its beginning was
-        rewritten, the turn that gave the last of the replies in its first request. `sampled` are the earlier replies'
-        bodies and turns. Returns None if there is no such turn."""
+        """Return the turn whose history the segment takes over, as far as the messages show it. The segment may
+        continue the history with other tools or another system prompt (`history_source`). Otherwise it may start a
+        conversation because the beginning of the history was rewritten. The result is then the turn that gave the last
+        of the replies in the segment's first request. `sampled` are the earlier replies' bodies and turns. Returns None
+        if there is no such turn."""
         if (source := history_source(segment.first)) is not None or not segment.starts_conversation:
             return source
         shown = (message for message in reversed(segment.first.messages) if message.role is Role.ASSISTANT)
@@ -147,9 +148,10 @@ class SegmentedSession:
 
     def _find_hand_overs(self) -> None:
         """Find the conversations to which an earlier conversation passes its work on, without showing its replies as
-        messages (`handed_over`). Nobody continues the earlier conversation's last reply, and either the reply calls a
-        tool and the new conversation begins with the opening of the earlier one; or the new conversation has the same
-        tools and system prompt and begins with the text of the last two replies."""
+        messages (`handed_over`). No turn continues the last reply of the earlier conversation. In addition, one of two
+        conditions holds. First, the last reply calls a tool, and the new conversation begins with the opening of the
+        earlier one. Second, both have the same tools and system prompt, and the new conversation begins with the text
+        of the last two replies."""
         continued = self._continued_turns()
         openings: dict[int, str] = {}
         ends: dict[int, Turn] = {}
@@ -257,15 +259,16 @@ class SegmentedSession:
         return False
 
     def lacks_beginning(self, turn: Turn, old: Turn) -> bool:
-        """Return True if the turn's request has the history that ends with `old` cut to its end: the request lacks the
-        history's first reply, and its first message or its second reply. A history that lacks only later replies, or a
-        single reply, was edited. Returns False if the session has used up its steps (STEPS_PER_TURN)."""
+        """Return True if the turn's request has only the end of the history that ends with `old`. The request must lack
+        the first reply of this history and, in addition, the first message or the second reply. A history that lacks
+        only later replies, or a single reply, was edited and not cut. Returns False if the session has used up its
+        steps (STEPS_PER_TURN)."""
         path = [old]
         while path[-1].parent is not None:
             self._steps_left -= 1
             if self._steps_left < 0:
                 return False
-            path = [*path[-2:], self.turns[path[-1].parent]]  # only the first three turns are needed
+            path = [*path[-2:], self.turns[path[-1].parent]]  # `path` keeps only the first three turns of the history
         messages = [
             message
             for each in reversed(path)
@@ -304,7 +307,7 @@ class SegmentedSession:
         if lines is None:
             lines = []
             if turn.reply is not None and not turn.reply.tool_calls:
-                # Not a regular expression, because its time would be quadratic in the number of opening tags.
+                # No regular expression is used, because its time would be quadratic in the number of opening tags.
                 _, _, wrapped = turn.reply.content.partition(_SUMMARY[0])
                 inner, end, _ = wrapped.partition(_SUMMARY[1])
                 text = inner if end else turn.reply.content

@@ -18,7 +18,7 @@ from typing import Any
 
 def _import_renderers() -> None:
     openai, httpx = (module_from_spec(ModuleSpec(name, None)) for name in ("openai", "httpx"))
-    vars(openai)["AsyncOpenAI"] = object  # enough, because `renderers` uses this class only in annotations
+    vars(openai)["AsyncOpenAI"] = object  # an empty class is enough: `renderers` uses it only in annotations
     # `renderers` keeps this module. If other code of this process calls the HTTP client, it gets the real httpx.
     vars(httpx)["__getattr__"] = lambda name: _of_httpx(httpx, name)
     stand_ins = {module.__name__: module for module in (openai, httpx) if module.__name__ not in sys.modules}

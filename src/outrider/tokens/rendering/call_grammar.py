@@ -1,9 +1,10 @@
-"""Makes the grammar that holds a reply to calls of tools, in the form in which a model family writes tool calls.
+"""Makes the grammar that forces a reply to consist of tool calls, in the form in which a model family writes tool
+calls.
 
 The grammar is a structural tag of XGrammar, which vLLM and SGLang accept: the texts around each call are constants, and
 the arguments obey the JSON schema of the tool. Invariant: `Renderer.parse` of the same family reads every reply of the
 grammar as calls of the chosen tools (tests/tokens/test_call_grammar.py compares each form with the family's own
-rendering). What XGrammar does not enforce of a schema, the grammar does not enforce.
+rendering). Parts of a schema that XGrammar ignores are not enforced.
 
 Source: XGrammar documentation, "Structural Tag"; formats of XGrammar 0.2.0 to 0.2.9.
 """
@@ -84,9 +85,11 @@ FORMS: dict[str, CallForm] = {
     "deepseek-v3": _DEEPSEEK,
     "deepseek-r1": _DEEPSEEK,
 }
-"""How each family writes its tool calls. A family is listed only if tests show that its parser reads this form."""
+"""The form in which each family writes its tool calls. A family is listed only if tests show that its parser reads this
+form."""
 
-# Any other name could end the constant text around itself, or be read as two parts (Kimi: `functions.NAME:0`).
+# Accepted names of tools. A name with other characters could be parsed wrongly: it could end the constant text around
+# the name, or be split in two (Kimi writes `functions.NAME:0`).
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment", "$schema"})
 _SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
@@ -96,7 +99,8 @@ _NOT_OBJECTS = frozenset({"$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
 
 
 def call_constraint(family: str, tools: Sequence[ToolSpec], choice: ToolChoice) -> Constraint:
-    """Return the constraint that a reply keeps `choice`. `tools` are in OpenAI's form, and have the choice's tools.
+    """Return the constraint that makes a reply follow `choice`. `tools` are in OpenAI's form, and have the choice's
+    tools.
 
     Raises RequestError, with the choice's field, for a family without a form in FORMS, for a tool whose name or schema
     the form cannot hold, and for a grammar of more than MAX_CONSTRAINT characters.
@@ -165,7 +169,7 @@ def openai_choice(choice: ToolChoice, tools: Sequence[ToolSpec]) -> Constraint:
 
 
 def _tag(form: CallForm, name: str, function: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """Return the tag of one call of a tool."""
+    """Return the structural tag (XGrammar) of one call of a tool."""
     if not _NAME.fullmatch(name):
         raise RequestError(
             f"{field}: the tool {name[:128]!r} cannot be forced: its name has other characters than letters, digits,"
@@ -226,6 +230,6 @@ def _constant(text: str) -> dict[str, Any] | None:
 
 
 def _sequence(*parts: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the format of the parts in order, without those that are None."""
+    """Return XGrammar's format for a sequence of formats. Parts that are None are left out."""
     present = [part for part in parts if part is not None]
     return present[0] if len(present) == 1 else {"type": "sequence", "elements": present}

@@ -26,7 +26,7 @@ SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
 PROCESSORS = ("Qwen2VLImageProcessor", "Qwen3VLImageProcessor")
 """Beginnings of the names of image processors that work by the rule of this module."""
 MAX_PROPORTION = 200
-"""An image may be at most this many times as long as it is wide."""
+"""Maximum ratio of an image's longer side to its shorter side."""
 
 Grid = tuple[int, int, int]
 """Numbers of patches of an image: in time (always 1), vertically and horizontally."""

@@ -87,8 +87,8 @@ error."""
 
 
 class ThinkingSwitch(msgspec.Struct, frozen=True):
-    """One end for the prompts of a family, which switches thinking on or off (`thinking`). The ids `switched_end`
-    replace `usual_end`, the family's default end."""
+    """The ids at the end of a prompt that switch thinking on (`thinking` is True) or off (False). `switched_end`
+    replaces `usual_end`, the default end of the family's prompts."""
 
     thinking: bool
     usual_end: list[int]
@@ -286,7 +286,8 @@ class Renderer:
         with self._refusals():
             unread = {"process_multimodal": False} if self._image_id is not None else {}
             bridged = family.bridge_to_next_turn(list(prompt), list(output), dicts, tools=list(tools) or None, **unread)
-            # The library should only append ids. Every result is checked, because otherwise sampled ids would change.
+            # The library should only append ids. Every result is checked, because a result that changes earlier ids
+            # would change sampled ids.
             if bridged is None or list(bridged.token_ids[: len(before)]) != before:
                 return None
             return self._fill((bridged.token_ids[len(before) :], new))[0]
@@ -301,7 +302,7 @@ class Renderer:
         history: History,
     ) -> list[int] | None:
         """Return the ids of `messages[covered:]`, which include assistant messages. Prompt + output are the ids of
-        `messages[:covered]`. Otherwise like `bridge`.
+        `messages[:covered]`. Apart from the assistant messages, the method works like `bridge`.
 
         The library bridges no assistant messages. So the messages before the first assistant message are bridged, and
         the rest is taken from a rendering of the whole conversation. Returns None if bridge and rendering disagree on
@@ -366,8 +367,8 @@ class Renderer:
         return bool(self._switches)
 
     def thinking_switch(self, thinking: bool | None) -> ThinkingSwitch | None:
-        """Return the end of a prompt for `thinking`. Returns None if the prompt has its default end: if `thinking` is
-        None or the default, or if the family cannot switch thinking."""
+        """Return the end of a prompt that switches thinking as `thinking` requests. Returns None if the default end
+        stays: `thinking` is None or the default, or the family cannot switch thinking."""
         found = self._switches.get(thinking) if thinking is not None else None
         return found if found is not None and found.switched_end != found.usual_end else None
 
@@ -389,7 +390,7 @@ class Renderer:
         """Parse a turn's output. An output that cannot be parsed is returned as one malformed call."""
         try:
             parsed = self._parser.parse_response(list(output), tools=list(tools) or None, prompt_ids=list(prompt))
-        # raised, for example, for a number of 5,000 digits or for 2,000 nested "["
+        # The library raises these errors, for example, for a number of 5,000 digits or for 2,000 nested "[".
         except (ValueError, TypeError, KeyError, RecursionError):
             whole = self.tokenizer.decode([token for token in output if token not in self._stops])
             return ParsedCalls((), (), (whole,), "", None)
@@ -410,7 +411,7 @@ class Renderer:
 
 
 def _turn_opening(family: Any) -> list[int]:
-    """Return the ids that follow a conversation and open the model's turn."""
+    """Return the ids that a prompt has after its last message, and that open the model's turn."""
     layout = family.render([{"role": "user", "content": "x"}], add_generation_prompt=True)
     owned = np.flatnonzero(np.asarray(layout.message_indices) >= 0)
     return list(layout.token_ids[int(owned[-1]) + 1 :])
@@ -422,13 +423,13 @@ def _arguments_text(value: Any) -> str:
     text = json.dumps(value or {}, ensure_ascii=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # an unpaired surrogate, which can be sent to the client only as a JSON escape
+    except UnicodeEncodeError:  # an unpaired surrogate can be sent only as a JSON escape
         return json.dumps(value)
     return text
 
 
 class _Texts(threading.local):
-    """The texts that the placeholders in a thread's current layout replace."""
+    """The texts that were replaced by placeholders in the layout that a thread is making."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []

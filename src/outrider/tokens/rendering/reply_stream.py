@@ -18,11 +18,11 @@ from outrider.tokens.rendering.renderer import ParsedCalls, Renderer
 
 
 class _State(Enum):
-    LEADING = auto()  # before any visible text, where the marker that opens reasoning may follow
+    LEADING = auto()  # no visible text yet; the marker that opens reasoning may follow
     REASONING = auto()
     CONTENT = auto()
-    HELD = auto()  # after the marker of a tool call; all text is held back until the turn is parsed
-    STOPPED = auto()  # after a stop string
+    HELD = auto()  # a tool call has begun; all text is held back until the turn is parsed
+    STOPPED = auto()  # a stop string was found; later text is dropped
 
 
 class ReplyPart(msgspec.Struct, frozen=True):
@@ -83,8 +83,8 @@ class ReplyStream:
         self._decoder = renderer.tokenizer.stream()
         self._stops = frozenset((*renderer.stop_ids, *stop_ids))
         self._ids: list[int] = []
-        self._end: int | None = None  # the position of the first stop id; None before
-        self._pending = ""  # decoded text that was not emitted yet
+        self._end: int | None = None  # the position of the first stop id, None until it is found
+        self._pending = ""  # text that is decoded but not emitted yet
         self._held_from = _State.CONTENT
         self._text: list[str] = []
         self._reasoning: list[str] = []
@@ -234,7 +234,7 @@ class ReplyStream:
         """Emit the text up to the first marker, and enter the marker's state. Without a marker, emit all text except an
         end that may be the beginning of a marker."""
         state = self._state
-        if not ends.may_begin_in(self._pending):  # the usual case, for nearly all tokens
+        if not ends.may_begin_in(self._pending):  # shortcut for nearly all tokens, which contain no part of a marker
             shown, self._pending = self._pending, ""
             return self._emit(state, shown, final=final)
         markers = ends.states
@@ -247,7 +247,7 @@ class ReplyStream:
             self._held_from = state
             return self._emit(state, shown, final=True)
         pending, keep = self._pending, 0
-        # hold back the longest end of the text that may be the beginning of a marker
+        # The longest end of the text that may be the beginning of a marker is held back.
         for marker in markers if not final else ():
             for length in range(min(len(marker) - 1, len(pending)), keep, -1):
                 if pending.endswith(marker[:length]):

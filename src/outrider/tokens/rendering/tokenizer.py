@@ -39,8 +39,8 @@ MAX_REMEMBERED = 4096
 MAX_SLOW_TEXT = 2 << 20
 """Maximum number of characters of a text for `tokenizers`, which uses 400 MB of memory for a text of this length."""
 MAX_FAST_TEXT = 5 << 20
-"""Maximum number of characters of a text for `fastokens`, which is about a million tokens of ordinary text. The worst
-text of this length takes 4 s and 150 MB; at three times the length the library panics."""
+"""Maximum number of characters of a text for `fastokens`. An ordinary text of this length has about a million tokens.
+The worst text of this length takes 4 s and 150 MB; at three times the length the library panics."""
 
 PROBES = 200
 PROBE_PARTS = 12
@@ -181,7 +181,7 @@ class Tokenizer:
     def without_special(self, text: str) -> str:
         """Insert a zero-width space into each special token of the text, so that the token is encoded as plain text."""
         for token in self._special:
-            # repeated, because occurrences of a token may overlap, and one call of `replace` leaves some
+            # `replace` is repeated, because one call leaves occurrences that overlap with others.
             while token in text:
                 text = text.replace(token, f"{token[0]}\u200b{token[1:]}")
         return text

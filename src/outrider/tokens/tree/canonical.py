@@ -209,7 +209,7 @@ def _pack(value: Any) -> bytes:
     """Encode lists of texts. Distinct values have distinct bytes."""
     try:
         return msgspec.msgpack.encode(value)
-    except UnicodeEncodeError:  # an unpaired surrogate, which JSON can express by an escape and msgpack cannot encode
+    except UnicodeEncodeError:  # JSON can escape an unpaired surrogate, msgpack cannot encode it
         return json.dumps(value).encode()
 
 

@@ -151,8 +151,8 @@ class PromptNode:
         return [span for spans in reversed(nodes) for span in spans]
 
     def tail(self, tail_start: Callable[[Sequence[int]], int]) -> list[int]:
-        """Return the end of the prompt, as far as bridging and parsing need it. `tail_start` is
-        `Renderer.tail_start`."""
+        """Return the last ids of the prompt: the part that bridging and parsing need. `tail_start` is
+        `Renderer.tail_start`, which finds the start of this part."""
         own: list[int] = unpack_ids(self.delta).tolist()
         start = tail_start(own)
         # If the start is 0, the tail may begin before this node's own ids, so all ids are searched.
@@ -421,7 +421,7 @@ class RequestIndexer:
         for place, remembered in enumerate(self._remembered):
             if remembered.prefixes[0] == start and remembered.begins(messages):
                 before = remembered
-                # moved to the front, because the prefix is now the newest
+                # the prefix moves to the front, because it is now the newest
                 self._remembered.insert(0, self._remembered.pop(place))
                 break
         prefixes = before.prefixes.copy() if before else [start]

@@ -56,10 +56,9 @@ LONG_TEXT = 256 << 10
 text of many megabytes as a whole takes seconds and a hundred times the text's memory, and the prompt would be too long
 for the context anyway."""
 SEAM_TOKENS = 16
-"""If two adjacent parts of a text are encoded separately, they have at most this many more tokens than if they are
-encoded together."""
+"""Maximum number of additional tokens if two adjacent parts of a text are encoded separately and not together."""
 BYTES_OF_A_KEY = 100
-"""Work for a message of a restored turn whose digest is known, as a size in bytes."""
+"""The work for a message of a restored turn whose digest is known counts as this many bytes of input."""
 MAX_SEEN_PREFIXES = 1 << 16
 """Maximum number of stored prefixes of requests (10 MB). Above this number all prefixes are dropped. An earlier request
 is then not found as the origin of a fork, but the recorded ids of its turns are still found."""
@@ -293,7 +292,7 @@ class TokenTree:
                 break
             shared, count = sharing, count + 1
         if count <= request.system_count:
-            shared = None  # many agents have the same system messages, so this request begins a new conversation
+            shared = None  # a new conversation, because many agents have the same system messages
         before = parent.prompt if parent is not None else shared
         prompt.conversation = before.conversation if before is not None else self._conversations
         if match is not None:
@@ -308,7 +307,7 @@ class TokenTree:
         # Find the reason why a request with a partly recorded history is rendered whole.
         new_roles = {key.role for key in request.keys[request.covered :]}
         if any(request.has_messages_of(other) for other in self._prompts.get(request.prefixes[-1], ())):
-            cause = ForkCause.SIBLING  # the messages are the same, and only thinking is switched
+            cause = ForkCause.SIBLING  # an earlier prompt has the same messages and another thinking switch
         elif request.matched is None or request.is_rewritten or not new_roles:
             cause = ForkCause.HISTORY_REWRITTEN
         elif self._history == "template" and new_roles & {Role.USER, Role.SYSTEM}:
@@ -348,7 +347,7 @@ class TokenTree:
         while origin.parent is not None:
             origin = origin.parent.prompt
         recorded_head = None
-        if origin.splice is not None:  # the recorded history was itself spliced
+        if origin.splice is not None:  # the prompt that begins the recorded history was itself spliced
             recorded_head, origin = origin.splice.head, origin.splice.origin
         first_messages = range(request.system_count + origin.message_count - origin.system_count)
         split = self._renderer.render_split([request.messages.parse(at) for at in first_messages], request.tools)
@@ -420,7 +419,7 @@ class _HistoryIndex:
 
     def find(self, request: IndexedRequest) -> _HistoryMatch | None:
         """Find the turn whose history and reply cover the most messages from the beginning of the request's history.
-        Returns None unless they cover more messages than are recorded behind the request's own head."""
+        Returns None if they cover no more messages than are recorded behind the request's own head."""
         if not request.is_rewritten:
             return None
         # Indexing is deferred to this point, because in most sessions every request has only replies that are recorded

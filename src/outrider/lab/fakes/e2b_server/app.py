@@ -1,7 +1,8 @@
-"""The fake E2B server: sandboxes by template, their terms and labels, and the way to their `envd`.
+"""The fake E2B server: starts sandboxes from templates, keeps their time limits and labels, and forwards requests to
+their `envd`.
 
-The paths, names and status codes are those that E2B's own SDK uses; the SDK's commands and files work with this server.
-Invariant: after `close` no sandbox is left.
+The paths, names and status codes are those of E2B's own SDK, whose commands and files work with this server. Invariant:
+after `close` no sandbox is left.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ MAX_BODY = 256 << 20
 ENVD_PATHS = ("/health", "/files", "/process.Process/", "/filesystem.Filesystem/")
 
 Fault = Callable[[web.Request, Callable[[], Awaitable[web.StreamResponse]]], Awaitable[web.StreamResponse]]
-"""Replaces the reply to a request. The second argument makes the true reply."""
+"""A function that replies to a request in place of the server. Its second argument is a function that makes the
+server's own reply."""
 
 
 @dataclass
@@ -62,9 +64,9 @@ class FakeSandbox:
 
 @dataclass
 class FakeE2B:
-    """The server's state. `page` is the maximum number of sandboxes in one page of the list of version 2. `faults` are
-    the faults of the next requests, by method and path, with `ID` in place of ids. Each fault is used once. `requests`
-    are all requests of the control plane, in the same form."""
+    """The server's state. `page` is the maximum number of sandboxes in one page of the list that version 2 of the API
+    returns. `faults` are the faults of the next requests, by method and path, with `ID` in place of ids. Each fault is
+    used once. `requests` are all requests of the control plane, in the same form."""
 
     key: str = "e2b_fake"
     templates: frozenset[str] = frozenset(("base",))

@@ -1,4 +1,4 @@
-"""The part of the fake E2B server that every sandbox has: processes and files, as `envd` offers them."""
+"""The part of the fake E2B server in every sandbox: the API of `envd` for processes and files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILE_CALLS = {"Stat": "stat", "ListDir": "list", "MakeDir": "make", "Move": "mov
 
 
 class RunningProcess:
-    """A process with the streams that follow its events."""
+    """A process, and the streams to which its events are sent."""
 
     def __init__(self, process: Process, config: dict[str, Any], tag: str | None) -> None:
         self.process = process
@@ -39,7 +39,7 @@ class RunningProcess:
 
 
 class FakeEnvd:
-    """The calls for one machine. `reply` answers every request."""
+    """The API of `envd` for one machine. `reply` makes the response to every request."""
 
     def __init__(self, machine: Machine, env: dict[str, str]) -> None:
         self._machine = machine
@@ -90,7 +90,7 @@ class FakeEnvd:
                 await _write_events(answer, queue, every)
             await answer.write(last_frame())
         except (ConnectionError, ExceptionGroup):
-            pass  # the client is gone; its process goes on
+            pass  # the client has disconnected, and its process goes on
         finally:
             running.followers.discard(queue)
         return answer
@@ -193,7 +193,7 @@ class FakeEnvd:
         async def write_all() -> bytes:
             if request.content_type.startswith("multipart/"):
                 async for part in await request.multipart():
-                    data = await part.read()  # type: ignore[union-attr]  # no part is itself of several parts
+                    data = await part.read()  # type: ignore[union-attr]  # a part is never itself multipart
                     await write(request.query.get("path") or part.filename or "", bytes(data))  # type: ignore[union-attr]
             else:
                 await write(request.query.get("path", ""), await request.read())

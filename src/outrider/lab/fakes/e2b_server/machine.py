@@ -60,7 +60,7 @@ cd /
 echo ready
 exec sleep infinity
 """
-"""Builds the root, then keeps the namespaces alive."""
+"""Shell script that builds the root folder of a sandbox, and then keeps the namespaces alive."""
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "HOME": "/root",
@@ -119,7 +119,8 @@ except OSError as error:
 if reply is not None:
     print(json.dumps(reply))
 """
-"""Carries out one request about files, inside the sandbox, so that no link leads out of it."""
+"""Python program that carries out one request about files. The program runs inside the sandbox, so no link leads out of
+the sandbox."""
 
 
 class FileFault(Exception):
@@ -131,7 +132,7 @@ class FileFault(Exception):
 
 
 class Machine:
-    """A running sandbox. Made by `start`."""
+    """A running sandbox. `start` makes the object."""
 
     def __init__(self, holder: Process, init: int) -> None:
         self._holder = holder
@@ -151,7 +152,8 @@ class Machine:
         return cls(holder, child_of(holder.pid))
 
     async def stop(self) -> None:
-        """Kill all processes. The kernel kills all others when the first process of the namespace has ended."""
+        """Kill all processes of the sandbox. When the first process of the namespace has ended, the kernel kills the
+        others."""
         await end(self._holder)
         for process in list(self.processes.values()):
             await end(process)
@@ -167,7 +169,8 @@ class Machine:
         return process
 
     def signal(self, pid: int, number: int) -> None:
-        """Send a signal to a process that `run` has started: to the child that `nsenter` has made."""
+        """Send a signal to a process that `run` has started. The signal goes to the child of `nsenter`, and not to
+        `nsenter`."""
         try:
             (inside,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         except (OSError, ValueError):

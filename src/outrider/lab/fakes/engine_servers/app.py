@@ -1,4 +1,4 @@
-"""An engine as an ASGI application, and an ASGI application as a server.
+"""Makes an ASGI application of an engine, and serves an ASGI application over HTTP.
 
 This module is independent of the routes of both protocols. Invariant: an EngineError that a route raises is returned in
 the protocol's own shape.
@@ -29,7 +29,7 @@ PROTOCOLS: dict[EngineProtocol, Callable[[Engine, ServeSettings], Served]] = {
 }
 DEFAULT_SETTINGS = ServeSettings()
 TURNS_OF_ACCEPT = 4
-"""Turns of the event loop until asyncio has a transport for a connection that it has accepted."""
+"""Number of turns of the event loop after which asyncio has made a transport for an accepted connection."""
 
 
 def engine_app(
@@ -87,7 +87,8 @@ async def serving(
 
 async def _stop(server: uvicorn.Server, listener: socket.socket) -> None:
     """Shut the server down as uvicorn does, but without pauses: open connections are cut."""
-    # asyncio loses a connection that it has accepted and that has no transport yet when the server is closed.
+    # When a server is closed, asyncio loses accepted connections that have no transport yet. So the loop first gets
+    # some turns.
     asyncio.get_running_loop().remove_reader(listener)
     for _ in range(TURNS_OF_ACCEPT):
         await asyncio.sleep(0)

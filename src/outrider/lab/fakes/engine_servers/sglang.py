@@ -174,7 +174,7 @@ class ServedSGLang(Served):
         except EngineError as error:
             await self._refuse(call, error.message, error.http_status, body)
             return
-        except IndexError:  # the real handler fails here, too: a stream breaks
+        except IndexError:  # the real handler also fails here, and breaks the connection
             await call.cut()
             return
         except asyncio.CancelledError:
@@ -363,8 +363,8 @@ class _SGLangWriter:
         self._text = ""
 
     def event(self, chunk: Chunk, version: int) -> dict[str, Any] | None:
-        """Return the next event, None while fewer tokens than the interval are unsent; the first token is sent at once.
-        `version` is the version of the server's current weights."""
+        """Return the next event. Returns None if fewer tokens than the interval are unsent, except for the first token,
+        which is sent at once. `version` is the version of the server's current weights."""
         if not self._cumulative and self._sent == len(self.sampled):
             self._ids, self._entries, self._text = [], [], ""
         self.sampled += chunk.ids
@@ -400,8 +400,8 @@ class _SGLangWriter:
 def with_images(
     ids: list[int], image_data: list[str], settings: ServeSettings
 ) -> tuple[list[int], tuple[RequestImage, ...]]:
-    """Return the ids of a prompt in which each placeholder is replaced by as many as its image has tokens, and the
-    images. All other ids are kept. Raises IndexError for more placeholders than images. With fewer placeholders, the
+    """Return the ids of a prompt, and the prompt's images. Each placeholder is repeated as often as its image has
+    tokens. All other ids are kept. Raises IndexError for more placeholders than images. With fewer placeholders, the
     last images are ignored."""
     assert settings.images is not None
     assert settings.tokenizer is not None
@@ -424,8 +424,8 @@ def with_images(
 
 
 def _pixels(text: str, settings: ImageSettings) -> Pixels:
-    """Return the patches of an image in base64 or of a data URL. The real server also reads files and addresses. Raises
-    EngineRejected."""
+    """Return the patches of an image, which is given in base64 or as a data URL. The real server also reads files and
+    addresses. Raises EngineRejected."""
     try:
         data = base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
         return pixels_of(data, settings)

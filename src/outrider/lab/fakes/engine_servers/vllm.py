@@ -164,7 +164,7 @@ class ServedVLLM(Served):
         await call.while_connected(self._respond(call, request, reply, body))
 
     async def _render(self, call: HttpCall) -> None:
-        """Answer with the form in which the model takes pixels. Nothing is rendered."""
+        """Respond with the type of pixel values that the model takes. Nothing is rendered."""
         await call.read(dict)
         item = {"pixel_values": {"data": [self.settings.pixel_form, [0, 0], b""]}}
         encoded = base64.b64encode(msgspec.msgpack.encode(item)).decode()
@@ -208,7 +208,8 @@ class ServedVLLM(Served):
         try:
             async with aclosing(self.engine.generate(request)) as chunks:
                 async for chunk in chunks:
-                    if cache and weights < 0:  # read only now, because the request may have waited during a pause
+                    # the version is read only now, because the request may have waited during a pause
+                    if cache and weights < 0:
                         weights = (await self.engine.health()).version
                         reply.cached_tokens = cache.look(salt, prompt, weights)
                     reply.count(chunk)
@@ -254,7 +255,8 @@ class ServedVLLM(Served):
         await call.answer(200, {"success": True, "new_version": label})
 
     async def _collective_rpc(self, call: HttpCall) -> None:
-        """Load weights, as the workers' method `reload_weights` does. Another call sets the label of the version."""
+        """Load weights, as the workers' method `reload_weights` does. A separate request sets the label of the
+        version."""
         path = (await call.read(_Reload)).kwargs.weights_path
         loader = self.loader()
         try:

@@ -33,7 +33,7 @@ Json = dict[str, Any]
 
 
 class ApiFailure(Exception):
-    """A response with a `Status`."""
+    """A refused request, whose response is a `Status` of Kubernetes."""
 
     def __init__(self, status: int, reason: str, message: str, **headers: str) -> None:
         super().__init__(message)
@@ -53,8 +53,8 @@ class ApiFailure(Exception):
 
 
 Fault = Callable[[web.Request], Any]
-"""Called with a request. Raises, waits, or returns a response in place of the server's own; None lets the request
-pass."""
+"""A function that is called with each request. It raises, waits, or returns a response in place of the server's own. If
+it returns None, the server handles the request."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class ClusterRules:
 
 
 class FakeApiServer:
-    """See `fake_cluster`."""
+    """The state and the routes of the fake API server. `fake_cluster` makes and serves the object."""
 
     def __init__(self, machine: FakeMachine) -> None:
         self.machine = machine
@@ -145,8 +145,8 @@ class FakeApiServer:
             return web.json_response(failure.body(), status=failure.status, headers=failure.headers)
 
     def _authorize(self, request: web.Request) -> None:
-        """Raise ApiFailure unless the account may carry out the request, as a cluster with RBAC does: also for paths
-        that the server does not have."""
+        """Raise ApiFailure if the account has no right to the request, as in a cluster with RBAC. Rights are also
+        checked for paths that the server does not have."""
         for action in actions_of(request):
             words = f"{action.verb} {action.resource}"
             if words in self.rules.denied or words.removesuffix(" pods") in self.rules.denied:
@@ -340,7 +340,7 @@ class FakeApiServer:
 
 @dataclass(frozen=True)
 class ApiAction:
-    """What a request does, in the words of RBAC."""
+    """The action of a request, in the terms of RBAC: API group, namespace, resource and verb."""
 
     group: str
     namespace: str
@@ -348,7 +348,7 @@ class ApiAction:
     verb: str
 
     def allowed_by(self, rule: Mapping[str, Sequence[str]]) -> bool:
-        """Return whether a rule of a Role in NAMESPACE allows the action."""
+        """Return True if a rule of a Role in NAMESPACE allows the action."""
         named = self.group in rule["apiGroups"] and self.resource in rule["resources"] and self.verb in rule["verbs"]
         return named and self.namespace == NAMESPACE
 
@@ -357,7 +357,7 @@ VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch"}
 
 
 def actions_of(request: web.Request) -> list[ApiAction]:
-    """Return the actions for which a request needs rights: none for the server's version."""
+    """Return the actions for which a request needs rights. The request for the server's version needs none."""
     match request.path.strip("/").split("/"):
         case ["api", _, *rest]:
             group = ""
@@ -378,7 +378,7 @@ def actions_of(request: web.Request) -> list[ApiAction]:
     else:
         verb = VERBS[request.method]
     resource = "/".join([resource, *below])
-    verbs = ["get", "create"] if resource == "pods/exec" else [verb]  # newer servers ask for both
+    verbs = ["get", "create"] if resource == "pods/exec" else [verb]  # newer servers require the rights for both verbs
     return [ApiAction(group, namespace, resource, one) for one in verbs]
 
 

@@ -251,8 +251,8 @@ class FakeMachine:
         return answer
 
     async def cut(self, status: Mapping[str, Any] | None = None) -> None:
-        """Break the connections to all commands, as a server that dies does. With `status` the server sends that as
-        the end of each command before."""
+        """Break the connections to all commands, as a server that dies does. With `status`, the server first sends this
+        status as the end of each command."""
         for answer, request in list(self.sockets.items()):
             if status is not None:
                 with contextlib.suppress(ConnectionError):

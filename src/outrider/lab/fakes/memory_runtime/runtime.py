@@ -99,7 +99,7 @@ class MemoryRuntime:
         if self._state != "new":
             raise RuntimeFailure("a sandbox starts once")
         if "start" in self._failing:
-            self._state = "stopped"  # the ledger has not counted a start, so it expects no stop
+            self._state = "stopped"  # the ledger counts neither a start nor a stop for this sandbox
             raise RuntimeFailure("the sandbox failed to start, as it was told to")
         self._state = "running"
         if self.ledger is not None:

@@ -238,7 +238,7 @@ def parse(text: str) -> list[Simple]:
     current = Simple(";", [], [])
     operator = ""
     """The redirection operator whose target is the next word."""
-    text += "\n;"  # ends the last command
+    text += "\n;"  # the added operator ends the last command
     at = 0
     while at < len(text):
         token = TOKEN.match(text, at)

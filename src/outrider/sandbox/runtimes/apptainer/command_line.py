@@ -40,7 +40,8 @@ ISOLATION = (
 ROOT_OF_OWN = ("--fakeroot", "--ignore-subuid", "--ignore-fakeroot-command")
 """Options for an ordinary user, who becomes uid 0, the only user of a new user namespace."""
 ROOT_AS_ROOT = ("--userns",)
-"""Options for root, with the same result: --fakeroot fails for root without an entry in /etc/subuid."""
+"""Options for root, who also becomes uid 0 of a new user namespace. `--fakeroot` is not used, because it fails for root
+without an entry in /etc/subuid."""
 ENTER_GROUPS = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit 1; shift; done; shift; exec "$@"'
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CONFINEMENT = (
@@ -142,8 +143,8 @@ def program_environment(folder: Path) -> dict[str, str]:
 
 
 def in_groups(entrances: Sequence[str], command: Sequence[str]) -> list[str]:
-    """Prefix the command with a shell that first enters the control groups, so that all processes of the command are in
-    them."""
+    """Return a command that enters the control groups and then runs `command`, so that all processes of `command` are
+    in the groups."""
     return ["/bin/sh", "-c", ENTER_GROUPS, "sh", *entrances, "--", *command] if entrances else list(command)
 
 

@@ -89,7 +89,7 @@ class ApptainerRuntime:
 
 
 def _found() -> str:
-    """Return what sandboxes of this kind use of the machine. Raises RuntimeUnavailable."""
+    """Return a description of the machine's features that sandboxes of this kind use. Raises RuntimeUnavailable."""
     found = APPTAINER.get()
     return f"apptainer {found.version} at {found.path}; limits by {limits_in_words(cgroups.find())}"
 
@@ -189,7 +189,7 @@ def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:
 
 
 def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, hosts: Path, gpus: GpuFiles) -> list[Bind]:
-    """Return what is mounted in the sandbox. Blocks while the mounts of this machine are read."""
+    """Return the files and folders to mount in the sandbox. Blocks while the mounts of this machine are read."""
     shown = [
         (python, PORTABLE_AT),
         (context.directory / "tools", SHARED_AT),

@@ -21,7 +21,7 @@ MAX_FILES = 1 << 16
 MAX_PROCESSES = 1 << 15
 """Maximum number of processes of the container's user. Podman has the same limit."""
 MIN_NANO_CPUS = 10_000_000
-"""The minimum that daemons accept, in billionths of a processor."""
+"""The minimum limit of processor time that daemons accept, in billionths of a processor."""
 NEUTRAL = {"LD_PRELOAD": "", "LD_LIBRARY_PATH": "", "LD_AUDIT": "", "NVIDIA_VISIBLE_DEVICES": "void"}
 """Overrides for variables that images set. An image must not load code into the tool server's interpreter. Nor must it
 give the container GPUs: CUDA images set NVIDIA_VISIBLE_DEVICES=all, which takes effect where NVIDIA's runtime is the
@@ -62,7 +62,8 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
     def body(self, sized: bool) -> dict[str, Any]:
         """Return the JSON body. `sized` is true if the daemon can bound the size of a container's file system."""
         env = {**NEUTRAL, **self.env}
-        # The names must replace `void` here: docker adds the variable too, but after the entries of this request.
+        # The names of the GPUs must replace the value `void` of NEUTRAL, because docker adds this variable only after
+        # the entries of this request.
         if plain := [name for name in self.gpus if "/" not in name]:
             env["NVIDIA_VISIBLE_DEVICES"] = ",".join(plain)
         host: dict[str, Any] = {

@@ -29,7 +29,7 @@ from outrider.sandbox.runtimes.containers.create_request import ContainerRequest
 from outrider.sandbox.runtimes.containers.libpod_request import libpod_body
 from outrider.sandbox.runtimes.node_host import Host, lives
 
-if TYPE_CHECKING:  # needs aiodocker, which is optional
+if TYPE_CHECKING:  # the module needs aiodocker, which is optional
     from outrider.sandbox.runtimes.containers.docker_api import LocalImage
 
 NODE_LABEL = "outrider.node"
@@ -59,7 +59,8 @@ class ContainerEngine:
     libpod: bool = False
 
     def daemon(self, host: Host) -> ContainerDaemon:
-        """Make the daemon's part of a node's host, not yet entered. For use in `await host.part(engine.daemon)`."""
+        """Make the part of a node's host that runs containers with this engine. The part is not entered yet. For use in
+        `await host.part(engine.daemon)`."""
         return ContainerDaemon(self, host)
 
     def find(self) -> Path:
@@ -154,7 +155,7 @@ class ContainerDaemon:
         self.socket = await asyncio.to_thread(self.engine.find)
         try:
             self.limits = await asyncio.to_thread(limits_hold, self.socket)
-            self.sized = not await asyncio.to_thread(rootless, self.socket)  # until the daemon refuses
+            self.sized = not await asyncio.to_thread(rootless, self.socket)  # True until the daemon refuses a size
         except OSError as error:
             raise RuntimeFailure(
                 f"there is no {self.engine.name} daemon at {self.socket}: {error}", hint=self.engine.hint
@@ -162,7 +163,7 @@ class ContainerDaemon:
         self._api = DockerApi(self.socket)
         try:
             await self.sweep()
-        except BaseException:  # also a cancellation
+        except BaseException:  # BaseException includes CancelledError
             await shielded(self._api.close)
             raise
         return self
@@ -190,8 +191,8 @@ class ContainerDaemon:
 
     async def run(self, name: str, plan: ContainerRequest) -> None:
         """Create and start a container. `remove` must follow, even when this method raises or is cancelled. A request
-        once sent is awaited, because only the response shows whether there is a container to remove. Raises
-        RuntimeUnavailable if the daemon cannot give the container its GPUs, and RuntimeFailure."""
+        that was sent is awaited to its end, because only the response shows whether there is a container to remove.
+        Raises RuntimeUnavailable if the daemon cannot give the container its GPUs, and RuntimeFailure."""
         self._ours.add(name)
         sized = self.sized
         try:
@@ -226,8 +227,8 @@ class ContainerDaemon:
             raise self._failure("inspect a container", error) from error
 
     async def out_of_memory(self, name: str) -> bool | None:
-        """Return whether a process in the container was killed because the container reached its memory limit. None
-        when the daemon does not respond, or the container is missing because somebody has removed it."""
+        """Return whether a process in the container was killed because the container reached its memory limit. Returns
+        None when the daemon does not respond, or when the container is missing because somebody has removed it."""
         try:
             return (await self._api.state(name)).out_of_memory
         except self._error:
@@ -238,7 +239,7 @@ class ContainerDaemon:
         fails; the next sweep tries again."""
         try:
             async with asyncio.timeout(REMOVE_SECONDS):
-                while await self._is_there(name):  # noqa: ASYNC110  # no event reports another remover's end
+                while await self._is_there(name):  # noqa: ASYNC110  # no event reports a removal by another client
                     await asyncio.sleep(PAUSE_SECONDS)
         except TimeoutError as error:
             message = f"{self.engine.name} did not remove {name} within {REMOVE_SECONDS:.0f} s"

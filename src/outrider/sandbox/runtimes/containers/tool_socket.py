@@ -69,8 +69,8 @@ class LogTail(asyncio.Protocol):
 
 
 class ToolSocket:
-    """The host's end of the socket. The socket listens from the creation of this object on, so start the container
-    afterwards. Always call `close`, but not while `connect` runs."""
+    """The host's end of the socket to which a container's tool server connects. The socket listens from the creation of
+    this object on, so start the container afterwards. Always call `close`, but not while `connect` runs."""
 
     def __init__(self, folder: Path, gateway: Path) -> None:
         """`folder` is to be mounted at TOOLS_AT. It is created, with the gateway's socket in it. Raises OSError."""

@@ -28,10 +28,10 @@ CONNECT_SECONDS = 10.0
 MAX_REPLY = 16 << 20
 LIST = "/v2/sandboxes"
 PAGE = 100
-"""Sandboxes in one page of a list: the most that the service gives."""
+"""Number of sandboxes in one page of a list. The service supports no larger pages."""
 MAX_PAGES = 1000
 NEXT_TOKEN = "x-next-token"
-"""Header of a page that another page follows."""
+"""Name of the header with the token of the next page. The last page of a list does not have this header."""
 PORT_CLOSED = "port is not open"
 """Part of the message with which the service's proxy reports that a sandbox runs, and that nothing listens."""
 TEXT_MAX = 500
@@ -52,8 +52,8 @@ class E2BError(Exception):
 
 @dataclass(frozen=True)
 class E2BSettings:
-    """The addresses of an E2B service, and its key. `sandbox_url` is the address of all sandboxes, "" if each has a
-    name below `domain`."""
+    """The addresses of an E2B service, and its key. `sandbox_url` is the address of all sandboxes, or "" if each
+    sandbox has an address of its own below `domain`."""
 
     key: str = field(repr=False)
     url: str
@@ -114,7 +114,7 @@ class E2BApi:
         self.settings = settings
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         self.http = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
-        """Also used for the calls to sandboxes, which carry no API key."""
+        """The client for calls of the API and for calls to sandboxes. The calls to sandboxes carry no API key."""
 
     async def close(self) -> None:
         await self.http.close()
@@ -227,5 +227,5 @@ async def translated() -> AsyncIterator[None]:
         yield
     except TimeoutError as error:
         raise E2BError(0, "no reply in time") from error
-    except (aiohttp.ClientError, OSError, ValueError) as error:  # includes a reply of an unexpected form
+    except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: the reply has an unexpected form
         raise E2BError(0, f"{type(error).__name__}: {error}") from error

@@ -35,24 +35,24 @@ from outrider.sandbox.runtimes.e2b.api import (
 )
 
 USER = "root"
-"""The user of the processes: the sandbox is a machine of its own."""
+"""The user of all processes in a sandbox. It may be root, because an E2B sandbox is a machine of its own."""
 PIECE = 1 << 20
 """Maximum bytes of the input in one call."""
 MAX_FRAME = 16 << 20
 PING_SECONDS = 20
 SILENCE_SECONDS = 120.0
 """Seconds without a frame after which the stream counts as broken. The client asks for a keep-alive every PING_SECONDS;
-a service that ignores this sends one every 90 seconds."""
+a service that ignores this request sends a keep-alive every 90 seconds."""
 BUSY = RetryPolicy(first=0.2, longest=10.0, attempts=20)
 """Waits after the status 429. A call that gets this status has not been carried out."""
 END_SECONDS = 2.0
 """Seconds to wait for the end of the process after its input has failed."""
 COMPRESSED, LAST = 1, 2
-"""Flags of a frame."""
+"""Bits in the flags of a frame: the frame is compressed, and the frame is the last of its stream."""
 
 
 class DataEvent(msgspec.Struct, frozen=True):
-    """Output, in base64."""
+    """A piece of the process's output, in base64."""
 
     stdout: str | None = None
     stderr: str | None = None
@@ -69,7 +69,7 @@ class StartEvent(msgspec.Struct, frozen=True):
 
 
 class ProcessEvent(msgspec.Struct, frozen=True):
-    """At most one field is set. None is set for a keep-alive."""
+    """An event of a process. At most one field is set. In a keep-alive no field is set."""
 
     start: StartEvent | None = None
     data: DataEvent | None = None
@@ -90,7 +90,7 @@ class LastFrame(msgspec.Struct, frozen=True):
 
 
 class Envd:
-    """The program `envd` of one sandbox."""
+    """A client of the program `envd` in one sandbox."""
 
     def __init__(self, api: E2BApi, sandbox: MadeSandbox) -> None:
         settings = api.settings
@@ -104,7 +104,7 @@ class Envd:
             self._headers["E2B-Traffic-Access-Token"] = sandbox.traffic_access_token
 
     async def is_closed(self) -> bool:
-        """Return whether the service reports that the sandbox runs, and envd does not."""
+        """Return whether the service reports that the sandbox runs, but envd does not."""
         try:
             async with translated(), self._get("/health") as answer:
                 return answer.status == 502 and PORT_CLOSED in str(refusal(answer, await bounded(answer)))
@@ -159,7 +159,8 @@ class Envd:
     async def _called(
         self, method: str, body: bytes, headers: Mapping[str, str], timeout: aiohttp.ClientTimeout | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Call a method of processes, again while the service refuses it as one call too many. Raises E2BError."""
+        """Call a method of envd's process service. The call is repeated, as BUSY sets, while the reply has status 429.
+        Raises E2BError."""
         options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         refusals = 0
         while True:
@@ -217,8 +218,8 @@ async def frames(stream: aiohttp.StreamReader) -> AsyncIterator[ProcessEvent]:
 
 
 class ProcessSocket:
-    """The process `command` of a sandbox. `end` is the socket of its input and output. `exit` is set when `run` ends:
-    the way in which the process ended, or None if the stream broke earlier."""
+    """A process in a sandbox, which `run` starts. `end` is the socket of the process's input and output. `exit` is set
+    when `run` ends: the way in which the process ended, or None if the stream broke earlier."""
 
     def __init__(self, envd: Envd) -> None:
         self.end, self._far = socket.socketpair()
@@ -229,7 +230,7 @@ class ProcessSocket:
         self.exit: EndEvent | None = None
 
     def log_tail(self) -> str:
-        """Return the end of the standard error, and why the connection has ended."""
+        """Return the end of the process's standard error, and the reason for which the connection has ended."""
         parts = [self._log.decode("utf-8", "replace").strip(), self._reason]
         return "\n".join(filter(None, parts))
 

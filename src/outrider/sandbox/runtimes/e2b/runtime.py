@@ -36,7 +36,8 @@ TEMPLATE = "base"
 PROBE_SECONDS = 5.0
 MEASURE = "import os; print(os.cpu_count(), os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') >> 20)"
 SETTLE_SECONDS = 2.0
-"""Seconds after which a sandbox is looked at again, before its programs are blamed."""
+"""Seconds between two requests for the state of a sandbox. The sandbox's programs are blamed for the end of the tool
+server only after both requests."""
 KERNEL_SHARE = 0.85
 """At least this part of a machine's memory is available to its programs. The kernel uses the rest."""
 
@@ -74,7 +75,8 @@ def _probe_of(settings: E2BSettings) -> ProbeCache[str]:
 
 
 def _probe(settings: E2BSettings) -> str:
-    """Ask the service for its sandboxes, with the key. Returns what was found. Blocks; raises RuntimeUnavailable."""
+    """Check the service's address and key by requesting its list of sandboxes. Returns a description of the service.
+    Blocks; raises RuntimeUnavailable."""
     try:
         status = _list_status(settings)
     except (OSError, HTTPException) as error:
@@ -140,7 +142,7 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
 
         async def ended_inside() -> bool:
             """Return whether programs in the sandbox ended the tool server or envd: one of them has ended, and the
-            sandbox still exists. The service is asked twice, because a service that ends a sandbox may report the end
+            sandbox still exists. The state is requested twice, because a service that ends a sandbox may report the end
             of the tool server first. If the service does not respond, the cause is outside."""
             for pause in (0.0, SETTLE_SECONDS):
                 await asyncio.sleep(pause)

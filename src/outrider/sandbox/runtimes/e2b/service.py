@@ -29,7 +29,7 @@ TERM_SECONDS = 300
 EXTEND_SECONDS = 60.0
 REMOVE_SECONDS = 60.0
 ROOM_SECONDS = 3600.0
-"""Seconds for which a start waits until the service has room."""
+"""Maximum seconds that a start waits for room at the service."""
 REFUSALS = (400, 401, 403, 404, 422, 429)
 """Statuses of a request for a new sandbox that mean that no sandbox was created."""
 CREATE = RetryPolicy(first=1.0, longest=10.0, attempts=3)
@@ -56,7 +56,7 @@ class E2BService:
         self.api = E2BApi(E2BSettings.read(), seconds=self._call_seconds)
         try:
             await self.sweep()
-        except BaseException:  # includes a cancellation
+        except BaseException:  # BaseException includes CancelledError
             await shielded(self.api.close)
             raise
         return self
@@ -72,10 +72,10 @@ class E2BService:
     async def create(
         self, start: Start, template: str, labels: Mapping[str, str], queued: QueueClock, *, ahead: bool = False
     ) -> MadeSandbox:
-        """Create a sandbox, after the wait for its turn and for room. These waits and the service's own time are off
-        the session's clock. A sandbox made `ahead` does not wait for room. `remove` must follow, even when this method
-        raises or is cancelled. Raises RuntimeUnavailable if the service refuses the key or the template, and
-        RuntimeFailure."""
+        """Create a sandbox, after the wait for its turn and for room. Neither these waits nor the service's own time
+        count as time of the session. A sandbox made `ahead` does not wait for room. `remove` must follow, even when
+        this method raises or is cancelled. Raises RuntimeUnavailable if the service refuses the key or the template,
+        and RuntimeFailure."""
         failures = waits = 0
         while True:
             self._begin(start)
@@ -140,7 +140,7 @@ class E2BService:
         try:
             await self.api.extend(start.sandbox, TERM_SECONDS)
         except E2BError as error:
-            if error.status != 404:  # the tool server's client detects a sandbox that is gone
+            if error.status != 404:  # 404: the sandbox is gone, which the tool server's client detects
                 raise failure("extend the term of a sandbox", error) from error
 
     async def exists(self, start: Start) -> bool | None:
@@ -151,8 +151,8 @@ class E2BService:
             return None
 
     async def remove(self, start: Start) -> None:
-        """Kill the sandbox, and wait until the service has none. Raises RuntimeFailure if that fails; the next sweep
-        tries again."""
+        """Kill the sandbox, and wait until the service has removed the sandbox. Raises RuntimeFailure if that fails;
+        the next sweep tries again."""
         try:
             if start.sandbox:
                 await self._delete(start.sandbox)
@@ -188,7 +188,7 @@ class E2BService:
             raise failure("list its sandboxes", error) from error
         left = [one.id for one in listed if self._is_left(one.metadata or {})]
         refused: E2BError | None = None
-        for sandbox in left:  # one that cannot be removed does not keep the others
+        for sandbox in left:  # a failed removal does not prevent the other removals
             try:
                 await self.api.delete(sandbox)
             except E2BError as error:
@@ -204,7 +204,8 @@ class E2BService:
 
 
 class Start:
-    """The start of one sandbox. `key` names its last request. `sandbox` is the sandbox's id, "" before a reply."""
+    """The start of one sandbox. `key` is the random name of the last request to create the sandbox. `requested` is True
+    if this request may have created a sandbox. `sandbox` is the sandbox's id, or "" before the reply."""
 
     def __init__(self) -> None:
         self.key = ""

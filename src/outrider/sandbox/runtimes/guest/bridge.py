@@ -52,7 +52,7 @@ class Stream:
             return
         if self.ended and not self.closed:
             self.closed = True
-            self.sink.shutdown(1)  # SHUT_WR
+            self.sink.shutdown(1)  # 1 is SHUT_WR: the receiver gets an end of file
 
 
 class BridgedConnection:
@@ -127,7 +127,7 @@ class Bridge:
 
     def _accept(self, events: int) -> None:
         try:
-            fd, _ = self.listener._accept()  # type: ignore[attr-defined]  # missing in the stub; `accept` is `socket`'s
+            fd, _ = self.listener._accept()  # type: ignore[attr-defined]  # `_socket` has `_accept`, which its stub lacks
         except BlockingIOError:
             return
         except OSError:  # no descriptor is free, and `poll` would report the same client again at once
@@ -140,7 +140,7 @@ class Bridge:
             self._refuse(client)
             return
         client.setblocking(False)
-        # Otherwise Nagle's algorithm holds each small piece of a streamed reply until the previous piece is
+        # Without TCP_NODELAY, Nagle's algorithm holds each small piece of a streamed reply until the previous piece is
         # acknowledged.
         client.setsockopt(self.socket.IPPROTO_TCP, self.socket.TCP_NODELAY, 1)
         self._connect(client, CONNECT_TRIES)
@@ -169,7 +169,7 @@ class Bridge:
                 self.loop.at(client, RETRY_SECONDS, lambda: self._connect(client, tries - 1))
             else:
                 self._refuse(client)
-        except OSError:  # no listener
+        except OSError:  # no gateway listens
             upstream.close()
             self._refuse(client)
         else:

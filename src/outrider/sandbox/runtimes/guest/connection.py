@@ -40,7 +40,7 @@ class HostConnection:
         if not self.open:
             return
         start = len(self.outgoing)
-        self.outgoing += b"\0\0\0\0"  # placeholder for the length, filled in after packing
+        self.outgoing += b"\0\0\0\0"  # after packing, these bytes are replaced by the length
         pack(message, self.outgoing)
         self.outgoing[start : start + 4] = (len(self.outgoing) - start - 4).to_bytes(4, "big")
         if start == 0:  # otherwise the descriptor is full, and the loop already waits for room
@@ -110,7 +110,7 @@ class Calls:
         self.running: dict[int, Callable[[], object]] = {}
         self.base_env: dict[str, str] = {}
         self.sandbox_mark = ""
-        """Distinguishes this sandbox's processes from others on the host."""
+        """The mark that distinguishes this sandbox's processes from all others on the host."""
         self.python: list[str] = []
         """The command that starts Python in a sandbox that has none itself."""
         self.known_shell = ""
@@ -124,9 +124,9 @@ class Calls:
         return env
 
     def mark(self, owner: int) -> bytes:
-        """Return the entry that `environment` adds. When a time limit expires, this entry identifies the owner's
-        descendants that have left their session and their parent. Such a process becomes a child of this server, and
-        has no other trace of its owner."""
+        """Return the entry that `environment` adds to the environment of the owner's programs. When a time limit
+        expires, this entry identifies the owner's descendants that have left their session and their parent. Such a
+        process becomes a child of this server, and has no other trace of its owner."""
         return f"OUTRIDER_CALL={self.sandbox_mark}:{owner}\0".encode()
 
     def shell(self) -> str:

@@ -38,8 +38,8 @@ SHARED_AREAS = (b"/dev/zero (deleted)", b"[anon_shmem:")
 
 class ProcessMemory:
     """The memory of one process, in bytes: `own` memory, and `mapped` memory in addition. Mapped memory consists of
-    libraries, reserved address space, and memory shared with other processes. It counts, because `own` lacks the shared
-    pages that exist but that this process has not touched yet."""
+    libraries, reserved address space, and memory shared with other processes. Mapped memory is counted, because `own`
+    lacks the shared pages that exist but that this process has not touched yet."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -88,7 +88,8 @@ class MemoryWatch:
         me = posix.getpid()
         found = [ProcessMemory(pid) for pid in descendants(processes(), {me}) - {me}]
         total = sum(one.own + max(0, one.mapped) for one in found)
-        # Each step is more exact than the previous one, and costs more. In most scans no step is needed.
+        # Each of the two refinements is more exact than the count before it, and costs more. Most scans need no
+        # refinement.
         for refine in (ProcessMemory.find_areas, ProcessMemory.divide):
             if total > self.limit:
                 for one in found:
@@ -102,7 +103,7 @@ class MemoryWatch:
 
 
 def total_memory(found: list[ProcessMemory]) -> int:
-    """Return the bytes of all processes, each shared area counted once."""
+    """Return the bytes of memory that all processes use together. Each shared area is counted once."""
     areas: dict[bytes, int] = {}
     for one in found:
         for inode, size in one.areas.items():

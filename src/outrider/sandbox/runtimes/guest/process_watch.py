@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 SHORTEST_LOOK, LONGEST_LOOK = 0.05, 2.0
 """Bounds of the seconds between two looks."""
 IDLE_FACTOR = 5
-"""A pause is at most a fifth of the time since the last change."""
+"""The pause between two looks is at most 1/IDLE_FACTOR of the time since the last change."""
 MOST_WATCHED = 100
 """While more processes than this live in the sandbox, new ones are not recorded, and no file of a process is read: such
 a read waits for a process that forks, so a fork bomb could block the server without end."""
 LOOK_SECONDS = 0.01
 """A look begins no further read after this many seconds, and the next look continues."""
 MOST_REPORTED = 200
-"""Maximum number of processes in one reply; `MOST_PROCESSES` of the host's `tool_server/client.py`."""
+"""Maximum number of processes in one reply. `MOST_PROCESSES` in the host's `tool_server/client.py` has the same
+value."""
 MOST_WAITING = 1000
 """Maximum number of records that wait for the host's next call. Further records are dropped."""
 COMMAND_BYTES = 400
@@ -60,7 +61,7 @@ class ProcessWatch:
         self.loop = loop
         self.me = posix.getpid()
         self.own_command = command_of(self.me)
-        """The server's command line, which also its forks have until they start a program."""
+        """The server's command line. The server's forks have the same command line until they start a program."""
         self.living: dict[int, WatchedProcess] = {}
         self.news: dict[WatchedProcess, None] = {}
         """The processes to report, in the order in which they changed."""
@@ -114,7 +115,7 @@ class ProcessWatch:
                 break
             self._look_at(process)
         since_boot = time.clock_gettime(CLOCK_BOOTTIME)
-        for pid in pids - self.living.keys() - {self.me, 1}:  # the first process is the sandbox's own
+        for pid in pids - self.living.keys() - {self.me, 1}:  # process 1 belongs to the sandbox itself
             if time.monotonic() > deadline:
                 self.newest = b""
                 break

@@ -23,9 +23,10 @@ else:
 
 SIGINT, SIGKILL, SIGSTOP = _signal.SIGINT, _signal.SIGKILL, _signal.SIGSTOP
 OTHER_ERROR = 255
-"""Exit code of a `fork_with_pipe` child after an error without a number."""
+"""Exit code of a child of `fork_with_pipe` that ended by an exception without an errno."""
 SWIFT_LOOKS = 3
-"""Number of scans in one `kill_tree` that kill at once what they find. Later scans stop a new process first."""
+"""The first scans of one `kill_tree`, up to this number, kill every process at once. Later scans stop a new process
+before they kill the process."""
 LOOKS = 200
 """Maximum number of scans in one `kill_tree`. A process that forks faster than it is killed would otherwise keep
 `kill_tree` busy forever."""
@@ -229,9 +230,9 @@ def fork_with_pipe(work: Callable[[int], object], *, reads: bool = False) -> tup
 
 
 def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], tty: bool = False) -> int:
-    """Fork, and execute a program in its own session with `fds` {target: source} and nothing else open. An error in the
-    fork is printed on its standard error. The exit code is then 127, or 126 for an OSError other than a missing program
-    or folder."""
+    """Fork, and execute a program in a session of its own. `fds` maps descriptors of the program to descriptors of this
+    process. The program inherits no other descriptor. An error in the fork is printed on its standard error. The exit
+    code is then 127, or 126 for an OSError other than a missing program or folder."""
     pid = posix.fork()
     if pid:
         return pid

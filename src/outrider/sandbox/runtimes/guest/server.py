@@ -1,9 +1,9 @@
 """The tool server: Outrider's program inside each sandbox. Standard library only, Python 3.8 or newer.
 
 The server carries out the calls that the host sends over one connection: commands, live shells, files, archives. In a
-sandbox with a network of its own, the server also bridges 127.0.0.1 to the model gateway: to its socket, or on another
-machine through the connection to the host. Invariant: the server reaps all its children, adopted orphans included,
-while it runs, and kills all processes below it before it exits.
+sandbox with a network of its own, the server also forwards connections from 127.0.0.1 to the model gateway: through the
+gateway's socket, or, on another machine, through the connection to the host. Invariant: the server reaps all its
+children, adopted orphans included, while it runs, and kills all processes below it before it exits.
 
 `runtimes/tool_server/bundle.py` joins the modules of this folder into one program, which starts in bare interpreters.
 Modules with a load time of more than a millisecond are therefore imported in the functions that need them.
@@ -48,7 +48,7 @@ SEARCH_FAILED = f"it failed, or took longer than {SEARCH_SECONDS} s"
 
 
 class Server:
-    """The calls of the host: `do_NAME(call, arguments)` carries out the call NAME."""
+    """Carries out the calls of the host. The method `do_NAME(call, arguments)` carries out the call NAME."""
 
     def __init__(
         self, loop: Loop, fd: int, save_layers: Callable[[int], None] | None, gateway: int, out: int = -1
@@ -99,7 +99,7 @@ class Server:
         if args["bridge_port"]:
             socket = f"/proc/self/fd/{self.gateway}" if self.gateway >= 0 else args["bridge_socket"]
             Bridge(self.loop, args["bridge_port"], socket)
-            # Only a sandbox with a network of its own needs the watch, and these are the sandboxes with a bridge.
+            # Only a sandbox with a network of its own needs this watch, and only such a sandbox has a bridge.
             NetlinkWatch(self.loop)
         self.calls.reply(call, {})
 
@@ -242,8 +242,8 @@ def kill_all_below() -> None:
 
 
 def preload() -> None:
-    """Import the modules that functions otherwise import when called: once the process has changed its root, the
-    standard library is out of reach."""
+    """Import the modules that functions usually import when they are called. Once the process has changed its root, the
+    standard library cannot be imported any more."""
     import _socket
     import ctypes
     import fcntl
@@ -270,7 +270,8 @@ def main_on_pipes() -> None:
 
 
 def _without_programs(kept: set[int]) -> None:
-    """Keep the descriptors in `kept` from programs, and give programs the usual mask."""
+    """Prepare this process for starting programs. Descriptors 0 and 1 lead to /dev/null, all others except 2 and `kept`
+    are closed, and the file mode mask is 022."""
     null = posix.open("/dev/null", posix.O_RDWR)
     for fd in (0, 1):
         posix.dup2(null, fd)

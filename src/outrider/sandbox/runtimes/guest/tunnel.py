@@ -121,7 +121,7 @@ class TunnelEnd:
                 self.close()
                 return
             if self.ended:
-                self.socket.shutdown(1)  # SHUT_WR
+                self.socket.shutdown(1)  # 1 is SHUT_WR: the client gets an end of file
         except BlockingIOError:
             pass
         except OSError:  # the client is gone

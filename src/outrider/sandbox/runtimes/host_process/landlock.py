@@ -64,8 +64,8 @@ class LandlockRuntime:
 def confined_program(
     context: SandboxContext, bytecode: bytes, limits: Mapping[str, int], memory: int
 ) -> tuple[list[str], bytes]:
-    """Return the tool server's command and code, with the code of guest/isolation/landlock.py before the server's own.
-    That module parses the words after the command."""
+    """Return the tool server's command and code. The code of guest/isolation/landlock.py comes before the server's own
+    code, and parses the words after the command."""
     shown = [*SHOWN["process-landlock"], str(Path(sys.base_prefix).resolve()), *map(str, context.mounts)]
     words = [
         str(urlsplit(gateway_url(context)).port or 0),

@@ -38,11 +38,12 @@ from outrider.spec import RuntimeSpec
 
 WORK = "work"
 SCRATCH = "tmp"
-"""Names of folders in the sandbox's own directory."""
+"""Names of the working folder and of the folder for temporary files, both in the sandbox's own directory."""
 
 Program = Callable[[SandboxContext, bytes, Mapping[str, int], int], tuple[list[str], bytes]]
-"""Returns the command that becomes the tool server, and the code to send to the server first. The arguments are the
-sandbox's context, the server's bytecode, the rlimits of each program, and `ToolServerSetup.memory`."""
+"""Function that returns the command that becomes the tool server, and the code to send to the server first. The
+arguments are the sandbox's context, the server's bytecode, the rlimits of each program, and
+`ToolServerSetup.memory`."""
 
 
 class ProcessRuntime:

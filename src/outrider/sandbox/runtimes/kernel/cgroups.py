@@ -33,8 +33,9 @@ UNIFIED = ""
 CONTROLLERS = ("cpu", "memory", "pids")
 CPU_PERIOD = 100_000
 SOCKET_BYTES = 64 << 20
-"""Maximum bytes that the kernel may hold for the sockets of one sandbox, a limit of version 1. All sockets of the host
-share `net.ipv4.tcp_mem` and `udp_mem`, a tenth of the host's memory, and slow down when this memory is used up."""
+"""Maximum bytes that the kernel may hold for the sockets of one sandbox. Only version 1 has this limit. All sockets of
+the host share `net.ipv4.tcp_mem` and `udp_mem`, a tenth of the host's memory, and slow down when this memory is used
+up."""
 REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002
 OWN = "outrider-service"
@@ -70,7 +71,8 @@ def find(*, mount: Path = MOUNT, own: str | None = None) -> Hierarchies:
             if name in CONTROLLERS and os.access(folder, os.W_OK):
                 found[name] = folder
         return Hierarchies(1, dict(sorted(found.items()))) if found else NONE
-    # Version 2: the group of this process, or its parent if this process has moved into OWN before.
+    # With version 2, `folder` is the group of this process, or this group's parent if the process has already moved
+    # into OWN.
     folder = mount / paths.get(UNIFIED, "/").lstrip("/")
     folder = folder.parent if folder.name == OWN else folder
     try:
@@ -150,7 +152,7 @@ class ControlGroup:
         time."""
         for folder in self.folders:
             for file, value in UNLIMITED_CPU.items():
-                with contextlib.suppress(OSError):  # a file of the other version, or of another controller
+                with contextlib.suppress(OSError):  # the file belongs to the other version, or to another controller
                     (folder / file).write_text(value)
             _kill_members(folder)
 

@@ -82,8 +82,8 @@ class Child:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     async def end(self, seconds: float) -> bool:
-        """Wait for the process to exit, kill it after `seconds`, reap it and close the descriptors. Returns whether the
-        process exited unforced. Call once, shielded from cancellation."""
+        """Wait for the process to exit, kill it after `seconds`, reap it and close the descriptors. Returns True if the
+        process exited without being killed. Call once, shielded from cancellation."""
         in_time = await self.ends_within(seconds)
         if not in_time:
             self.kill()

@@ -54,7 +54,8 @@ def marked(mark: str) -> set[int]:
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     found = set()
     for pid in pids:
-        # The environment at the start of the process, empty for a dead process and for another user's process.
+        # `environ` is the environment with which the process started. It is empty for a dead process and for another
+        # user's process.
         environ = _bytes(f"/proc/{pid}/environ")
         if not environ and stat_fields(pid)[0] in "ZX":
             for thread in _threads(pid):
@@ -64,7 +65,7 @@ def marked(mark: str) -> set[int]:
     below: dict[int, set[int]] = {}
     for pid in pids if found else ():
         state, parent, *_ = stat_fields(pid)
-        if state not in "ZX" or _threads(pid):  # else the process is gone, or a zombie, which has no children
+        if state not in "ZX" or _threads(pid):  # otherwise the process is gone, or is a zombie without children
             below.setdefault(int(parent), set()).add(pid)
     new = found
     while new := {child for pid in new for child in below.get(pid, ())} - found:
@@ -75,7 +76,7 @@ def marked(mark: str) -> set[int]:
 def _kill(mark: str) -> None:
     """SIGKILL all marked processes. All of them are stopped by SIGSTOP first, because a process that runs could start
     another one between the scan and the kill."""
-    import signal  # here: only a keeper whose node has died needs the module
+    import signal  # imported late, because only the keeper of a dead node needs the module
 
     held: dict[int, int] = {}
 
@@ -105,10 +106,10 @@ def _kill(mark: str) -> None:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state's letter on; the parent's pid is next. Returns ["X", "0"] if
-    the process is gone. A process whose first thread has ended looks like a zombie, even if other threads live."""
-    # The program chooses the name before the last parenthesis. The name may have any bytes, also bytes without a
-    # meaning in UTF-8.
+    """Return the fields of /proc/PID/stat after the program's name: first the state's letter, then the parent's pid.
+    Returns ["X", "0"] if the process is gone. A process whose first thread has ended looks like a zombie, even if other
+    threads live."""
+    # The program itself chooses the name before the last parenthesis. The name may have any bytes, also invalid UTF-8.
     return _bytes(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split() or ["X", "0"]
 
 

@@ -21,11 +21,11 @@ CALL_SECONDS = 60.0
 CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
 OPEN_SECONDS = 10.0
-"""Seconds in which the server must begin a command."""
+"""Time limit in seconds for the server to start a command in a pod."""
 WATCH_SECONDS = 300
 """Seconds after which the server ends a watch by itself, and a new watch begins."""
 WATCH_SILENCE = 60.0
-"""A watch counts as lost after WATCH_SECONDS and these seconds without an event."""
+"""A watch counts as lost after WATCH_SECONDS + WATCH_SILENCE seconds without an event."""
 PAGE = 500
 """Maximum number of objects in one page of a list."""
 LINE_MAX = 4 << 20
@@ -69,7 +69,7 @@ class ListMeta(msgspec.Struct, rename="camel"):
 
 
 class PodList(msgspec.Struct):
-    """A page of pods."""
+    """One page of a list of pods."""
 
     metadata: ListMeta = msgspec.field(default_factory=ListMeta)
     items: list[Pod] = []
@@ -134,8 +134,9 @@ class KubeApi:
         return await self.call("GET", self.pods_path(namespace, name), Pod)
 
     async def delete_pod(self, namespace: str, name: str, *, uid: str | None, grace: int) -> None:
-        """Request the removal of a pod. With `uid`, only a pod with this uid is removed. With `grace` 0 the server
-        forgets the pod at once; otherwise the pod's machine ends the pod within `grace` seconds first."""
+        """Request the removal of a pod. With `uid`, only a pod with this uid is removed. If `grace` is 0, the server
+        deletes its record of the pod at once. Otherwise the pod's machine first ends the pod, within `grace`
+        seconds."""
         body: dict[str, Any] = {"kind": "DeleteOptions", "apiVersion": "v1", "gracePeriodSeconds": grace}
         if uid is not None:
             body["preconditions"] = {"uid": uid}

@@ -46,7 +46,8 @@ FORBIDDEN = {
     "maximum ": "the namespace has a limit range: change task.runtime.resources",
     "minimum ": "the namespace has a limit range: change task.runtime.resources",
 }
-"""The hint for a request that the server forbids for another reason than RIGHTS, by words of its message."""
+"""Hints for requests that the server forbids although the account has all rights. Keys are words of the server's
+message."""
 
 log = logging.getLogger("outrider.runtime")
 
@@ -96,7 +97,7 @@ class PodCluster:
             found, self._version = await self.api.list_pods(self.namespace, selector)
             self._seen = {pod.metadata.name: pod for pod in found}
             self._changed.send()
-        version, self._version = self._version, ""  # after any failure, list again
+        version, self._version = self._version, ""  # after any failure, the pods are listed again
         try:
             async for event in self.api.watch_pods(self.namespace, selector, version):
                 version = event.pod.metadata.resource_version or version
@@ -106,23 +107,24 @@ class PodCluster:
                     self._seen[event.pod.metadata.name] = event.pod
                 self._changed.send()
         except KubeApiError as error:
-            if error.status != 410:  # the server no longer has the changes since `version`
+            if error.status != 410:  # 410: the server no longer has the changes since `version`
                 raise self.failure("watch its pods", error) from error
         else:
             self._version = version
 
     async def create(self, name: str, body: Mapping[str, Any], clock: QueueClock, *, ahead: bool = False) -> None:
-        """Create a pod. `remove` must follow, even when this method raises or is cancelled. All waits are off the
-        session's clock: for the node's turn, for a slow server, and while the namespace's quota has no room or the
-        server is overloaded. A pod made `ahead` does not wait for quota. Raises RuntimeUnavailable for a pod that the
-        server refuses, and RuntimeFailure."""
+        """Create a pod. `remove` must follow, even when this method raises or is cancelled. No wait counts as time of
+        the session: neither for the node's turn, nor for a slow or overloaded server, nor for room in the namespace's
+        quota. A pod made `ahead` does not wait for quota. Raises RuntimeUnavailable for a pod that the server refuses,
+        and RuntimeFailure."""
         self._ours.add(name)
         limit, failures = time.monotonic() + self.pods.queue_seconds, 0
         while True:
             try:
                 with clock.waiting():
                     await self.queue.turn()
-                    # A request once sent is awaited, because only the response shows whether there is a pod to remove.
+                    # A request that was sent is awaited to its end, because only the response shows whether there is a
+                    # pod to remove.
                     await shielded(lambda: self.api.create_pod(self.namespace, body))
             except KubeApiError as error:
                 if error.status == 409 and error.reason == "AlreadyExists" and failures:
@@ -142,7 +144,7 @@ class PodCluster:
                 return
 
     async def running(self, name: str, clock: QueueClock, *, ahead: bool = False) -> Pod:
-        """Wait until the pod's container runs. The wait for a machine is off the session's clock. Raises
+        """Wait until the pod's container runs. The wait for a machine does not count as time of the session. Raises
         RuntimeUnavailable and RuntimeFailure with the cluster's own message."""
         limit = time.monotonic() + self.pods.queue_seconds
         trouble = None
@@ -195,9 +197,9 @@ class PodCluster:
         """Remove the pod and wait until the server has no pod of this name. Raises RuntimeFailure if that fails; the
         next sweep tries again.
 
-        If the pod is `emptied`, no program is left to end, and the server forgets the pod at once. Otherwise the pod's
-        machine ends the programs first. A machine that does not respond within half of REMOVE_SECONDS is lost, and the
-        server forgets the pod without it."""
+        If `emptied` returns True, no program runs in the pod any more, and the server deletes its record of the pod at
+        once. Otherwise the pod's machine ends the programs first. If the machine does not do so within half of
+        REMOVE_SECONDS, the machine counts as lost, and the server deletes its record without waiting any longer."""
         begun, failures = time.monotonic(), 0
         try:
             while True:
@@ -231,7 +233,7 @@ class PodCluster:
         except KubeApiError as error:
             raise self.failure("list its pods", error) from error
         left = [pod for pod in found if pod.metadata.name not in self._ours and self._is_left(pod)]
-        # All at once, so that a pod whose machine is lost does not keep the others.
+        # The pods are removed concurrently, so that a pod whose machine is lost does not delay the other pods.
         ended = await asyncio.gather(*(self.remove(pod.metadata.name) for pod in left), return_exceptions=True)
         if failures := [each for each in ended if isinstance(each, BaseException)]:
             raise failures[0]
@@ -265,7 +267,8 @@ class PodCluster:
 
 
 def seconds_of(time_text: str) -> float:
-    """Return a time of the API, such as 2026-01-02T03:04:05Z, as seconds since the epoch; now, if it is not a time."""
+    """Return a time of the API, such as 2026-01-02T03:04:05Z, as seconds since the epoch. For a text that is not a
+    time, returns the current time."""
     try:
         return datetime.fromisoformat(time_text).timestamp()
     except ValueError:

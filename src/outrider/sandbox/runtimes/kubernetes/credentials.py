@@ -31,7 +31,7 @@ HINT = "set KUBECONFIG to a kubeconfig, or run the node in a pod with a service 
 class ClusterAccess:
     """The address of one API server and the credentials for it. `headers` returns the headers that authenticate a
     request. `headers` reads the file of a token again each time, because a service account's token is replaced about
-    once an hour, and raises OSError."""
+    once an hour. `headers` raises OSError."""
 
     url: str
     namespace: str
@@ -89,8 +89,8 @@ class Kubeconfig(msgspec.Struct, rename="kebab"):
 
 
 def find_access() -> ClusterAccess:
-    """Return the access of the file that the variable KUBECONFIG names, otherwise of this process's pod, otherwise of
-    `~/.kube/config`. Blocks. Raises RuntimeUnavailable."""
+    """Return the access to an API server: from the file that the variable KUBECONFIG names, otherwise from this
+    process's pod, otherwise from `~/.kube/config`. Blocks. Raises RuntimeUnavailable."""
     if named := environment("KUBECONFIG"):
         first, *more = named.split(os.pathsep)
         if more:
@@ -107,7 +107,8 @@ def find_access() -> ClusterAccess:
 
 
 def of_pod(host: str, port: str, folder: Path) -> ClusterAccess:
-    """Return the access of a pod's service account, whose files are in `folder`. Raises RuntimeUnavailable."""
+    """Return the access that a pod's service account gives. The account's files are in `folder`. Raises
+    RuntimeUnavailable."""
     try:
         tls = ssl.create_default_context(cafile=str(folder / "ca.crt"))
         namespace = (folder / "namespace").read_text().strip() or DEFAULT_NAMESPACE
@@ -124,7 +125,7 @@ def bearer(path: Path) -> dict[str, str]:
 
 
 def read_kubeconfig(path: Path) -> ClusterAccess:
-    """Return the access of the current context of a kubeconfig. Raises RuntimeUnavailable."""
+    """Return the access that the current context of a kubeconfig describes. Raises RuntimeUnavailable."""
     try:
         config = msgspec.yaml.decode(path.read_bytes(), type=Kubeconfig)
     except ImportError as error:
@@ -179,7 +180,8 @@ def headers_of(user: KubeUser, folder: Path) -> Callable[[], dict[str, str]]:
 
 
 def tls_of(cluster: KubeCluster, user: KubeUser, path: Path) -> ssl.SSLContext:
-    """Return the context that checks the server's certificate and presents the user's. Raises RuntimeUnavailable."""
+    """Return the context that checks the server's certificate and presents the user's certificate. Raises
+    RuntimeUnavailable."""
     try:
         authority = content(cluster.certificate_authority_data, cluster.certificate_authority, path.parent)
         tls = ssl.create_default_context(cadata=None if authority is None else authority.decode("ascii"))
@@ -196,7 +198,8 @@ def tls_of(cluster: KubeCluster, user: KubeUser, path: Path) -> ssl.SSLContext:
 
 
 def content(data: str | None, file: str | None, folder: Path) -> bytes | None:
-    """Return the bytes given as base64 or, relative to the kubeconfig's folder, as a file."""
+    """Return the bytes that `data` gives in base64, or the content of `file`, whose path is relative to the
+    kubeconfig's folder. Returns None if neither is given."""
     if data is not None:
         return base64.b64decode(data, validate=True)
     return None if file is None else (folder / file).read_bytes()

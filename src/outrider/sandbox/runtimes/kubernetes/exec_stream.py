@@ -22,7 +22,7 @@ from outrider.sandbox.runtimes.kubernetes.api import StatusReply
 STDIN, STDOUT, STDERR, ERROR = range(4)
 """Numbers of the channels. The channel ERROR carries one `Status` object at the end of the command."""
 LAST = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.ERROR)
-"""Types of the last message of a WebSocket."""
+"""Types of messages after which a WebSocket carries no further message."""
 PIECE = 1 << 16
 """Maximum bytes of one message: proxies before API servers refuse large messages."""
 PING_SECONDS = 20.0
@@ -41,7 +41,7 @@ class ExecStream:
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, theirs: socket.socket, chores: Chores) -> None:
         self.exited = False
-        """True once the server has reported that the command has exited, by itself or by a signal."""
+        """True once the API server has reported that the command has exited, by itself or by a signal."""
         self._socket = socket
         self._theirs = theirs
         self._chores = chores
@@ -56,7 +56,7 @@ class ExecStream:
     async def __aenter__(self) -> Self:
         try:
             reader, self._writer = await asyncio.open_unix_connection(sock=self._theirs)
-        except BaseException:  # includes a cancellation
+        except BaseException:  # BaseException includes CancelledError
             self._theirs.close()
             await self._socket.close()
             raise

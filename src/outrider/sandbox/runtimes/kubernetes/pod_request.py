@@ -36,7 +36,8 @@ HOLD = (
 )
 """The first program of a pod. It ends on SIGTERM, or after IDLE_SECONDS without any other process."""
 TOOLS, TOOLS_AT = "tools", "/run/outrider-tools"
-"""Name of the volume with the interpreter and the programs, and its path in the container that fills the volume."""
+"""Name of the volume with the tool server's interpreter and the harness's programs, and its path in the container that
+fills the volume."""
 TOOLS_MB = 4096
 COPY_MODULE = "outrider.sandbox.runtimes.kubernetes.copy_tools"
 OWN = "own"

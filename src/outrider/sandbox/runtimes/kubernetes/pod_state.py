@@ -108,7 +108,8 @@ class Pod(msgspec.Struct):
 
     @property
     def disrupted(self) -> bool:
-        """True if the cluster ends the pod for a reason of its own: for another pod, or with its machine."""
+        """True if the cluster ends the pod for a reason that does not lie in the pod: to make room for another pod, or
+        because the pod's machine goes away."""
         return any(one.type == "DisruptionTarget" and one.status == "True" for one in self.status.conditions or ())
 
     def _own(self) -> ContainerStatus | None:

@@ -117,8 +117,8 @@ def failure(error: KubeApiError) -> RuntimeFailure:
 
 
 def daemon_set(name: str, images: Sequence[str], pods: PodsConfig) -> dict[str, Any]:
-    """Return the JSON body. The first container brings a program that every image can run. Then there is one container
-    for each image, one after another."""
+    """Return the JSON body of the DaemonSet. The first container copies a program that every image can run. Then one
+    container for each image runs this program, one after another."""
     security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     resources = {"requests": {"cpu": "10m", "memory": "32Mi"}, "limits": {"memory": "512Mi"}}
     common: dict[str, Any] = {

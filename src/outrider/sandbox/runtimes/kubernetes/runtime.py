@@ -1,8 +1,8 @@
 """The kind `kubernetes`: a sandbox is a pod. Its tool server runs as a command in the pod, through the API server.
 
 Calls, files and the agent's model calls travel over one WebSocket to this command. So a pod needs no network, and the
-node needs no address that pods can reach. Invariant: when `stop` returns, the API server has no such pod; if that
-failed, the pod's programs end within IDLE_SECONDS, because their tool server has ended.
+node needs no address that pods can reach. Invariant: when `stop` returns, the API server has no such pod; if the
+removal failed, the pod's programs end within IDLE_SECONDS, because their tool server has ended.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from outrider.sandbox.runtimes.tool_server.launch import (
 from outrider.spec import RuntimeSpec
 
 SETTLE_SECONDS = 2.0
-"""Seconds after which the state of a pod is asked for again, before its programs are blamed."""
+"""Seconds between two requests for the state of a pod. The pod's programs are blamed for the end of the tool server
+only after both requests."""
 ENTER_SECONDS = 30.0
 """Seconds for which a failed command to start the tool server is repeated: a pod may be reported as running before its
 machine takes commands."""
@@ -138,9 +139,9 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, clock: QueueClock) 
 
 
 async def ended_inside(cluster: PodCluster, name: str, stream: ExecStream) -> bool:
-    """Return whether programs in the pod ended the tool server: they exceeded a limit of the pod, or the server reports
-    the exit of the tool server and nothing has ended the pod. Without such a report, as after a broken connection, the
-    cause was outside."""
+    """Return whether programs in the pod ended the tool server: they exceeded a limit of the pod, or the API server
+    reports the exit of the tool server and nothing has ended the pod. Without such a report, as after a broken
+    connection, the cause was outside."""
     try:
         verdict = verdict_of(await cluster.state(name), exited=stream.exited)
         if verdict:  # a machine that ends a pod may report the exit before the reason
@@ -152,8 +153,8 @@ async def ended_inside(cluster: PodCluster, name: str, stream: ExecStream) -> bo
 
 
 def verdict_of(pod: Pod | None, *, exited: bool) -> bool:
-    """Return whether programs in the pod ended the tool server, by the state of the pod. `exited`: the server has
-    reported the exit of the tool server."""
+    """Return whether programs in the pod ended the tool server, by the state of the pod. `exited` is True if the API
+    server has reported the exit of the tool server."""
     if pod is None or pod.metadata.deletion_timestamp is not None:
         return False
     if pod.out_of_memory or pod.evicted_for_own_use:
@@ -181,7 +182,7 @@ async def enter(cluster: PodCluster, name: str) -> ClientWebSocketResponse:
 
 
 async def end_programs(tools: ToolClient) -> bool:
-    """Let the tool server kill all programs. Returns whether it has confirmed that none is left."""
+    """Let the tool server kill all programs. Returns whether the server has confirmed that no program is left."""
     tools.fail_all("the sandbox was stopped")
     with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):
         async with asyncio.timeout(STOP_SECONDS):
@@ -196,8 +197,8 @@ def of_image(env: dict[str, str]) -> dict[str, str]:
 
 
 def in_pod(setup: ToolServerSetup, *, own_user: bool) -> ToolServerSetup:
-    """Return the set-up of a server that is not the first process of its pid namespace, and that reaches the gateway
-    by a tunnel. A user other than root has another home folder."""
+    """Return the set-up of a server that is not the first process of its pid namespace, and that reaches the gateway by
+    a tunnel. If `own_user` is True, the pod's user is not root, and has another home folder."""
     changes: dict[str, Any] = {"subreaper": True, "bridge_port": 0}
     if own_user:
         env = {**setup.env, "HOME": OWN_HOME, "USER": "outrider"}

@@ -39,7 +39,8 @@ HIDDEN_KINDS = frozenset(
 the kernel's own, which reveal facts about the host, and `autofs`, in which a lookup may wait for a server."""
 
 Ids = tuple[int, int, int]
-"""The first id inside, the first id outside, and the count: as in a line of /proc/PID/uid_map."""
+"""A range of ids, as in a line of /proc/PID/uid_map: the first id in the sandbox, the first id on the host, and the
+number of ids."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,9 +54,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     `named` are the read-only mounts named by the task: no part of their host paths may be a link. `devices` are pairs
     for further device files that programs may use. `bytes` and `files` are the maximum size and number of written
     files. `gateway` is the path of the gateway's socket. `cgroups` are the files for entering the control groups (see
-    `Group.entrances`). `memory` is `counted_memory`. `owners` is the file of the image's owners (see rootfs/owners.py),
-    "" for none. `saved` is an archive of writable layers to start with, "" for none. `uids` and `gids` are the id maps
-    of the users; `mappers` are the programs that can map more than one user."""
+    `ControlGroup.entrances`). `memory` is the result of `counted_memory`. `owners` is the file of the image's owners
+    (see rootfs/owners.py), "" for none. `saved` is an archive of writable layers to start with, "" for none. `uids` and
+    `gids` are the id maps of the users; `mappers` are the programs that can map more than one user."""
 
     base: str
     layers: tuple[tuple[str, str], ...]
@@ -89,8 +90,8 @@ def image_root(folder: Path) -> Root:
 
 
 def host_root(skeleton: Path) -> Root:
-    """Return the host's system folders over a skeleton made by `make_skeleton`. /usr gets a throw-away writable layer
-    only if this user owns /usr: an overlay over another user's files cannot be written to."""
+    """Return a root that consists of a skeleton (see `make_skeleton`) and the host's system folders. /usr gets a
+    throw-away writable layer only if this user owns /usr: an overlay over another user's files cannot be written to."""
     own = os.stat("/usr").st_uid == os.geteuid()
     usr = ("/usr", "/usr")
     folders = [f"/{name}" for name in SYSTEM_FOLDERS if Path("/", name).is_dir() and not _link(name)]
@@ -146,8 +147,8 @@ def _link(name: str) -> str | None:
 
 
 def unsupported() -> str | None:
-    """Return what makes this machine unfit for namespace sandboxes (the system, the processor or the kernel), or
-    None."""
+    """Return why this machine cannot run namespace sandboxes (its system, processor or kernel is not supported), or
+    None if it can."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
         return f"needs Linux on x86-64 or arm64, this is {platform.system()} on {platform.machine()}"
     if kernel_version() < (5, 12):

@@ -94,7 +94,7 @@ class NamespaceRuntime:
 
 
 def _found() -> str:
-    """Return what sandboxes of this kind use of the machine. Raises RuntimeUnavailable."""
+    """Return a description of the machine's features that sandboxes of this kind use. Raises RuntimeUnavailable."""
     USER_NAMESPACES.get()
     return f"user namespaces; limits by {limits_in_words(cgroups.find())}"
 
@@ -239,7 +239,7 @@ def _root(spec: RuntimeSpec, host_root: Root) -> Root:
 
 
 def _has_python(root: Root) -> bool:
-    if root.folders or root.layers[1:]:  # a root made of the host's folders, not of an image
+    if root.folders or root.layers[1:]:  # the root is made of the host's folders, not of an image
         return True
     folder = root.layers[0][0]
     return any(os.path.lexists(f"{folder}/{path}") for path in PYTHONS)

@@ -109,5 +109,5 @@ class ArchiveDownload:
 
 def write_all(fd: int, pieces: list[bytes]) -> None:
     """Write all pieces. Blocks; raises OSError."""
-    with open(fd, "wb", closefd=False) as file:  # a loop: an almost full disk takes only a part of a piece at first
+    with open(fd, "wb", closefd=False) as file:  # writes in a loop: a nearly full disk may first take only a part
         file.writelines(pieces)

@@ -21,8 +21,8 @@ from typing import Literal
 from outrider.errors import RuntimeUnavailable
 from outrider.sandbox.pythons.portable import portable_command, portable_python
 
-# Only `posix` and `marshal`, which are built into the interpreter, are used: `sys.stdin` would load codecs and buffer
-# the bytes after the program.
+# The boot program uses only `posix` and `marshal`, which are built into the interpreter. `sys.stdin` would load codecs
+# and buffer the bytes after the program.
 BOOT = (
     "import marshal,posix\n"
     "def take(n):\n"
@@ -38,7 +38,8 @@ BOOT = (
 )
 TEXT_BOOT = BOOT.replace("marshal.loads(", "compile(").replace("'big')))", "'big')),'toolserver','exec',0,True,2)")
 PIPES_BOOT = TEXT_BOOT.replace("main", "main_on_pipes")
-"""Starts the program from its text, and with two pipes in place of a socket."""
+"""Boot program that starts the tool server from its text instead of bytecode, and with two pipes in place of a
+socket."""
 COMPILE = (
     "import sys,marshal\n"
     "if sys.version_info<(3,8): sys.exit('Python %d.%d is older than 3.8'%sys.version_info[:2])\n"
@@ -143,13 +144,13 @@ def main():
 """
 
 
-@functools.lru_cache(maxsize=8)  # pure: our own files do not change
+@functools.lru_cache(maxsize=8)  # cached, because our own files do not change
 def confined(modules: Sequence[str], server: bytes) -> bytes:
     """Return bytecode that confines the process and then runs the tool server's bytecode.
 
     `modules` are modules of runtimes/guest, each after the modules that it imports. `enter` of the last module is
-    called with the words after `server_command`. The bytecode works only in an interpreter of the same version as the
-    running one, because bytecode differs by Python version.
+    called with the words of the command line after `server_command`. The bytecode works only in an interpreter of the
+    same version as the running one, because bytecode differs by Python version.
     """
     parts = tuple((f"{GUEST}.{name}", _bytecode(name, source(name))) for name in modules)
     folders = tuple(dict.fromkeys([GUEST, *(name.rpartition(".")[0] for name, _ in parts)]))
@@ -192,7 +193,7 @@ def compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> 
         return _compiled(enter, interpreter, stamp)
 
 
-@functools.lru_cache(maxsize=64)  # pure: `stamp` changes with the interpreter
+@functools.lru_cache(maxsize=64)  # cached, because `stamp` changes with the interpreter
 def _compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
     command = [*enter, interpreter, *FLAGS, "-c", COMPILE]
     try:

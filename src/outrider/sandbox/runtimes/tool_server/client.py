@@ -23,7 +23,7 @@ from outrider.sandbox.runtimes.base import MAX_OUTPUT
 FRAME_MAX = 2 * MAX_OUTPUT + (4 << 20)
 """Maximum bytes of a frame. The largest frame is the reply of a command that filled both its outputs."""
 PART_MIN = 1 << 10
-"""Minimum bytes counted for a part: many small parts cost more than their bytes."""
+"""A part of a reply counts as at least this many bytes, because many small parts cost more than their bytes."""
 STRAY_MAX = 64 << 20
 """Maximum bytes received, between two replies, for calls that are no longer awaited. A cancelled call may have sent
 parts that are still on their way."""
@@ -103,7 +103,7 @@ MOST_PROCESSES = 200
 
 
 class ProcessSeen(msgspec.Struct, frozen=True, array_like=True):
-    """A process that the tool server has seen. Times are counted back from the reply."""
+    """A process that the tool server has seen. Times are milliseconds before the reply."""
 
     pid: Number
     parent: Number
@@ -333,6 +333,6 @@ class ToolClient(asyncio.Protocol):
         self._lost, self.loss = reason, loss
         if self._transport is not None:
             self._transport.abort()
-        elif self._end is not None:  # None: `open` has taken the socket
+        elif self._end is not None:  # None if `open` has taken the socket
             self._end.close()
         self.fail_all(reason)

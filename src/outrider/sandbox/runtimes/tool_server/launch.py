@@ -205,7 +205,7 @@ def connection(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket, 
     with theirs:
         try:
             yield ours, theirs
-        except BaseException:  # also a cancellation
+        except BaseException:  # BaseException includes CancelledError
             ours.close()
             raise
 

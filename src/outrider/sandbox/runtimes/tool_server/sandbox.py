@@ -76,8 +76,8 @@ DISPLAYS = msgspec.msgpack.Decoder(
         msgspec.Meta(max_length=1000),
     ]
 )
-"""Decoder that checks the numbers of results and of their forms before decoding any, and leaves the values
-undecoded."""
+"""Decoder of rich results. It first checks the number of results and the number of forms of each result. The values of
+the forms stay undecoded."""
 TEXT_TAGS = (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB)
 """The bytes with which a text may begin in msgpack."""
 KILLED = 128 + signal.SIGKILL
@@ -107,8 +107,8 @@ class SandboxPaths:
         return self._seen(path).lstrip("/")
 
     def outermost(self, paths: Sequence[str]) -> list[str]:
-        """Return the outermost of the paths, each once. Paths of the host are left out, because every sandbox has
-        them."""
+        """Return the paths that are not inside another one of the paths, each once. Paths of the host are left out,
+        because every sandbox has them."""
         own = paths
         if self.work is not None:
             own = [path for path in paths if f"{self.place(path)}/".startswith(f"{self.work}/")]
@@ -207,7 +207,8 @@ class ToolServerSandbox:
         return await self.server.image_is_current()
 
     async def save_layer(self, target: Path) -> None:
-        """See `SavesLayers`. All programs inside are killed first. Only this user can read the file."""
+        """See `SavesLayers`. All programs in the sandbox are killed first. Only the user of this process can read the
+        file."""
         limit = self.server.layer_limit
         if limit == 0:
             raise RuntimeFailure(f"{self._spec.kind!r} sandboxes cannot save their writable layer")
@@ -351,7 +352,7 @@ class ToolServerSandbox:
                     while data := await asyncio.to_thread(os.pread, fd, PIECE, offset):
                         await self._write(place, data, mode, append=offset > 0)
                         offset += len(data)
-                    if offset == 0:  # create an empty file too
+                    if offset == 0:  # an empty file is created, too
                         await self._write(place, b"", mode, append=False)
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
@@ -366,14 +367,14 @@ class ToolServerSandbox:
         args: dict[str, Any] = {"key": secrets.randbits(62), "roots": roots, "limit": MAX_SNAPSHOT}
         tools = self.server.tools
         async with opened_in_thread(partial(os.open, archive, os.O_RDONLY | os.O_CLOEXEC), os.close) as fd:
-            offset, data = 0, b"-"  # any data but b"", which is the end of the archive
+            offset, data = 0, b"-"  # any data except b"", which means the end of the archive
             try:
                 while data:
                     data = await asyncio.to_thread(os.pread, fd, PIECE, offset)
                     offset += len(data)
                     part = {**args, "data": data, "last": not data}
                     await tools.call("restore", part, Done, seconds=RESTORE_SECONDS)
-            except BaseException:  # also a cancellation
+            except BaseException:  # BaseException includes CancelledError
                 tools.send("drop_restore", {"key": args["key"]})
                 raise
 
@@ -426,8 +427,8 @@ def form_of(value: msgspec.Raw) -> str | bytes:
 
 
 def split_pattern(pattern: str) -> tuple[str, str]:
-    """Return the path before the first part with a wildcard, or else before the last part, and the rest of the pattern.
-    The path is "" or ends with a slash."""
+    """Split a pattern into a fixed path and the rest. The rest begins at the first part with a wildcard, or at the last
+    part if no part has one. The fixed path is "" or ends with a slash."""
     parts = re.sub("/+", "/", pattern).split("/")
     fixed = 0
     while fixed < len(parts) - 1 and not any(char in parts[fixed] for char in "*?["):

@@ -84,7 +84,7 @@ def write_tar(fd: int, paths: list[list[str]], limit: int) -> None:
     """Archive `[path, name in the archive]` pairs. A path that is missing, or that vanishes meanwhile, is left out.
     Raises OSError if it cannot be determined whether a path exists, and OSError with EFBIG for more than `limit`
     bytes."""
-    import tarfile  # slow to load; only a fork needs it
+    import tarfile  # tarfile is slow to load, and only a fork needs the module
 
     with open(fd, "wb") as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         packer = Packer(archive, lambda member, folder, name: None, limit)

@@ -73,7 +73,7 @@ def names_in_folder(folder: str) -> list[str]:
 
 
 def matching_names(folder: str, part: str) -> list[str]:
-    import fnmatch  # loads `re`, which is slow; only a fork needs it
+    import fnmatch  # fnmatch loads `re`, which is slow, and only a fork needs fnmatch
 
     names = names_in_folder(folder)
     if not part.startswith("."):

@@ -24,7 +24,7 @@ from outrider.sandbox.runtimes.guest.filesystem.trees import Packer
 OPAQUE = "user.overlay.opaque"
 """overlayfs's mark of a folder that hides the folder below, for mounts with the option `userxattr`."""
 OPAQUE_HEADER = "SCHILY.xattr." + OPAQUE
-"""The same mark in an archive, in the form of GNU tar and star."""
+"""The name of the mark OPAQUE in an archive, in the form of GNU tar and star."""
 
 
 def save_layers(out: int, layers: list[int]) -> None:
@@ -36,9 +36,9 @@ def save_layers(out: int, layers: list[int]) -> None:
 
 
 def describe(member: tarfile.TarInfo, folder: int, name: str) -> None:
-    """If a member is a folder that overlayfs has marked, add the mark."""
+    """If the member is a folder that overlayfs has marked, add this mark to the member."""
     if member.isdir():
-        os.fchdir(folder)  # no attribute call takes a descriptor and a name
+        os.fchdir(folder)  # no call for extended attributes takes a folder's descriptor and a name
         if OPAQUE in os.listxattr(name, follow_symlinks=False):
             member.pax_headers = {OPAQUE_HEADER: os.getxattr(name, OPAQUE, follow_symlinks=False).decode("ascii")}
 
@@ -66,8 +66,8 @@ def restore_layers(source: int, folders: list[str]) -> None:
             os.lseek(source, 0, os.SEEK_SET)
             unpack(source, f"{number}/")
             os.fchdir(old)
-            os.chroot(".")  # a descriptor from outside is the way back out of a chroot
-    except BaseException as error:  # any error is raised by the parent, and this fork ends
+            os.chroot(".")  # A descriptor from outside is the way back out of a chroot.
+    except BaseException as error:  # Any error is raised by the parent, and this fork ends.
         os.write(writer, f"{type(error).__name__}: {error}"[:4000].encode("utf-8", "replace"))
     finally:
         os._exit(0)

@@ -66,8 +66,8 @@ def make_folders(path: str) -> None:
 
 
 def find_program(name: str, path: str) -> bool:
-    """Return whether `name` is an executable program in a folder of `path`, or, with a slash, a path of an executable
-    program."""
+    """Return whether an executable program exists. A `name` with a slash is the program's path. Any other name is
+    searched in the folders of `path`, such as `/bin:/usr/bin`."""
     if "/" in name:
         return posix.access(name, posix.X_OK)
     return any(posix.access((folder or ".") + "/" + name, posix.X_OK) for folder in path.split(":"))

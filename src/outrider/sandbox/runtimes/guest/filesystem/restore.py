@@ -97,8 +97,9 @@ class Restore:
 
 
 def restore_archive(reader: int, roots: list[list[str]], limit: int) -> None:
-    """Empty the roots, pairs `[path, name in the archive]`, and fill them. Runs in the child."""
-    import tarfile  # slow to load; only a fork needs it
+    """Empty the roots and fill them from the archive. Each root is a pair `[path, name in the archive]`. Runs in the
+    child."""
+    import tarfile  # tarfile is slow to load, and only a fork needs the module
 
     with open(reader, "rb") as source:
         restored = RestoredRoots(roots, limit)
@@ -115,8 +116,8 @@ def restore_archive(reader: int, roots: list[list[str]], limit: int) -> None:
 
 
 class RestoredRoot:
-    """One root: its name, and a descriptor of the folder above. The folder is opened before any file of the archive
-    could redirect the path."""
+    """One root of a restore: its name, and a descriptor of the folder above. The folder is opened before any file of
+    the archive could redirect the path."""
 
     def __init__(self, path: str) -> None:
         above = folder_of(path) or "."
@@ -142,7 +143,7 @@ class RestoredRoot:
 
 
 class RestoredRoots:
-    """The roots by their names in the archive: first emptied, then filled member by member."""
+    """The roots of one restore. They are first emptied, and then filled member by member."""
 
     def __init__(self, roots: list[list[str]], limit: int) -> None:
         self.roots = {name: RestoredRoot(path) for path, name in roots}

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import tarfile
 
 MOUNTED = (errno.EROFS, errno.EBUSY)
-"""Errors of removing a mount. Mounts are left in place: they are read-only and the same in every sandbox of the
-task."""
+"""Errors that an attempt to remove a mount raises. Mounts are left in place: they are read-only and the same in every
+sandbox of the task."""
 
 
 class FolderCursor:

@@ -116,10 +116,10 @@ def names_in(fd: int) -> list[str]:
 
 
 def walk(descent: Descent, above: str) -> Iterator[tuple[str, str]]:
-    """Yield two names for everything below the current folder of `descent`, parents first: the name in the folder that
-    is current at that moment, and the path, which begins with `above`. If a folder on the way up was moved meanwhile,
-    the walk ends there."""
-    # Not by recursion: a tree may be deeper than Python's stack.
+    """Yield a name and a path for each file and folder below the current folder of `descent`, parents first. The name
+    is relative to the folder that is current at that moment. The path begins with `above`. If a folder on the way up
+    was moved meanwhile, the walk ends there."""
+    # The walk uses no recursion, because a tree may be deeper than Python's stack.
     levels = [(names_in(descent.fd), len(above))]
     while levels:
         names, length = levels[-1]
@@ -139,9 +139,9 @@ def walk(descent: Descent, above: str) -> Iterator[tuple[str, str]]:
 class Packer:
     """Adds trees to an archive.
 
-    `adjust(member, folder, name)` may change a member before it is added. For a file larger than the rest of `limit`
-    bytes, EFBIG is raised before any of the file is read. A sparse file takes no room on the disk, but its full size in
-    an archive.
+    `adjust(member, folder, name)` may change a member before it is added. `limit` is the maximum bytes of all files
+    together. For a file that exceeds the rest of `limit`, EFBIG is raised before the file is read: a sparse file takes
+    no room on the disk, but has its full size in an archive.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class Packer:
         added as hard links to the first one."""
 
     def add_tree(self, folder: int, name: str, path: str) -> None:
-        """Add the entry `name` of a folder, and everything below, as `path`. "." is the folder itself. Closes the
-        folder's descriptor."""
+        """Add the entry `name` of a folder, and everything below it, to the archive under the name `path`. The name "."
+        stands for the folder itself. Closes the folder's descriptor."""
         descent = Descent(folder)
         self.add(descent.fd, name, path)
         if name == "." or descent.down(name):

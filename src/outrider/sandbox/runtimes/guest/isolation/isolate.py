@@ -161,8 +161,8 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
             mount_layer(number, lower, target, bare.get(number))
         except OSError as error:
             must_not_be_scarce(error)
-            # Instead, the folder is shown read-only, without a layer. But the root needs its layer, and files that an
-            # agent has written to a layer must not be left out silently.
+            # A folder without a layer is shown read-only. But the root needs its layer, and files that an agent has
+            # written to a layer must not be left out silently.
             if number == 0 or os.listdir(f"upper{number}"):
                 raise
             folders.insert(0, (syscalls.clone_tree(lower, SHOWN_MOUNT), target))
@@ -173,7 +173,8 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
         tree = None if there or not source else clone_inner(source)
         covered = not source or (not there and tree is None)
         inner.append((covered, tree, syscalls.clone_tree("/dev/null", DEVICE_MOUNT), target))
-    # Made before the root changes: the kernel mounts a new /proc only for a process that still sees one.
+    # The new /proc is made before the root changes, because the kernel mounts a new /proc only for a process that still
+    # sees one.
     proc = syscalls.new_mount("proc", PROC_MOUNT)
     os.chdir(f"{base}/root")
     syscalls.pivot_root(".", ".")  # stacks the old root over the new one, at the same path
@@ -187,7 +188,7 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     for tree, target in shown:
         attach_at(tree, target)
     make_dev(devices)
-    make_proc(proc)  # attached last, because links in /proc lead to the descriptors held here, and so to the host
+    make_proc(proc)  # /proc is attached last, because its links lead to the descriptors held here, and so to the host.
     # If a plan named `/` itself as a target, paths would resolve in another root than the confined root.
     if not os.path.samestat(os.stat("/.."), os.stat("/")):
         raise OSError(errno.EINVAL, "something is mounted over the sandbox's root")
@@ -240,9 +241,9 @@ def clone_inner(source: str) -> int | None:
 
 
 def attach_inner(hidden: bool, tree: int | None, cover: int, target: str) -> None:
-    """Attach `tree`, a mount from below a folder of the host, at its path in the sandbox. Without `tree` the mount is
-    already attached. If `hidden`, or if the file is neither a folder nor a regular file, the path is covered instead: a
-    socket, for example, would lead to the host."""
+    """Attach `tree`, a mount from below a folder of the host, at its path in the sandbox. If `tree` is None, the mount
+    is already attached. If `hidden` is true, or if the file is neither a folder nor a regular file, the path is covered
+    instead. A socket, for example, would lead to the host."""
     kind = syscalls.file_type(target)
     if kind and kind != stat.S_IFDIR and tree is not None:
         kind = stat.S_IFMT(os.fstat(tree).st_mode)
@@ -266,7 +267,7 @@ def make_proc(proc: int) -> None:
     make_root_folder("/proc")
     syscalls.attach(proc, "/proc")
     write("/proc/sys/user/max_inotify_instances", str(INOTIFY_MAX))
-    with open("/proc/sys/fs/inotify/max_user_watches") as file:  # the limit of one user
+    with open("/proc/sys/fs/inotify/max_user_watches") as file:  # this file has the limit of one user
         write("/proc/sys/user/max_inotify_watches", str(max(int(file.read()) // WATCHES_SHARE, MIN_WATCHES)))
 
 

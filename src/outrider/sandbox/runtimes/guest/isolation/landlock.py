@@ -25,8 +25,8 @@ TRUNCATE, IOCTL_DEVICE = 1 << 14, 1 << 15
 READ = EXECUTE | READ_FILE | READ_DIR
 ON_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
 RIGHTS_SINCE = ((1, (1 << 13) - 1), (2, 1 << 13), (3, TRUNCATE), (5, IOCTL_DEVICE))
-"""The file rights, by the version of the interface that introduced them. The kernel refuses a ruleset with a right that
-it does not support."""
+"""Rights on files: pairs of a version of Landlock's interface and the bits of the rights that this version introduced.
+The kernel refuses a ruleset with a right that it does not support."""
 NETWORK_SINCE, SCOPES_SINCE = 4, 6
 CONNECT_TCP = 2
 SCOPES = 1 | 2

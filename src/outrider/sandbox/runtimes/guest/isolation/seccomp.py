@@ -1,8 +1,8 @@
 """The filter of system calls: the calls that a sandbox's programs may not make.
 
 DENIED and DENIED_EVERYWHERE have the calls that container engines deny by default, and the calls that container engines
-allow only with certain capabilities. Invariant: a call with the numbers of another machine is never allowed. Pure,
-except for `core_limit`, `confine` and `install`.
+allow only with certain capabilities. Invariant: a call by the call numbers of another architecture is never allowed.
+Pure, except for `core_limit`, `confine` and `install`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ host's network."""
 STREAM, SEQUENCED, KIND = 1, 5, 0xF
 TCP = 6
 FASTOPEN = 0x20000000
-"""MSG_FASTOPEN: sending with this flag connects, and Landlock checks only `connect`."""
+"""The flag MSG_FASTOPEN. Sending with this flag opens a connection that Landlock does not check, because Landlock
+checks only `connect`."""
 PRIORITY_OF_USER, IO_PRIORITY_OF_USER = 2, 3
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 F_SETPIPE_SZ = 1031
@@ -90,16 +91,17 @@ HOST_WIDE = {
     "x86_64": (29, 30, 31, *range(64, 67), *range(68, 72), 220, *range(240, 246)),
     "aarch64": (*range(180, 197),),
 }
-"""System V's shared memory, semaphores and messages, and POSIX's messages. Outside of namespaces all programs of the
-host share these objects, which outlive their makers. `shmdt` is not in the list, because it only releases memory."""
+"""Numbers of the calls for System V's shared memory, semaphores and messages, and for POSIX's messages. Outside of
+namespaces all programs of the host share these objects, which outlive their makers. `shmdt` is not in the list, because
+it only releases memory."""
 
 UNCOUNTED = {"x86_64": (216, 278, 319, 447), "aarch64": (75, 234, 279, 447)}
-"""`remap_file_pages`, `vmsplice`, `memfd_create`, `memfd_secret`. The memory from these calls belongs to a descriptor
-or pipe, or is missing in the process's /proc, so memory_watch.py cannot count it."""
+"""Numbers of `remap_file_pages`, `vmsplice`, `memfd_create` and `memfd_secret`. The memory from these calls belongs to
+a descriptor or pipe, or is missing in the process's /proc, so memory_watch.py cannot count it."""
 
 CLONE3 = 435
-"""clone3 is refused with ENOSYS, because its flags are in memory, which a filter cannot read. After ENOSYS the C
-library falls back to `clone`."""
+"""Number of the call clone3. The call is refused with ENOSYS, because its flags are in memory, which a filter cannot
+read. After ENOSYS the C library uses `clone` instead."""
 
 DENIED_EVERYWHERE = {
     "io_uring_setup": 425,
@@ -164,7 +166,7 @@ DENIED: Numbers = {
     "bpf": (321, 280),
     "userfaultfd": (323, 282),
 }
-"""Numbers of the denied calls."""
+"""Numbers of the denied calls whose numbers differ between machines."""
 
 
 def step(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
@@ -234,7 +236,7 @@ def numbers_on(machine: str, calls: Numbers) -> dict[str, int]:
 
 
 def denied(machine: str) -> dict[str, int]:
-    """Return the numbers of all calls that are refused with any arguments."""
+    """Return the numbers of all calls that are refused whatever their arguments are."""
     return {**DENIED_EVERYWHERE, **numbers_on(machine, DENIED)}
 
 
@@ -242,11 +244,12 @@ def denied(machine: str) -> dict[str, int]:
 def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: bool = False, ipc: bool = True) -> bytes:
     """Return the filter, a BPF program, for a machine by its name of `uname -m`.
 
-    Programs cannot slow down or limit process 1 and `server`. `tcp_only` is for programs that run beside the host's
-    programs: these can slow down and limit only themselves, cannot make the calls of HOST_WIDE, and can open only pairs
-    of Unix sockets, TCP sockets, and sockets for queries to the kernel. `counted` means that the memory of processes is
-    counted and bounded: the calls of UNCOUNTED and a change of a pipe's size are then refused. Without `ipc`, the calls
-    of HOST_WIDE are refused. Raises KeyError for a machine without a list.
+    Programs cannot slow down or limit the processes with the ids 1 and `server`. `tcp_only` is for a sandbox without
+    namespaces, whose programs run beside the host's programs. Such programs can slow down and limit only themselves,
+    cannot make the calls of HOST_WIDE, and can open only pairs of Unix sockets, TCP sockets, and sockets for queries to
+    the kernel. `counted` means that the memory of processes is counted and bounded: the calls of UNCOUNTED and a change
+    of a pipe's size are then refused. Without `ipc`, the calls of HOST_WIDE are refused. Raises KeyError for a machine
+    without a list.
     """
     steps = [
         step(LOAD, AT_MACHINE),
@@ -279,7 +282,8 @@ def confine(tcp_only: bool = False, *, counted: bool = False, ipc: bool = True) 
     """Install the filter on this process, the tool server, and on all its descendants, for good, and protect this
     process from its descendants. Raises OSError, and KeyError as `program` does."""
     install(program(os.uname().machine, tcp_only, os.getpid(), counted=counted, ipc=ipc))
-    # Otherwise programs of the same user could read and change this process's memory and descriptors through /proc.
+    # This process is made undumpable. Otherwise programs of the same user could read and change this process's memory
+    # and descriptors through /proc.
     prctl(PR_SET_DUMPABLE, 0)
 
 

@@ -114,7 +114,7 @@ def clone_bare(path: str, attributes: int) -> int:
 
 
 def copy_mounts(path: str, attributes: int, folder: int, name: str, flags: int, propagation: int = 0) -> int:
-    """Copy the mounts at `name`, relative to the descriptor `folder`. Error messages have `path`."""
+    """Copy the mounts at `name`, relative to the descriptor `folder`. Error messages name `path`."""
     flags |= OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_NO_AUTOMOUNT
     tree = syscall(f"open_tree {path}", SYS_OPEN_TREE, folder, name.encode(), flags)
     try:

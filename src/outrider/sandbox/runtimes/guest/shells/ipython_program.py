@@ -32,8 +32,9 @@ DISPLAY_MAX = 8 << 20
 DISPLAYS_MAX = 1000
 FORMS_MAX = 60
 MIME_MAX = 100
-"""Maximum numbers of displays of an input, forms of a display, and characters of a MIME type: the host decodes all of
-them at once, so there must be few. Further displays and forms are dropped."""
+"""These three constants are the maximum numbers of displays of one input, of forms of one display, and of characters of
+a MIME type. They are small because the host decodes all displays of an input at once. Further displays and forms are
+dropped."""
 BINARY = ("image/png", "image/jpeg", "image/gif", "image/webp", "application/pdf")
 BACKEND = "module://matplotlib_inline.backend_inline"
 SPECIAL = re.compile(r"[%!?]|^\s*(?:[,;/]|>>>|\.\.\.|In ?\[)|\A\s", re.MULTILINE)
@@ -84,8 +85,8 @@ class Gallery:
 
 
 class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in full
-    """Shows the value of a last expression without IPython's `Out[n]:`. Only `_`, `__` and `___` are kept: IPython
-    keeps every result in `Out`, which grows without end in a long session."""
+    """Prints the value of an input's last expression, without IPython's `Out[n]:`. Only the last three values are kept,
+    as `_`, `__` and `___`. IPython itself keeps every value in `Out`, which grows without end in a long session."""
 
     kept: tuple[Any, ...] = ("", "", "")
 
@@ -101,7 +102,8 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
         self.rich_printers = [one for one in self.rich_printers if one is not text]
 
     def compute_format_data(self, result: object) -> tuple[Any, Any]:
-        """Format a plain value. Such a value has no form but text, so IPython's dozen formatters are not tried."""
+        """Format a value. A plain value, such as a number, has only a text form, so IPython's dozen formatters are not
+        tried for it."""
         kind = type(result)
         if (
             kind in self.plain
@@ -112,8 +114,8 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
         return super().compute_format_data(result)  # type: ignore[no-any-return]  # IPython is not typed in full
 
     def update_user_ns(self, result: object) -> None:
-        """Make the result `_`, and move the two results before to `__` and `___`. Does nothing if the user has assigned
-        one of these names."""
+        """Assign the result to `_`, and the two results before it to `__` and `___`. Does nothing if the user has
+        assigned one of these names."""
         names = self.shell.user_ns
         if all(names.get("_" * length, "") is self.kept[length - 1] for length in (1, 2, 3)):
             self.kept = (result, *self.kept[:2])
@@ -151,7 +153,7 @@ class DisplayKeeper(DisplayPublisher):  # type: ignore[misc]  # IPython is not t
 
 
 class Leave(ExitAutocall):  # type: ignore[misc]  # IPython is not typed in full
-    """`exit` ends the input, not the shell, as in the plain Python."""
+    """The `exit` of the live IPython. It ends the input and not the shell, as in the live Python."""
 
     def __call__(self, code: object = None) -> None:
         raise SystemExit(code)
@@ -199,8 +201,8 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
         self.system_raw(cmd)
 
     def showtraceback(self, exc_tuple: object = None, *args: object, **options: object) -> None:
-        """Show an exception without interrupts, because showing it takes longer than the pause between two
-        interrupts."""
+        """Show an exception. Interrupts are ignored meanwhile, because showing an exception takes longer than the pause
+        between two interrupts."""
         self.session.interruptible = False
         error = sys.exc_info()[1]
         if exc_tuple is None and isinstance(error, SystemExit):
@@ -222,7 +224,7 @@ class RichEngine:
             config=settings(), display_pub_class=DisplayKeeper, displayhook_class=EchoHook
         )
         self.shell.displayhook.record_plain_printers()
-        self.shell.builtin_trap.__enter__()  # never exited: threads of an input outlive the input
+        self.shell.builtin_trap.__enter__()  # the trap is never exited, because threads of an input outlive the input
         self.shell.display_trap.__enter__()
         self.transformers = self.count_transformers()
 
@@ -242,7 +244,7 @@ class RichEngine:
         if self.may_be_special(source):
             try:
                 cell = shell.transform_cell(source)
-            except Exception:  # raised by the input: the exception is shown
+            except Exception:  # the input has raised an exception, which is shown
                 failed = sys.exc_info()
         given = {"transformed_cell": cell, "preprocessing_exc_tuple": failed}
         work = shell.run_cell_async(source, **given)
@@ -251,7 +253,7 @@ class RichEngine:
         try:
             result = shell.loop_runner(work) if waits else finished(work)
             return result.error_before_exec or result.error_in_exec
-        except BaseException as error:  # raised by the input: the exception is shown
+        except BaseException as error:  # the input has raised an exception, which is shown
             work.close()
             shell.showtraceback()
             return error
@@ -281,9 +283,9 @@ class RichEngine:
 
 
 def finished(work: object) -> object:
-    """Return the result of a coroutine that awaits nothing, without a loop."""
+    """Run a coroutine that awaits nothing, without an event loop, and return its result."""
     try:
-        work.send(None)  # type: ignore[attr-defined]  # it is a coroutine
+        work.send(None)  # type: ignore[attr-defined]  # `work` is a coroutine
     except StopIteration as stop:
         return stop.value
     raise RuntimeError("the input waited for something outside a loop")
@@ -292,7 +294,7 @@ def finished(work: object) -> object:
 def settings() -> object:
     from IPython import version_info
 
-    if hasattr(interactiveshell, "PickleShareDB"):  # before IPython 9; PickleShareDB would make a folder
+    if hasattr(interactiveshell, "PickleShareDB"):  # IPython before 9 has PickleShareDB, which would make a folder
         interactiveshell.PickleShareDB = lambda path: {}
     config = Config()
     config.HistoryManager.enabled = False

@@ -21,8 +21,8 @@ from typing import Any
 INPUTS = 3
 RESULTS = 4
 ECHO_MAX = 1 << 15
-"""Maximum characters of the echo in a frame. A longer echo is printed: the tool server cuts long output in the middle,
-but not frames."""
+"""Maximum characters of the echo in a frame. A longer echo is printed instead, because the tool server cuts long output
+in the middle, but does not cut frames."""
 
 
 class InputResults:
@@ -67,20 +67,20 @@ class PlainEngine:
 
     def display(self, value: object) -> None:
         if value is not None:
-            builtins._ = value  # type: ignore[attr-defined]  # as in the interactive shell
+            builtins._ = value  # type: ignore[attr-defined]  # the interactive shell sets `_`, too
             self.session.show(repr(value) + "\n")
 
     def run(self, source: str, number: int) -> int:
         """Execute one input. Returns 0 on success, 1 after an exception, else the status of the input's `exit`."""
         name = f"<input {number}>"
-        # Tracebacks read the input's lines from this cache.
+        # Tracebacks read the input's lines from `linecache.cache`.
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         try:
             self.execute(source, name)
             return 0
         except SystemExit as stop:
             return left_with(stop)
-        except BaseException as error:  # raised by the input: the exception is shown
+        except BaseException as error:  # the input has raised an exception, which is shown
             self.session.interruptible = False
             trace = error.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename != name:
@@ -92,7 +92,7 @@ class PlainEngine:
         tree = ast.parse(source, name)
         last = None
         if tree.body and isinstance(tree.body[-1], ast.Expr):
-            last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]  # an Expr, as checked above
+            last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]  # it is an Expr, as checked above
         self.session.interruptible = True
         if tree.body:
             exec(compile(tree, name, "exec"), self.scope)

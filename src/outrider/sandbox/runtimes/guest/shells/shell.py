@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 INTERRUPT_EVERY = 0.1
 """Seconds between two interrupts of an input that keeps running."""
 KILL_AFTER = 3
-"""The interrupt of this number (the first is 1), and each later one, also kills the programs started by the input."""
+"""Number of the first interrupt that also kills the programs started by the input. Interrupts are counted from 1, and
+each later interrupt kills these programs, too."""
 RESTART_AFTER = 20
 """After this many interrupts (two seconds) the shell itself is killed and restarted. The sh of busybox hangs if SIGINT
 arrives inside its memory allocator, because it then waits for a lock that is never released."""
@@ -74,8 +75,8 @@ class LiveShell:
     the output of the second.
 
     `program` starts the process, sends inputs and reads output. The commands of `program` are tried in order, and the
-    first that works opens the shell. `opening` is the call that requested the shell, 0 after the reply to this call.
-    `ticks` counts the interrupts of the running input.
+    first that works opens the shell. `opening` is the number of the call that requested the shell, or 0 after the reply
+    to this call. `ticks` counts the interrupts of the running input.
     """
 
     def __init__(self, calls: Calls, number: int, args: dict[str, Any]) -> None:
@@ -491,4 +492,4 @@ class Interpreter:
         return self.shell.pid, descendants(table, {self.shell.pid}) - {self.shell.pid}
 
     def interrupted(self) -> None:
-        """Do nothing: also after an interrupt, the program sends the input's frame."""
+        """Do nothing: the program sends the input's frame even after an interrupt."""
