@@ -287,15 +287,16 @@ class RuntimeSpec(Spec):
     Its root file system is an `image` of the node, by name, or a folder on the node, `rootfs`. Without either, the
     sandbox has the host's system folders, read-only. The operator must allow `rootfs`, `mounts` and the destinations of
     `network`; without `network`, the sandbox reaches its model endpoint only. `users`: the number of user and group ids
-    inside, from 0 up. After `lifetime_seconds` a sandbox ends by itself, even if its node is
-    gone. Without a `kind`, the sandbox has the default kind of the node (`with_default_runtime`).
+    inside, from 0 up; without it, as many as the owners of the image's files need. After `lifetime_seconds` a sandbox
+    ends by itself, even if its node is gone. Without a `kind`, the sandbox has the default kind of the node
+    (`with_default_runtime`).
     """
 
     kind: Name | None = None
     rootfs: AbsolutePath | None = None
     image: Annotated[Name, AfterValidator(without_nul)] | None = None
     workdir: AbsolutePath = "/work"
-    users: Annotated[int, Field(ge=1, le=65536)] = 1
+    users: Annotated[int, Field(ge=1, le=65536)] | None = None
     lifetime_seconds: Seconds = 86_400
     resources: Resources = Resources()
     mounts: Annotated[list[Mount], Field(max_length=64, fail_fast=True)] = []
@@ -308,6 +309,11 @@ class RuntimeSpec(Spec):
         """The kind of the sandbox, or DEFAULT_KIND if none is set. A node has already put its own default into the task
         (`with_default_runtime`)."""
         return self.kind or DEFAULT_KIND
+
+    @property
+    def several_users(self) -> bool:
+        """Whether the spec names more than one user."""
+        return self.users is not None and self.users > 1
 
     @model_validator(mode="after")
     def _one_root(self) -> Self:

@@ -21,13 +21,13 @@ from outrider.sandbox.rootfs.store import ImageStore
 from outrider.sandbox.rootfs.unpack import NEWEST, OLDEST, BadImage, Contents, Room, unpack
 
 
-def layer(*entries: tuple[str, Any], compression: str = "") -> io.BytesIO:
+def layer(*entries: tuple[str, Any], compression: str = "", owner: int = 0) -> io.BytesIO:
     """Each entry is a name and bytes, None for a folder, "-> x" for a link, "= x" for a hard link, or a tar type."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode=f"w:{compression}") as archive:  # type: ignore[call-overload]  # one of its modes
         for name, content in entries:
             member = tarfile.TarInfo(name)
-            member.mode, member.uid = 0o6755, 12345
+            member.mode, member.uid = 0o6755, owner
             if content is None:
                 member.type = tarfile.DIRTYPE
             elif isinstance(content, str) and content.startswith("-> "):
@@ -64,9 +64,10 @@ def unpacked(tmp_path: Path, *layers: io.BytesIO) -> tuple[dict[str, Any], Conte
 @pytest.mark.parametrize("compression", ["", "gz", "xz", "bz2"])
 def test_files_folders_and_links(tmp_path: Path, compression: str) -> None:
     entries = (("./", None), ("./a/b", b"x"), ("c", "-> a/b"), ("d", "= a/b"), ("dev/null", "3"))
-    found, contents = unpacked(tmp_path, layer(*entries, compression=compression))
+    found, contents = unpacked(tmp_path, layer(*entries, compression=compression, owner=12345))
     assert found == {"a": None, "a/b": b"x", "c": "-> a/b", "d": b"x", "dev": None}
-    assert contents == Contents(entries=4, bytes=1, left_out=1)
+    owners = dict.fromkeys(("", "a/b", "c", "d"), (12345, 0))
+    assert contents == Contents(entries=4, bytes=1, left_out=1, owners=owners)
     status = (tmp_path / "root" / "a" / "b").lstat()
     assert (status.st_uid, status.st_mode & 0o7777, status.st_nlink) == (os.getuid(), 0o755, 2)
 

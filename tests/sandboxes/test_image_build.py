@@ -18,9 +18,10 @@ import pytest
 
 from cli.test_examples import needs_namespaces
 from outrider.cli import main
-from outrider.errors import InvalidField
+from outrider.errors import InvalidField, RuntimeUnavailable
 from outrider.sandbox.image_build import build_image
-from outrider.sandbox.rootfs.store import ImageStore
+from outrider.sandbox.rootfs.owners import Owners, unpacked
+from outrider.sandbox.rootfs.store import ImageStore, RootImage
 from outrider.sandbox.rootfs.unpack import BadImage
 from outrider.sandbox.runtimes.namespace import user_ids
 from support.small_root import small_root
@@ -103,6 +104,52 @@ def test_an_image_is_what_its_steps_left(store: ImageStore, context: Path) -> No
     assert (root / "usr/bin/cat").stat().st_ino == (base / "usr/bin/cat").stat().st_ino
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize("many", [True, False])
+def test_copies_have_the_owner_that_a_step_names(
+    store: ImageStore, context: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: bool
+) -> None:
+    ranges = tmp_path / "ranges"
+    ranges.write_text(f"{os.getuid()}:700000:65536\n" if many else "")
+    monkeypatch.setattr(user_ids, "FILES", {"uid": ranges, "gid": ranges})
+    if many and os.geteuid() != 0:
+        pytest.skip("other users need newuidmap, and ranges of the machine's own")
+    shutil.copy(shutil.which("chown") or "", context / "chown")
+    text = """FROM small AS first
+COPY chown /bin/
+COPY --chown=5:6 sub /there/sub
+FROM first
+RUN mkdir /old && echo x > /old/mine && echo 'db:x:7:8::/:/bin/sh' >> /etc/passwd
+ARG WHO=9
+COPY --chown=$WHO sub /new
+COPY --chown=db in.txt sub/run.sh /old/
+COPY --from=first --chown=10:11 /there/sub /from
+COPY --chown=root in.txt /plain
+COPY --chown=12:13 <<EOF /written
+text
+EOF
+"""
+    if not many:
+        with pytest.raises(BadImage, match="line 3: chown -h 5:6") as refused:
+            build_image(written(context, text), store)
+        assert NO_IDS in (refused.value.hint or "")
+        return
+    image = build_image(written(context, text), store)
+    inner = ("", "/run.sh", "/deep", "/deep/link")
+    assert owners_of(store, image) == {
+        **{f"there/sub{path}": (5, 6) for path in inner},
+        **{f"new{path}": (9, 9) for path in inner},
+        **{f"from{path}": (10, 11) for path in inner},
+        **dict.fromkeys(("old/in.txt", "old/run.sh"), (7, 8)),
+        "written": (12, 13),
+    }
+
+
+def owners_of(store: ImageStore, image: RootImage) -> Owners:
+    file = store.owners_file(image)
+    return {} if file is None else unpacked(file.read_bytes())
+
+
 NO_IDS = "as root: usermod --add-subuids 100000-165535"
 
 
@@ -111,22 +158,35 @@ NO_IDS = "as root: usermod --add-subuids 100000-165535"
 def test_files_of_other_users(
     store: ImageStore, context: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: bool
 ) -> None:
-    """A package may give files to another user, if this machine has ids for a build; the image has one user again."""
+    """A package may give files to another user, if this machine has ids for a build. An image built on it has them,
+    too, except for a file that is root's again."""
     ranges = tmp_path / "ranges"
     ranges.write_text(f"{os.getuid()}:700000:65536\n" if many else "")
     monkeypatch.setattr(user_ids, "FILES", {"uid": ranges, "gid": ranges})
     if many and os.geteuid() != 0:
         pytest.skip("other users need newuidmap, and ranges of the machine's own")
     shutil.copy(shutil.which("chown") or "", context / "chown")
-    steps = "echo x > /home/theirs && chown 5:43 /home/theirs && chmod 2755 /home/theirs"
+    steps = "echo x > /home/theirs && mkdir /home/gone /home/db && touch /home/again /home/gone/x && chown 5:43 /home/*"
+    steps += " /home/gone/x && chmod 2755 /home/theirs"
     text = f"FROM small\nCOPY chown /bin/\nRUN {steps}\n"
     if not many:
         with pytest.raises(BadImage, match="exited with 1") as refused:
             build_image(written(context, text), store)
         assert NO_IDS in (refused.value.hint or "")
         return
-    theirs = store.root(build_image(written(context, text), store)) / "home/theirs"
+    built = build_image(written(context, text), store, name="lower")
+    theirs = store.root(built) / "home/theirs"
     assert (theirs.stat().st_uid, theirs.stat().st_mode & 0o7777) == (os.getuid(), 0o755)
+    assert built.owners.foreign == "/home/again of a user (id 5)"
+    assert owners_of(store, built) == dict.fromkeys(
+        ("home/again", "home/db", "home/gone", "home/gone/x", "home/theirs"), (5, 43)
+    )
+    more = "FROM lower\nRUN chown 0:0 /home/again && rm -r /home/gone && echo x > /home/db/mine\n"
+    upper = build_image(written(context, more), store)
+    assert owners_of(store, upper) == {"home/db": (5, 43), "home/theirs": (5, 43)}
+    ranges.write_text("")  # with one user, the step would make /home/db root's
+    with pytest.raises(RuntimeUnavailable, match="'lower' has /home/again of a user"):
+        build_image(written(context, "FROM lower\nRUN echo x > /home/db/more\n"), store)
 
 
 STAGES = """FROM small AS first

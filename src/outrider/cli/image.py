@@ -291,5 +291,6 @@ def pod_images(task: Mapping[str, Any]) -> Iterator[str]:
 
 def _told(terminal: Terminal, row: ImageRow) -> None:
     left_out = f" ({row.image.left_out} special files left out)" if row.image.left_out else ""
+    owned = f"; sandboxes need several users for {row.image.owners.foreign}" if row.image.owners.foreign else ""
     size = f"{row.image.bytes / MEGABYTE:,.1f} MB"
-    terminal.show(row, f"{row.name} is {size} in {row.image.entries} files{left_out}: {row.path}")
+    terminal.show(row, f"{row.name} is {size} in {row.image.entries} files{left_out}{owned}: {row.path}")

@@ -35,6 +35,7 @@ from outrider.sandbox.rootfs.dockerfile import (
     engine_hint,
     read_dockerfile,
 )
+from outrider.sandbox.rootfs.owners import MOST_USERS, unpacked
 from outrider.sandbox.rootfs.store import ImageStore, RootImage
 from outrider.sandbox.rootfs.unpack import OPAQUE, WHITEOUT, BadImage, Contents, contents_of, unpack
 from outrider.sandbox.runtimes.base import Runtime, SavesLayers
@@ -46,11 +47,9 @@ from outrider.spec import RuntimeSpec
 RUN_SECONDS = 600.0
 """Time limit of one RUN. Harbor has the same limit for a whole build."""
 QUICK_SECONDS = 60.0
-MANY_USERS = 65536
-"""Number of user ids in the sandbox of a build, if this machine has assigned so many to the user of this process."""
 NO_USER = re.compile(r"(?:owner|chown|chgrp|[ug]id|groups)[^\n]*(?:Invalid argument|Operation not permitted)")
 """Pattern of the error message of a program that fails because the sandbox has only one user."""
-LINKS_AT_ONCE = 500
+LINKS_AT_ONCE = PATHS_AT_ONCE = 500
 MAX_LINKS = 255
 ROOT_LAYER = "0"
 """The folder with the changes to the sandbox's root file system, in an archive made by `save_layer`."""
@@ -109,15 +108,21 @@ class Build:
                         raise BadImage(f"the image {needed.name!r} was replaced during the build", hint="build again")
                 as_image_layer(saved, layer)
                 link_tree(store.root(store.image(plan.base.name)), root)
-                unpack([layer.open("rb")], root)
-            return contents_of(root)
+                owners = store.owners_file(store.image(plan.base.name))
+                known = unpacked(owners.read_bytes()) if owners else {}
+                owned = unpack([layer.open("rb")], root, owners=known).owners
+            contents = contents_of(root)
+            contents.owners, contents.base_owners = owned, known
+            return contents
 
         return store.make(plan.digest, plan.name, fill, source=plan.file, env=plan.env, workdir=plan.workdir)
 
     async def _save(self, plan: BuildPlan, target: Path) -> None:
         """Run the steps in a new sandbox of the base image, and save the written files. Raises BadImage."""
         proxy, (users, lacking) = BuildProxy(self._hosts), users_of_build()
-        spec = RuntimeSpec(image=plan.base.name, workdir="/", users=users)
+        # With one user, the files that RUN writes would be root's also where the base's are not. Without a number, the
+        # runtime refuses such a base.
+        spec = RuntimeSpec(image=plan.base.name, workdir="/", users=users if users > 1 else None)
         async with open_sandbox(spec, gateway=proxy.serving) as runtime:
             await runtime.write(APT_CONFIG, APT_SETTINGS)
             env = {**proxy_variables(runtime.endpoint), **index_variables(self._hosts)}
@@ -134,20 +139,20 @@ class Build:
                     hint = error.hint
                     if isinstance(step, RunInstruction):
                         hint = hint or run_hint(plan.file.parent, proxy.refused, self._hosts)
-                        if lacking is not None and NO_USER.search(error.log_tail or ""):
-                            hint = f"the build has one user, because {lacking.message}; {lacking.hint}"
+                    if lacking is not None and NO_USER.search(error.log_tail or ""):
+                        hint = f"the build has one user, because {lacking.message}; {lacking.hint}"
                     raise BadImage(message, hint=hint, log_tail=error.log_tail) from error
             await cast(SavesLayers, runtime).save_layer(target)
 
 
 def users_of_build() -> tuple[int, RuntimeUnavailable | None]:
-    """Return the number of users in the sandbox of a build: MANY_USERS, or 1 with the reason why there are no more.
-    Packages such as tmux give files to other users. In the image all files belong to one user again."""
+    """Return the number of users in the sandbox of a build: MOST_USERS, or 1 with the reason why there are no more.
+    Packages such as tmux give files to other users."""
     try:
-        user_ids(MANY_USERS)
+        user_ids(MOST_USERS)
     except RuntimeUnavailable as error:
         return 1, error
-    return MANY_USERS, None
+    return MOST_USERS, None
 
 
 def run_hint(context: Path, refused: frozenset[str], hosts: frozenset[str]) -> str | None:
@@ -175,14 +180,18 @@ async def carry_out(runtime: Runtime, step: BuildStep, *, env: Mapping[str, str]
             target = posixpath.join(step.target, step.name) if await goes_into(runtime, step) else step.target
             await runtime.write(target, step.text.encode())
             await checked(runtime, ["chmod", step.mode or "644", target])
+            await chown(runtime, step.owner, [target])
         case Copy():
             into = step.into or (step.sources[0].is_file() and await goes_into(runtime, step))
+            new = step.owner and not await exists(runtime, step.target)
             for source in step.sources:
                 target = posixpath.join(step.target, source.name) if into and source.is_file() else step.target
                 kept = await asyncio.to_thread(kept_part, source, step.without, drafts)
                 await runtime.upload(kept, target)
                 if step.mode is not None:
                     await checked(runtime, ["chmod", step.mode, target])
+                await chown(runtime, step.owner, copies(kept, target))
+            await chown(runtime, step.owner, [step.target] if new else [])
 
 
 async def goes_into(runtime: Runtime, step: Copy | CopyFrom | WriteFile) -> bool:
@@ -213,12 +222,14 @@ async def copy_from(runtime: Runtime, step: CopyFrom, origin: Path, drafts: Path
     files. Raises RuntimeFailure."""
     found = [match for source in step.sources for match in await asyncio.to_thread(matches, origin, source)]
     into = step.into or len(found) > 1 or (found[0][1].is_file() and await goes_into(runtime, step))
+    new = step.owner and not await exists(runtime, step.target)
     for name, path in found:
         if path.is_file():
             target = posixpath.join(step.target, name) if into else step.target
             await runtime.upload(path, target)
             if step.mode is not None:
                 await checked(runtime, ["chmod", step.mode, target])
+            await chown(runtime, step.owner, [target])
             continue
         if step.mode is not None:
             raise RuntimeFailure("COPY --chmod is supported for files only")
@@ -232,6 +243,29 @@ async def copy_from(runtime: Runtime, step: CopyFrom, origin: Path, drafts: Path
             done = await runtime.exec(["/bin/sh", "-e"], stdin=script.encode(), seconds=QUICK_SECONDS)
             if done.exit_code != 0:
                 raise RuntimeFailure("the links of the copied folder cannot be made", log_tail=done.log_tail())
+        await chown(runtime, step.owner, copies(path, step.target))
+    await chown(runtime, step.owner, [step.target] if new else [])
+
+
+async def exists(runtime: Runtime, path: str) -> bool:
+    return (await runtime.exec(f"test -e {shlex.quote(path)}", seconds=QUICK_SECONDS)).exit_code == 0
+
+
+def copies(source: Path, target: str) -> list[str]:
+    """Return the paths of the copies of a file, or of everything in a folder, at `target`."""
+    if not source.is_dir():
+        return [target]
+    return [
+        posixpath.join(target, os.path.relpath(os.path.join(at, name), source))
+        for at, folders, files in os.walk(source)
+        for name in (*folders, *files)
+    ]
+
+
+async def chown(runtime: Runtime, owner: str, paths: Sequence[str]) -> None:
+    """Give files to an owner; does nothing without an owner. Raises RuntimeFailure."""
+    for begin in range(0, len(paths) if owner else 0, PATHS_AT_ONCE):
+        await checked(runtime, ["chown", "-h", owner, "--", *paths[begin : begin + PATHS_AT_ONCE]])
 
 
 def matches(origin: Path, source: str) -> list[tuple[str, Path]]:
@@ -292,7 +326,7 @@ async def checked(runtime: Runtime, command: list[str]) -> None:
     """Run a command. Raises RuntimeFailure if the command fails."""
     done = await runtime.exec(command, seconds=QUICK_SECONDS)
     if done.exit_code != 0:
-        raise RuntimeFailure(f"{' '.join(command)} exited with {done.exit_code}", log_tail=done.log_tail())
+        raise RuntimeFailure(f"{' '.join(command)[:200]} exited with {done.exit_code}", log_tail=done.log_tail())
 
 
 def as_image_layer(saved: Path, target: Path) -> None:

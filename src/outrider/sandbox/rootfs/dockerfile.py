@@ -42,12 +42,13 @@ ENVIRONMENT, TASK_TOML = "environment", "task.toml"
 """A folder `environment` beside a file `task.toml` is the build context of a Harbor task."""
 SECRETS = frozenset({"tests", "solution", "steps", TASK_TOML})
 """Files of a Harbor task that its agent must not see."""
-FORMAT = 1
+FORMAT = 2
 """The version number in every plan's key. Increase this number when a change of the code changes the image of some
 Dockerfile."""
 IGNORED = frozenset({"LABEL", "EXPOSE", "MAINTAINER", "CMD", "STOPSIGNAL", "VOLUME"})
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ROOT = re.compile(r"(root|0)(:(root|0))?")
+OWNER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(:[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 MODE = re.compile(r"0?[0-7]{3}")
 WILD = re.compile(r"[*?\[]")
 SECONDS = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?(?:(\d+(?:\.\d+)?)ms)?")
@@ -68,7 +69,7 @@ MAX_STAGES = 64
 MAX_PATH = 4096
 MAX_MESSAGE = 500
 """Maximum characters of an error message. A message quotes its instruction, which may be a million characters long."""
-ADDED = ("without", "is_file")
+ADDED = ("without", "is_file", "owner")
 """Fields of build steps that were added later than FORMAT was last increased. Such a field is part of a key only if it
 is not empty, so images built earlier keep their keys."""
 
@@ -77,7 +78,7 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
     """Copies `sources`, files and folders of the context with links resolved, to the absolute path `target`. The
     content of a folder goes into `target`. If `into` is true, files are put into the folder `target`. Otherwise a
     single file becomes `target`, unless `target` is an existing folder. `without` are the paths in the sources that
-    the .dockerignore leaves out."""
+    the .dockerignore leaves out. `owner` is the user and group of the copies, as for `chown`, and "" for root."""
 
     line: int
     sources: tuple[Path, ...]
@@ -85,6 +86,7 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
     into: bool
     mode: str | None = None
     without: tuple[Path, ...] = ()
+    owner: str = ""
 
 
 class CopyFrom(msgspec.Struct, frozen=True, kw_only=True, tag="CopyFrom"):
@@ -97,6 +99,7 @@ class CopyFrom(msgspec.Struct, frozen=True, kw_only=True, tag="CopyFrom"):
     target: str
     into: bool
     mode: str | None = None
+    owner: str = ""
 
 
 class WriteFile(msgspec.Struct, frozen=True, kw_only=True, tag="WriteFile"):
@@ -109,6 +112,7 @@ class WriteFile(msgspec.Struct, frozen=True, kw_only=True, tag="WriteFile"):
     target: str
     into: bool
     mode: str | None = None
+    owner: str = ""
 
 
 class RunInstruction(msgspec.Struct, frozen=True, kw_only=True, tag="Run"):
@@ -498,6 +502,7 @@ class Reader:
 
     def read_copy(self, one: Instruction) -> None:
         mode = origin = None
+        owner = ""
         text = one.text
         while text.startswith("--"):
             flag, _, text = text.partition(" ")
@@ -507,7 +512,9 @@ class Reader:
                 mode = value
             elif option == "--from" and value and one.name == "COPY":
                 origin = self._origin(one, value)
-            elif option not in ("--link", "--chown") or (option == "--chown" and not value):
+            elif option == "--chown" and value:
+                owner = self._owner(one, value)
+            elif option != "--link":
                 raise self._beyond(one.line, f"{one.name} takes no {flag} here")
         words = list(json_list(text) or self._words(Instruction(one.line, one.name, text)))
         if len(words) < 2:
@@ -519,14 +526,16 @@ class Reader:
         if origin is not None:
             named = tuple(posixpath.normpath(posixpath.join("/", word)) for word in words[:-1])
             stage.steps.append(
-                CopyFrom(line=one.line, origin=origin, sources=named, target=target, into=into, mode=mode)
+                CopyFrom(line=one.line, origin=origin, sources=named, target=target, into=into, mode=mode, owner=owner)
             )
             return
         documents = {filled_words(split(document.word), {})[0]: document for document in one.documents}
         for document in one.documents:
             body = document.body if document.raw else self._filled(one, document)
             stage.steps.append(
-                WriteFile(line=one.line, name=document.name, text=body, target=target, into=into, mode=mode)
+                WriteFile(
+                    line=one.line, name=document.name, text=body, target=target, into=into, mode=mode, owner=owner
+                )
             )
         found = [each for word in words[:-1] if word not in documents for each in self.sources(one, word)]
         if not found:
@@ -536,7 +545,19 @@ class Reader:
         if mode is not None and any(path.is_dir() for path in sources):
             raise self._beyond(one.line, f"{one.name} takes --chmod only for files here")
         into = into or len(sources) > 1
-        stage.steps.append(Copy(line=one.line, sources=sources, target=target, into=into, mode=mode, without=without))
+        stage.steps.append(
+            Copy(line=one.line, sources=sources, target=target, into=into, mode=mode, without=without, owner=owner)
+        )
+
+    def _owner(self, one: Instruction, value: str) -> str:
+        """Return the owner named by --chown, in the form for `chown`, and "" for root. As in Docker, the group of a
+        name is the user's own, and the group of a number is the same number."""
+        [owner] = self._words(Instruction(one.line, one.name, value)) or [""]
+        if not OWNER.fullmatch(owner):
+            raise self._refusal(one.line, f"--chown={value} is not of the form USER or USER:GROUP")
+        if ROOT.fullmatch(owner):
+            return ""
+        return owner if ":" in owner else f"{owner}:{owner if owner.isdecimal() else ''}"
 
     def _origin(self, one: Instruction, value: str) -> BaseImage:
         """Return the image from which COPY takes files: the image of an earlier stage, or an image of the store."""

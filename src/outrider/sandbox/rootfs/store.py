@@ -2,6 +2,7 @@
 
     images/HEX/root         the root file system, owned by the user
     images/HEX/image.json   its description
+    images/HEX/owners       the owners of its files that are not root's, if there are any (see owners.py)
     images/names/NAME       the HEX of the image with this name
 
 Any number of processes may import, use and remove images at once (see concurrency/build_once.py). One lock covers all
@@ -29,6 +30,7 @@ from outrider.concurrency.build_once import build_once, lock_file, locked, new_d
 from outrider.environment import cache_home
 from outrider.errors import InvalidField, NotFound, RequestError
 from outrider.sandbox.rootfs.archives import digest_of_file, layered
+from outrider.sandbox.rootfs.owners import Ownership, kept_owners, packed
 from outrider.sandbox.rootfs.sif import is_sif, unpack_sif
 from outrider.sandbox.rootfs.unpack import UNREADABLE, BadImage, Contents, unpack
 
@@ -37,11 +39,14 @@ PINNED = re.compile(r"@sha256:[0-9a-f]{64}")
 """Pattern of a digest at the end of an image's name. It is the digest of the registry's manifest, and only an image
 with this digest gets such a name."""
 
+OWNERS = "owners"
+
 
 class RootImage(msgspec.Struct, frozen=True, kw_only=True):
     """The description of an image. `digest` identifies the content of the source from which the image was made. `env`
     and `workdir` are the image's settings. `created` is the time of import or build, in seconds since the epoch.
-    `bytes` is the total size of the image's files. `left_out` is the number of devices, sockets and pipes left out."""
+    `bytes` is the total size of the image's files. `left_out` is the number of devices, sockets and pipes left out.
+    `owners` is the summary of the files' owners."""
 
     digest: str
     source: str
@@ -49,6 +54,7 @@ class RootImage(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     entries: int
     left_out: int = 0
+    owners: Ownership = Ownership()
     env: dict[str, str] = {}
     workdir: str | None = None
 
@@ -101,6 +107,9 @@ class ImageStore:
         def build(draft: Path) -> None:
             (draft / "root").mkdir(mode=0o755)
             contents = fill(draft / "root")
+            owners, ownership = kept_owners(draft / "root", contents.owners, contents.base_owners)
+            if owners:
+                (draft / OWNERS).write_bytes(packed(owners))
             image = RootImage(
                 digest=digest,
                 source=str(source),
@@ -108,6 +117,7 @@ class ImageStore:
                 bytes=contents.bytes,
                 entries=contents.entries,
                 left_out=contents.left_out,
+                owners=ownership,
                 env=dict(env),
                 workdir=workdir,
             )
@@ -159,6 +169,11 @@ class ImageStore:
 
     def root(self, image: RootImage) -> Path:
         return self._folder / _hex(image.digest) / "root"
+
+    def owners_file(self, image: RootImage) -> Path | None:
+        """Return the file with the owners of the image's files (see owners.py), or None if all belong to root."""
+        file = self._folder / _hex(image.digest) / OWNERS
+        return file if file.exists() else None
 
     def remove(self, name: str) -> bool:
         """Remove a name, and the image if it has no other name. Returns True if the image was removed. Sandboxes that

@@ -1,9 +1,9 @@
 """Unpacks tar layers into one folder, which belongs to the user who unpacks them.
 
-archives.py reads the image formats. Ownership, set-user-id bits and extended attributes are left out, because a sandbox
-over the folder has one user. Devices, sockets and pipes are left out and counted. Links in a layer are followed with
-the folder as `/`. Invariant: no archive can cause a read or a write outside of the folder. A malformed archive raises
-BadImage.
+archives.py reads the image formats. The owners of files are returned, and not set (see owners.py). Set-user-id bits
+and extended attributes are left out. Devices, sockets and pipes are left out and counted. Links in a layer are followed
+with the folder as `/`. Invariant: no archive can cause a read or a write outside of the folder. A malformed archive
+raises BadImage.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import stat
 import tarfile
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from outrider.errors import RequestError
+from outrider.sandbox.rootfs.owners import Owners
 
 WHITEOUT = ".wh."
 OPAQUE = ".wh..wh..opq"
@@ -48,6 +49,7 @@ KEPT_FREE, KEPT_SHARE = 1 << 30, 20
 COPY_BYTES = 1 << 20
 PERMISSIONS = 0o777
 """The mode bits that files and folders of an archive keep."""
+ROOT = (0, 0)
 OLDEST, NEWEST = -(1 << 31), 1 << 33
 """Range of times that every file system can store, in seconds since the epoch: 1901 to 2242."""
 
@@ -142,12 +144,15 @@ def check_expansion(size: int, archived: int) -> None:
 
 
 class Contents(msgspec.Struct):
-    """The contents of a root: the number of files, folders and links, the bytes of files, and the number of special
-    files left out."""
+    """The contents of a root: the number of files, folders and links, the bytes of files, the number of special files
+    left out, and the owners of files that are not root's. `base_owners` are the owners in the image's base; None for
+    an image without a base."""
 
     entries: int = 0
     bytes: int = 0
     left_out: int = 0
+    owners: Owners = {}
+    base_owners: Owners | None = None
 
 
 def contents_of(root: Path) -> Contents:
@@ -159,11 +164,12 @@ def contents_of(root: Path) -> Contents:
     return found
 
 
-def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
-    """Unpack layers, the lowest first, into an empty folder, and close them. Layers are tar, optionally compressed with
-    gzip, bzip2 or xz. Raises BadImage, also for an image above the limits. After an error the folder holds a part of
-    the image."""
-    contents, room = Contents(), Room(target)
+def unpack(layers: Iterable[BinaryIO], target: Path, *, owners: Mapping[str, tuple[int, int]] = {}) -> Contents:
+    """Unpack layers, the lowest first, into a folder, and close them. Layers are tar, optionally compressed with gzip,
+    bzip2 or xz. `owners` are the owners of the files that the folder already has. The returned owners may name paths
+    that a later layer has removed. Raises BadImage, also for an image above the limits. After an error the folder holds
+    a part of the image."""
+    contents, room = Contents(owners=dict(owners)), Room(target)
     for number, layer in enumerate(layers):
         try:
             with layer:
@@ -228,6 +234,8 @@ class _Layer:
                 self._contents.entries += 1
             else:
                 self._contents.left_out += 1
+                continue
+            self._own_by(place, (member.uid, member.gid))
         for place, mode, changed in reversed(folders):  # set last, because writing an entry changes its folder's time
             if os.path.isdir(place) and not os.path.islink(place):
                 os.chmod(place, mode & PERMISSIONS | stat.S_IRWXU)
@@ -263,11 +271,19 @@ class _Layer:
             return False
         return True
 
+    def _own_by(self, place: str, owner: tuple[int, int]) -> None:
+        path = place[len(self._root) + 1 :]
+        if owner != ROOT:
+            self._contents.owners[path] = owner
+        else:
+            self._contents.owners.pop(path, None)
+
     def _make_folder(self, place: str) -> None:
         if os.path.islink(place) or not os.path.isdir(place):
             _clear(place)
             self._room.take_entry()
             os.mkdir(place)
+            self._own_by(place, ROOT)
 
     def _place(self, name: str) -> tuple[str, str]:
         """Return the folder of an entry, created if missing, and the entry's name there. The name is "" for the root

@@ -17,7 +17,8 @@ import msgspec
 
 from outrider.errors import InvalidField, RuntimeUnavailable
 from outrider.sandbox.pythons.portable import PORTABLE_AT, portable_command
-from outrider.sandbox.rootfs.store import ImageStore, known_image
+from outrider.sandbox.rootfs.owners import ONE_OWNER
+from outrider.sandbox.rootfs.store import ImageStore, RootImage, known_image
 from outrider.sandbox.runtimes.apptainer.command_line import (
     APPTAINER,
     CONFINEMENT,
@@ -80,8 +81,8 @@ class ApptainerRuntime:
     def check_spec(cls, spec: RuntimeSpec) -> None:
         named = named_image(spec)
         if not named.startswith("/"):
-            known_image(named)
-        if spec.users > 1:
+            check_owners(spec, known_image(named))
+        if spec.several_users:
             raise InvalidField(
                 "apptainer sandboxes have one user", field="task.runtime.users", hint="use runtime kind 'namespace'"
             )
@@ -164,12 +165,23 @@ async def launch(
         yield RunningServer(tools=tools, group=group, ended_inside=ended_inside)
 
 
+def check_owners(spec: RuntimeSpec, image: RootImage) -> None:
+    """Raise InvalidField for an image whose files need several users, unless the task names one user."""
+    if image.owners.foreign and spec.users is None:
+        raise InvalidField(
+            f"the image {spec.image!r} has {image.owners.foreign}, and apptainer sandboxes have one user",
+            field="task.runtime.users",
+            hint=f"use runtime kind 'namespace'; {ONE_OWNER}",
+        )
+
+
 def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:
     """Return the image for Apptainer to start, and the image's variables in our own store. Blocks. Raises
     InvalidField, RuntimeUnavailable."""
     named = named_image(spec)
     if not named.startswith("/"):
         image = known_image(named)
+        check_owners(spec, image)
         return str(ImageStore().root(image)), image.env
     if not Path(named).exists():
         raise RuntimeUnavailable(f"there is no SIF file or root folder {named} on this node")

@@ -155,7 +155,7 @@ def _plan(
         shown=tuple({one.target: one for one in shown}.values()),
         resources=spec.resources,
         limits=limits,
-        users=spec.users,
+        users=spec.users or 1,
         oci_runtime=kind.oci_runtime,
         gpus=context.gpus,
     )

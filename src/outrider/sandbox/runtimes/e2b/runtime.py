@@ -60,7 +60,8 @@ class E2BRuntime:
     @classmethod
     def check_spec(cls, spec: RuntimeSpec) -> None:
         for name in ("rootfs", "mounts", "users"):
-            if getattr(spec, name) != RuntimeSpec.model_fields[name].get_default(call_default_factory=True):
+            given = spec.several_users if name == "users" else getattr(spec, name)
+            if given:
                 raise InvalidField(
                     f"{spec.kind!r} sandboxes are machines of another service, made of its templates",
                     field=f"task.runtime.{name}",

@@ -64,7 +64,8 @@ class ProcessRuntime:
     @classmethod
     def check_spec(cls, spec: RuntimeSpec) -> None:
         for name in ("rootfs", "image", "mounts", "users"):
-            if getattr(spec, name) != RuntimeSpec.model_fields[name].get_default(call_default_factory=True):
+            given = spec.several_users if name == "users" else getattr(spec, name)
+            if given:
                 raise InvalidField(
                     f"{spec.kind!r} sandboxes have the host's own files and user",
                     field=f"task.runtime.{name}",

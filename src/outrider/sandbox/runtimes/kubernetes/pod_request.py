@@ -96,7 +96,7 @@ def pod_body(
                 "workingDir": "/",
                 "env": [{"name": name, "value": value} for name, value in {**NEUTRAL, **env}.items()],
                 "resources": resource_limits(spec.resources),
-                "securityContext": container_security(pods, spec.users),
+                "securityContext": container_security(pods, spec.users or 1),
                 "volumeMounts": [
                     *({**one, "readOnly": True} for one in tools),
                     *({"name": OWN, "mountPath": folder, "subPath": folder.strip("/")} for folder in writable),

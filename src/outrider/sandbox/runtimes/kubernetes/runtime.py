@@ -89,7 +89,7 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, clock: QueueClock) 
     """Make a pod and run the tool server in it. See tool_server/launch.py."""
     cluster = await context.host.part(PodCluster)
     pods, sandbox = cluster.pods, context.directory.name
-    if pods.user is not None and spec.users > 1:
+    if pods.user is not None and spec.several_users:
         raise InvalidField(
             "the operator's setting sandboxes.kubernetes.user gives pods one user", field="task.runtime.users"
         )

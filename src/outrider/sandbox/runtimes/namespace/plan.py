@@ -54,9 +54,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     `named` are the read-only mounts named by the task: no part of their host paths may be a link. `devices` are pairs
     for further device files that programs may use. `bytes` and `files` are the maximum size and number of written
     files. `gateway` is the path of the gateway's socket. `cgroups` are the files for entering the control groups (see
-    `ControlGroup.entrances`). `memory` is the result of `counted_memory`. `saved` is an archive of writable layers to
-    start with, "" for none. `uids` and `gids` are the id maps of the users; `mappers` are the programs that can map
-    more than one user."""
+    `ControlGroup.entrances`). `memory` is the result of `counted_memory`. `owners` is the file of the image's owners
+    (see rootfs/owners.py), "" for none. `saved` is an archive of writable layers to start with, "" for none. `uids` and
+    `gids` are the id maps of the users; `mappers` are the programs that can map more than one user."""
 
     base: str
     layers: tuple[tuple[str, str], ...]
@@ -71,6 +71,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     cgroups: tuple[str, ...] = ()
     rlimits: Mapping[str, int] = {}
     memory: int = 0
+    owners: str = ""
     saved: str = ""
     uids: tuple[Ids, ...]
     gids: tuple[Ids, ...]

@@ -20,7 +20,8 @@ import msgspec
 
 from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.sandbox.pythons.portable import PORTABLE_AT, portable_command, portable_python
-from outrider.sandbox.rootfs.store import ImageStore, known_image
+from outrider.sandbox.rootfs.owners import MOST_USERS, ONE_OWNER, Ownership
+from outrider.sandbox.rootfs.store import ImageStore, RootImage, known_image
 from outrider.sandbox.runtimes.base import Availability, SandboxContext
 from outrider.sandbox.runtimes.kernel import cgroups
 from outrider.sandbox.runtimes.kernel.cgroups import Cgroups, ControlGroup
@@ -85,10 +86,9 @@ class NamespaceRuntime:
 
     @classmethod
     def check_spec(cls, spec: RuntimeSpec) -> None:
-        if spec.image is not None:
-            known_image(spec.image)
+        image = None if spec.image is None else known_image(spec.image)
         try:
-            user_ids(spec.users)
+            ids_of(spec, image)
         except RuntimeUnavailable as error:
             raise InvalidField(error.message, field=error.field, hint=error.hint) from error
 
@@ -118,6 +118,8 @@ async def launch(
     controllers = groups.hierarchies.folders
     memory = counted_memory(spec.resources, controllers)
     most_bytes, most_files = writable_bounds(spec.resources)
+    if files.owners:
+        most_bytes, most_files = most_bytes + files.owned.bytes, most_files + files.owned.entries
     async with AsyncExitStack() as undo:
         group = groups.make(name, spec.resources)
         undo.push_async_callback(undone, name, group.remove)
@@ -133,6 +135,7 @@ async def launch(
             files=most_files,
             gateway=str(context.gateway_socket),
             cgroups=group.entrances,
+            owners=files.owners,
             saved=str(context.layer or ""),
             rlimits=rlimits(spec.resources, controllers, own_users=True),
             memory=memory,
@@ -166,30 +169,59 @@ async def launch(
 
 class HostFiles(msgspec.Struct, frozen=True):
     """The files of the host that make up a sandbox, and its user ids. `image_env` are the variables that the root's
-    image sets."""
+    image sets. `owners` is the file with the owners of the image's files, "" if all files are root's in the sandbox;
+    `owned` is its summary."""
 
     gpus: GpuFiles
     root: Root
     image_env: dict[str, str]
     has_python: bool
     users: UserIds
+    owners: str = ""
+    owned: Ownership = Ownership()
 
 
 def _host_files(spec: RuntimeSpec, context: SandboxContext, host_root: Root, driver: NvidiaDriver) -> HostFiles:
     """Find the files that the spec names. Blocks as long as a file system of the host does not respond. Raises
     InvalidField, RuntimeUnavailable."""
-    root, image_env = _root(spec, host_root)
-    return HostFiles(driver.shown(context.gpus), root, image_env, _has_python(root), user_ids(spec.users))
+    gpus = driver.shown(context.gpus)
+    if spec.image is None:
+        root = _root(spec, host_root)
+        return HostFiles(gpus, root, {}, _has_python(root), ids_of(spec, None))
+    image, store = known_image(spec.image), ImageStore()
+    root, ids = image_root(store.root(image).resolve()), ids_of(spec, image)
+    owners = store.owners_file(image) if len(ids.uids) > 1 else None
+    return HostFiles(gpus, root, image.env, _has_python(root), ids, str(owners or ""), image.owners)
 
 
-def _root(spec: RuntimeSpec, host_root: Root) -> tuple[Root, dict[str, str]]:
-    """Return the root that the spec names, and the variables that its image sets. Raises InvalidField,
-    RuntimeUnavailable."""
-    if spec.image is not None:
-        image = known_image(spec.image)
-        return image_root(ImageStore().root(image).resolve()), image.env
+def ids_of(spec: RuntimeSpec, image: RootImage | None) -> UserIds:
+    """Return the user ids of a sandbox: as many as the spec names, else as many as the files of its image need. Raises
+    InvalidField if the image's files cannot have their owners, and RuntimeUnavailable if this machine lacks the ids."""
+    owned = Ownership() if image is None else image.owners
+    count = spec.users or (MOST_USERS if owned.foreign else 1)
+    if count > 1 and (owned.unkept or owned.highest >= count):
+        raise InvalidField(
+            f"the image {spec.image!r} cannot have the owners of its files:"
+            f" {owned.unkept or f'an id of {owned.highest}, and the task names {count} users'}",
+            field="task.runtime.users",
+            hint=f"give its files to fewer users, or to ids below {MOST_USERS}; {ONE_OWNER}",
+        )
+    try:
+        return user_ids(count)
+    except RuntimeUnavailable as error:
+        if spec.users is not None:
+            raise
+        raise RuntimeUnavailable(
+            f"the image {spec.image!r} has {owned.foreign}, so its sandboxes need several users, and {error.message}",
+            field=error.field,
+            hint=f"{error.hint}; {ONE_OWNER}",
+        ) from error
+
+
+def _root(spec: RuntimeSpec, host_root: Root) -> Root:
+    """Return the root that a spec without an image names. Raises RuntimeUnavailable."""
     if spec.rootfs is None:
-        return host_root, {}
+        return host_root
     folder = Path(spec.rootfs)
     if not folder.is_dir():
         raise RuntimeUnavailable(f"rootfs {folder} is not a folder")
@@ -203,7 +235,7 @@ def _root(spec: RuntimeSpec, host_root: Root) -> tuple[Root, dict[str, str]]:
             f"a file system is mounted in rootfs {folder}: {mounted[0][0]}",
             hint="unmount it: a sandbox has its own /proc and /dev, and gets other folders by task.runtime.mounts",
         )
-    return image_root(folder), {}
+    return image_root(folder)
 
 
 def _has_python(root: Root) -> bool:

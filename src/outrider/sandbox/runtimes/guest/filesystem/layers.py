@@ -36,9 +36,7 @@ def save_layers(out: int, layers: list[int]) -> None:
 
 
 def describe(member: tarfile.TarInfo, folder: int, name: str) -> None:
-    """Remove the owner from a member. If the member is a folder that overlayfs has marked, add this mark to the
-    member."""
-    member.uid = member.gid = 0
+    """If the member is a folder that overlayfs has marked, add this mark to the member."""
     if member.isdir():
         os.fchdir(folder)  # no call for extended attributes takes a folder's descriptor and a name
         if OPAQUE in os.listxattr(name, follow_symlinks=False):
@@ -95,14 +93,15 @@ def put(archive: tarfile.TarFile, member: tarfile.TarInfo, cursor: FolderCursor,
     if above < 0 or ".." in parts:
         return
     name = parts[-1] if parts else "."
+    if not parts and not member.isdir():
+        return
     if member.isdir():
         put_folder(member, above, name)
-    elif not parts:
-        return
     elif member.isreg():
         put_file(archive, member, above, name, member.mode & 0o7777)
-    elif member.islnk():
+    elif member.islnk():  # the file has its owner already
         link(member, cursor, above, name, parts_of(member.linkname, prefix))
+        return
     elif member.issym():
         remove_entry(above, name)
         os.symlink(member.linkname, name, dir_fd=above)
@@ -110,6 +109,12 @@ def put(archive: tarfile.TarFile, member: tarfile.TarInfo, cursor: FolderCursor,
         remove_entry(above, name)
         kind = stat.S_IFIFO if member.isfifo() else stat.S_IFCHR
         os.mknod(name, kind | member.mode & 0o7777, os.makedev(member.devmajor, member.devminor), dir_fd=above)
+    else:
+        return
+    if (member.uid, member.gid) != (0, 0):
+        os.chown(name, member.uid, member.gid, dir_fd=above, follow_symlinks=False)
+        if member.mode & 0o6000 and not member.issym():  # a change of the owner removes these bits
+            os.chmod(name, member.mode & 0o7777, dir_fd=above)
 
 
 def parts_of(path: str, prefix: str) -> list[str]:

@@ -140,6 +140,7 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     own = [(f"/dev/{name}", f"/dev/{name}") for name in DEVICES]
     devices = [(syscalls.clone_tree(source, DEVICE_MOUNT), target) for source, target in (*own, *plan["devices"])]
     saved = os.open(plan["saved"], os.O_RDONLY) if plan["saved"] else -1
+    owners = read_whole(plan["owners"]) if plan["owners"] and saved < 0 else b""  # a saved layer has its owners
     syscalls.mount("none", base, "tmpfs", PLAIN_MOUNT, f"mode=755,size={plan['bytes']},nr_inodes={plan['files']}")
     os.mkdir(f"{base}/root")
     os.mkdir(f"{base}/shm")
@@ -179,6 +180,7 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     syscalls.pivot_root(".", ".")  # stacks the old root over the new one, at the same path
     syscalls.detach(".")
     os.chdir("/")
+    give_owners(owners, plan)
     for tree, target in folders:
         attach_at(tree, target)
     for one in inner:
@@ -214,6 +216,18 @@ def mount_layer(number: int, lower: str, target: str, bare: int | None) -> None:
         syscalls.mount("overlay", f"root{target}", "overlay", PLAIN_MOUNT, where)
     finally:
         os.close(held)
+
+
+def give_owners(listed: bytes, plan: Plan) -> None:
+    """Give the files of an image to their owners. `listed` has the form of sandbox/rootfs/owners.py: `UID GID PATH`
+    and a NUL for each file. An owner whose id the sandbox does not have is left out.
+
+    Each file is copied to the writable layer. No program of the sandbox runs yet, and no path leads through a link."""
+    users, groups = (max(inside + count for inside, _, count in plan[kind]) for kind in ("uids", "gids"))
+    for entry in listed.split(b"\0")[:-1]:
+        uid, gid, path = entry.split(b" ", 2)
+        if int(uid) < users and int(gid) < groups:
+            os.chown(b"/" + path, int(uid), int(gid), follow_symlinks=False)
 
 
 def clone_inner(source: str) -> int | None:
@@ -310,6 +324,11 @@ def attach_at(tree: int, target: str) -> None:
         with contextlib.suppress(FileExistsError):  # an existing file may be a pipe: opening it would block
             os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC))
     syscalls.attach(tree, target)
+
+
+def read_whole(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def write(path: str, text: str) -> None:
