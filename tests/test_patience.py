@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -109,9 +110,9 @@ async def test_long_retries_are_reported(monkeypatch: pytest.MonkeyPatch, caplog
     with caplog.at_level(logging.WARNING):
         assert await patiently(call) == "done"
     lines = [line.message for line in caplog.records]
-    assert any(line.startswith("retrying for 0 s now, and for up to 300 s more: a bug") for line in lines)
+    assert any(re.match(r"retrying for \d+ s now, and for up to \d+ s more: a bug", line) for line in lines)
     assert any("the queue is full" in line for line in lines)
-    assert lines[-1] == "the service replies again, after 0 s"
+    assert re.fullmatch(r"the service replies again, after \d+ s", lines[-1])
 
 
 async def test_a_wait_without_end_for_a_full_queue_is_not_reported(

@@ -237,7 +237,7 @@ class _ClientReply:
         self._quiet = True
 
     async def more(self, body: bytes) -> None:
-        """Send a part of the reply. After the end of the reply nothing is sent, because a ping may come late."""
+        """Send a part of the reply. A part that comes after the end of the reply, as a late ping may, is dropped."""
         if body and not self._ended:
             self._quiet = False
             await self._send({"type": "http.response.body", "body": body, "more_body": True})

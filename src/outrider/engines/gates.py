@@ -40,7 +40,7 @@ class PauseGate:
     @asynccontextmanager
     async def passage(self, cut: Callable[[], None] = lambda: None) -> AsyncGenerator[None, None]:
         """Enclose one generation: wait until the gate is open, and count the generation as in flight until the block
-        ends. `cut_off` calls `cut`."""
+        ends. The method `cut_off` ends the generation by calling `cut`."""
         while not self._open.is_set():  # a loop, because the gate may close again before this task runs
             await self._open.wait()
         self.in_flight += 1

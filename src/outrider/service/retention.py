@@ -97,7 +97,7 @@ class Retention:
             groups = sessions = size = 0
             place, more = (-inf, 0), False
             while not more:
-                # Groups that a dry run has counted are still stored, so their size is subtracted.
+                # A dry run removes nothing, so the size of the groups that it has counted is subtracted here.
                 stored = 0 if spec.size_mb is None else await removals.size() - (size if spec.dry_run else 0)
                 limit = COUNTED_AT_ONCE if spec.dry_run else SESSIONS_AT_ONCE
                 found = await removals.candidates(force=spec.force, after=place, limit=limit)
@@ -169,8 +169,8 @@ def removed_run(session_id: str) -> NotFound:
 
 
 def _batch(candidates: list[Candidate], before: float, excess: float, sessions: int) -> list[Candidate]:
-    """Return the first candidates, as long as they finished before the time `before` or are needed to free `excess`
-    bytes. The batch ends once it has `sessions` sessions or more."""
+    """Return the candidates up to the first that need not be removed. A candidate must be removed if it finished before
+    the time `before`, or to free `excess` bytes. The batch also ends once it has `sessions` sessions or more."""
     batch: list[Candidate] = []
     for candidate in candidates:
         if (candidate.finished >= before and excess <= 0) or sessions <= 0:

@@ -194,7 +194,7 @@ class BlameRule(msgspec.Struct, frozen=True, kw_only=True):
 
 RULES = (
     # Failures of the infrastructure come first. Among them the broadest comes first, because a broad failure may have
-    # caused the others. "sandbox failed" is the last of them, because this rule may blame the agent.
+    # caused the others. "sandbox failed" is the last of these rules, because it may blame the agent.
     BlameRule(
         name="turn not stored",
         when=("unrecorded",),

@@ -740,7 +740,7 @@ async def _raise(error: OutriderError) -> None:
 def _parsing(
     dialect: Dialect, call: WireCall, body: bytes, memory: Memory, capacity: BodyCapacity | None
 ) -> Steps[ModelRequest]:
-    """Check a body against its capacity, if a capacity is given, and parse the body."""
+    """Parse a body. If `capacity` is given, first check whether there is room for the body."""
     if capacity is not None:
         yield from capacity.checking(body)
     yield len(body)

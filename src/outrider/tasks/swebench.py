@@ -158,8 +158,9 @@ def options_of(columns: Columns) -> dict[str, Any]:
 def run_by_command(
     columns: Columns, given: Additions, *, known: Mapping[str, str] = COMMANDS, own: str | None = None
 ) -> dict[str, Any]:
-    """Return the options that run the tests of the row's test patch: by the user's command, else the row's `own`
-    command, else the known command of the row's repository. A row's own column `test_command` is run as it is."""
+    """Return the options that run the tests of the row's test patch. The command is the user's; else `own`, a command
+    that the row names; else the known command of the row's repository. A row's column `test_command` is run as it
+    is."""
     patch = columns.patch("test_patch")
     try:
         changed = files_of(patch)

@@ -182,9 +182,9 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
         return self._generate_with_images(request) if request.images else super().generate(request)
 
     async def _generate_with_images(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Generate, and check the ids of the prompt that the server reports with the first token. The server itself
-        makes the placeholders of an image, one for each token of the grid that it computes for the image. So if the
-        reported ids equal the request's ids, the server has read each image at its place and with the same grid."""
+        """Generate. With the first token the server reports the ids of the prompt, and these are checked. The server
+        itself makes the placeholders of an image, one for each token of the grid that it computes for the image. So if
+        the reported ids equal the request's ids, the server has read each image at its place and with the same grid."""
         read = False
         async with aclosing(super().generate(request)) as chunks:
             async for chunk in chunks:

@@ -35,7 +35,8 @@ AGAIN_SECONDS = 1.0
 
 
 class Leader(Protocol):
-    """The receiver of a following pool's reports to the leading pool. `settled` reports the state of the follower's
+    """Receives the reports that a following pool makes to the leading pool. `settled` reports the state of the
+    follower's
     gate, and `engine_failed` reports an engine that has failed in the follower's process."""
 
     def settled(self, report: GateReport) -> None: ...

@@ -208,8 +208,8 @@ class Policy:
             if (outdated := self.outdated(engine, health)) is not None:
                 member.behind = True  # marked for the next update, in case the load below fails
                 known, load = self._known, weights_loader(engine)
-                # A busy engine must not load weights: its generations began before the engine failed, and may not have
-                # been paused.
+                # This engine failed and came back. If it is busy, generations from before the failure still run, and a
+                # pause may not have stopped them. Then the engine must not load weights.
                 if known is None or known.weights is None or load is None or member.busy:
                     raise outdated
                 await _await_order(engine, load(known.weights, known.version))

@@ -70,9 +70,9 @@ class RelayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class _Generation:
-    """One generation on a worker. `received` and `consumed` are the numbers of the last message received, and of the
-    last passed on. `ended` is True once the last message was received or the generation has failed. `news` is set when
-    a chunk or the end can be passed on."""
+    """One generation on a worker. `received` is the number of the last message that has arrived, and `consumed` the
+    number of the last message that was passed on. `ended` is True once the last message was received or the generation
+    has failed. `news` is set when a chunk or the end can be passed on."""
 
     def __init__(self, number: int, message: StartGeneration, check: TokenCheck) -> None:
         self.number = number

@@ -121,7 +121,8 @@ def clean(text: str) -> str:
 
 
 def _without_condition(found: re.Match[str]) -> str:
-    """Return the text before the condition, if the condition is on a variable of this text."""
+    """Return the match without its condition, if the variable of the condition occurs in the text before the condition.
+    Return the whole match otherwise."""
     text, name = found[1], found[2] or found[3] or found[4]
     return text if re.search(rf"(?<![a-zA-Z]){name}(?![a-zA-Z])|(?<=\d){name}\b", text) else found[0]
 

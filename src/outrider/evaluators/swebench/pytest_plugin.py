@@ -275,8 +275,8 @@ def canary_name(key: str) -> str:
 
 
 def canaries(key: str) -> Any:
-    """Return the tests that must fail, by the names under which pytest collects them: a function and a method of a
-    TestCase. A manipulation that makes every test pass also makes these tests pass, and is detected by their
+    """Return a test function and a TestCase with a test method, by the names under which pytest collects them. Both
+    tests must fail. A manipulation that makes every test pass also makes these tests pass, and is detected by their
     results."""
     name = canary_name(key)
 

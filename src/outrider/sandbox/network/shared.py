@@ -1,7 +1,8 @@
 """Resources for the networks of all sandboxes of a node: the threads that resolve names, and the pace of bytes.
 
-Invariants: a slow look-up delays nothing else on the node, and a name that a program invented delays no name of a task;
-the proxies take a bounded share of the event loop's time, however much the sandboxes download.
+Invariants: a slow look-up of a host name delays nothing else on the node; the look-up of a host name that a program
+chose delays no look-up of a host name that a task declares; the proxies take a bounded share of the event loop's time,
+however much the sandboxes download.
 """
 
 from __future__ import annotations

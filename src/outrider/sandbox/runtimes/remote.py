@@ -121,8 +121,8 @@ RemoteLaunch = Callable[[RuntimeSpec, SandboxContext, QueueClock], AbstractAsync
 
 
 class RemoteSandbox(ToolServerSandbox):
-    """A sandbox on another machine, with a tool server. Its launch measures with a `QueueClock` how long the start is
-    queued."""
+    """A sandbox on another machine, with a tool server. The function `launch` gets a `QueueClock`, and records in it
+    the time for which the start waits in a queue."""
 
     def __init__(self, launch: RemoteLaunch, spec: RuntimeSpec, context: SandboxContext, **options: Any) -> None:
         self._queued = QueueClock()

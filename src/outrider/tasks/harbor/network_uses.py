@@ -86,7 +86,7 @@ def covered(needs: str, destinations: Sequence[str]) -> bool:
         return bool(destinations)
     try:
         wanted = Destination.read(needs)
-    except ValueError:  # the text is no host, but for example a variable
+    except ValueError:  # the text is not a host, for example a variable
         return bool(destinations)
     return any(Destination.read(one).covers(wanted) for one in destinations)
 

@@ -117,8 +117,9 @@ class Signals:
         self._main_line: list[Segment] = []
 
     def _answers_to_search(self) -> set[int]:
-        """Return the turns whose use depends on quotations: the last turn of each conversation, all turns of a
-        conversation without a follow-up, and turns that answer a request with several replies."""
+        """Return the turns whose replies later requests may quote. The classification depends on these quotations. The
+        turns are the last turn of each conversation, all turns of a conversation without a follow-up, and all turns of
+        a request that got several replies."""
         found = set()
         for segment in self.session.segments:
             if segment.starts_conversation:

@@ -49,9 +49,9 @@ _WITHOUT_IDS_AND_NAMES = PrintedFields(call_ids=False, names=False)
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """A request with all turns that continue it. `number` counts the segments in the order of their first turns.
-    `starts_conversation` is True if the segment is the first of its conversation. `system` are the texts of the system
-    messages at the beginning of the messages that the first turn added."""
+    """A turn `first` and all turns that continue from it. `number` counts the segments in the order of their
+    first turns. `starts_conversation` is True if the segment is the first of its conversation. `system` are the texts
+    of the system messages with which the messages of `first` begin."""
 
     number: int
     first: Turn

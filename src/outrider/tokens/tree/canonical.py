@@ -125,8 +125,8 @@ class MessageKey(msgspec.Struct, frozen=True, gc=False):
     call_ids: bytes | None = None
 
     def may_echo_reasoning(self, recorded: bytes | None) -> bool:
-        """Return True if a client may have made this message's reasoning from the recorded reasoning, by dropping it,
-        keeping it or sending it twice."""
+        """Return True if this message's reasoning is what a client may send for the recorded reasoning: none, the same,
+        or the same twice."""
         return (
             self.reasoning is None
             or self.reasoning == recorded

@@ -1,8 +1,8 @@
 """An engine behind SGLang's HTTP protocol: `/generate` with token ids, and the control routes.
 
 The responses are those of SGLang 0.5.17 on a GPU (tests/golden/real_engines), including its faults. A request at which
-the real server exits also ends this server. Requests that arrive during a pause wait until the end of the pause;
-requests that arrive during a pause in mode abort then get code 499. The error of a streamed request is an event of the
+the real server exits also ends this server. Requests that arrive during a pause wait until the end of the pause.
+If the pause had mode abort, these requests get code 499 at its end. The error of a streamed request is an event of the
 stream. Images are handled as in the sources of SGLang 0.5.23 for a model of the Qwen-VL families, by `with_images`.
 """
 

@@ -48,15 +48,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     `layers` are pairs (folder of the host, path inside), the root first. Each layer gets a throw-away writable layer on
     top. A layer other than the root is mounted read-only if no writable layer can be put on top of its folder.
-    `folders` are pairs of the same form, mounted read-only. `inner` are pairs for the mounts below the folders of
-    `layers` and `folders`, which must be mounted separately (see `inner_of`). The source is "" for a mount that must be
-    hidden. `shown` are pairs (path of the host, path inside) of further read-only mounts, made after all of the above.
-    `named` are the read-only mounts named by the task: no part of their host paths may be a link. `devices` are pairs
-    for further device files that programs may use. `bytes` and `files` are the maximum size and number of written
-    files. `gateway` is the path of the gateway's socket. `cgroups` are the files for entering the control groups (see
-    `ControlGroup.entrances`). `memory` is the result of `counted_memory`. `owners` is the file of the image's owners
-    (see rootfs/owners.py), "" for none. `saved` is an archive of writable layers to start with, "" for none. `uids` and
-    `gids` are the id maps of the users; `mappers` are the programs that can map more than one user."""
+    `folders` are pairs of the same form, mounted read-only. The folders of `layers` and `folders` may contain mounts of
+    the host, which must be mounted separately: `inner` are their pairs (see `inner_of`). In `inner`, the folder of the
+    host is "" for a mount that must be hidden. `shown` are pairs (path of the host, path inside) of further read-only
+    mounts, made after all of the above. `named` are the read-only mounts named by the task: no part of their host paths
+    may be a link. `devices` are pairs for further device files that programs may use. `bytes` and `files` are the
+    maximum size and number of written files. `gateway` is the path of the gateway's socket. `cgroups` are the files for
+    entering the control groups (see `ControlGroup.entrances`). `memory` is the result of `counted_memory`. `owners` is
+    the file of the image's owners (see rootfs/owners.py), "" for none. `saved` is an archive of writable layers to
+    start with, "" for none. `uids` and `gids` are the id maps of the users; `mappers` are the programs that can map
+    more than one user."""
 
     base: str
     layers: tuple[tuple[str, str], ...]
