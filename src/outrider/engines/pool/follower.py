@@ -36,8 +36,7 @@ AGAIN_SECONDS = 1.0
 
 class Leader(Protocol):
     """Receives the reports that a following pool makes to the leading pool. `settled` reports the state of the
-    follower's
-    gate, and `engine_failed` reports an engine that has failed in the follower's process."""
+    follower's gate, and `engine_failed` reports an engine that has failed in the follower's process."""
 
     def settled(self, report: GateReport) -> None: ...
     def engine_failed(self, engine: str) -> None: ...
