@@ -139,21 +139,21 @@ def read_request(head: bytes) -> RequestHead:
     first, *fields = head[:-4].decode("latin-1").split("\r\n")
     line = REQUEST_LINE.fullmatch(first)
     if line is None:
-        raise NotPassedOn("400 Bad RequestHead", f"{first[:200]!r} is no request of HTTP/1.1")
+        raise NotPassedOn("400 Bad Request", f"{first[:200]!r} is no request of HTTP/1.1")
     for field in fields:
         if not FIELD.fullmatch(field):
-            raise NotPassedOn("400 Bad RequestHead", f"{field[:200]!r} is no header line")
+            raise NotPassedOn("400 Bad Request", f"{field[:200]!r} is no header line")
     named = _named(fields)
     if any(name == "transfer-encoding" for name, _ in named):
         raise NotPassedOn("411 Length Required", "a body needs a Content-Length; Transfer-Encoding is not supported")
     lengths = [value for name, value in named if name == "content-length"]
     if len(lengths) > 1 or not all(map(LENGTH.fullmatch, lengths)):
-        raise NotPassedOn("400 Bad RequestHead", "Content-Length is not one number")
+        raise NotPassedOn("400 Bad Request", "Content-Length is not one number")
     tunnel = line[1] == "CONNECT"
     host, port, path = _tunnel_target(line[2]) if tunnel else _url_target(line[2])
     hosts = [value for name, value in named if name == "host"]
     if not tunnel and hosts and [_place(value, 80) for value in hosts] != [(host, port)]:
-        raise NotPassedOn("400 Bad RequestHead", f"the Host {hosts[0][:200]!r} is not that of the address")
+        raise NotPassedOn("400 Bad Request", f"the Host {hosts[0][:200]!r} is not that of the address")
     length = 0 if tunnel or not lengths else int(lengths[0])
     return RequestHead(line[1], host, port, path, line[3], _passed(fields, named), length)
 
@@ -184,22 +184,22 @@ def _passed(fields: list[str], named: list[tuple[str, str]]) -> list[str]:
 def _tunnel_target(target: str) -> tuple[str, int, str]:
     found = None if re.search(r"[/?#@\\]", target) else _place(target, 443)
     if found is None:
-        raise NotPassedOn("400 Bad RequestHead", f"{target[:200]!r} is not HOST:PORT")
+        raise NotPassedOn("400 Bad Request", f"{target[:200]!r} is not HOST:PORT")
     return *found, ""
 
 
 def _url_target(target: str) -> tuple[str, int, str]:
     """Return the host, the port, and the path with the query of an http:// address."""
     if not target.lower().startswith("http://"):
-        raise NotPassedOn("400 Bad RequestHead", f"{target[:200]!r} is no http:// address")
+        raise NotPassedOn("400 Bad Request", f"{target[:200]!r} is no http:// address")
     whole = target[len("http://") :].partition("#")[0]
     authority = re.split("[/?]", whole, maxsplit=1)[0]
     path = whole[len(authority) :]
     if "@" in authority or "\\" in authority:
-        raise NotPassedOn("400 Bad RequestHead", "an address must not have a user name or a backslash before its path")
+        raise NotPassedOn("400 Bad Request", "an address must not have a user name or a backslash before its path")
     found = _place(authority, 80)
     if found is None:
-        raise NotPassedOn("400 Bad RequestHead", f"{authority[:200]!r} is no host")
+        raise NotPassedOn("400 Bad Request", f"{authority[:200]!r} is no host")
     return *found, path if path.startswith("/") else f"/{path}"
 
 
