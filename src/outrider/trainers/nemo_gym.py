@@ -51,8 +51,8 @@ T = TypeVar("T")
 
 VARIABLE = "OUTRIDER_NEMO_GYM"
 RETRY_SECONDS = 30.0
-"""After its client has disconnected, a rollout continues, or its reply is kept, for this many seconds. NeMo Gym's
-client sends a request again half a second after its connection broke."""
+"""A rollout whose client has disconnected continues for this many seconds, and its reply is kept until then. NeMo Gym's
+client sends a request again half a second after the connection broke."""
 PARAMS = "responses_create_params"
 OTHER_NAMES = {"max_output_tokens": "max_tokens"}
 WITHOUT_EFFECT = {"input", "metadata", "model", "user", "store", "include", "parallel_tool_calls", "service_tier"}

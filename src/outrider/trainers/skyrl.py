@@ -59,12 +59,12 @@ class OutriderGenerator:
     overridden by $OUTRIDER_SKYRL.
 
     With `step_wise_trajectories`, a trajectory has a row for each branch that trains, with the main conversation's row
-    last, and the trainer must have the mixin `LossPerRollout`. Otherwise a trajectory has only the main conversation's
-    row. The setting `rows` must then be "main", unless no trajectory has other rows that train: `generate` leaves rows
-    out only if the settings say so, and counts them. SkyRL cannot leave a trajectory out. So if a trajectory fails, all
-    trajectories of its instance are replaced by placeholders of one token, which do not train, as in SkyRL's own Harbor
-    example. In an evaluation, only the failed trajectories are replaced, with reward 0. The metric
-    `outrider/failed_trajectories` counts failed trajectories.
+    last, and the trainer must have the mixin `LossPerRollout`. Without this option, a trajectory has only the main
+    conversation's row. With the setting `rows="main"`, `generate` leaves out other rows that train, and counts them;
+    with "all", such a row is an error. SkyRL cannot leave a trajectory out. So if a trajectory fails, all trajectories
+    of its instance are replaced by placeholders of one token, which do not train, as in SkyRL's own Harbor example. In
+    an evaluation, only the failed trajectories are replaced, with reward 0. The metric `outrider/failed_trajectories`
+    counts failed trajectories.
     """
 
     def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:

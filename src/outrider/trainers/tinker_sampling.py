@@ -153,7 +153,7 @@ class TinkerSampler:
 
     @contextmanager
     def group(self, client: SamplingClient) -> Iterator[SampledGroup]:
-        """Sample the group that is submitted in the block with `client`. A client that was not seen before is a new
+        """Use `client` to sample the group that is submitted in the block. A client that was not used before is a new
         version."""
         with self._lock:
             if client not in self._versions:
