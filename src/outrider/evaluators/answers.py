@@ -100,8 +100,7 @@ def _tags(reply: str) -> Iterator[_Mark]:
 
 def _boxes(reply: str) -> Iterator[_Mark]:
     """Yield the contents of boxes, the last one first. Of nested boxes only the inner one is yielded. A command without
-    a brace is skipped. If a digit follows such a command, TeX would put the digit into a box: then no earlier box is
-    yielded."""
+    a brace is skipped. But a digit after such a command is a box for TeX, so no box before this command is yielded."""
     before = stop = len(reply)
     while (before := max(reply.rfind("\\boxed", 0, before), reply.rfind("\\fbox", 0, before))) >= 0:
         brace = BOX.match(reply, before)

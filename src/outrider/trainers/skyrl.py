@@ -60,11 +60,11 @@ class OutriderGenerator:
 
     With `step_wise_trajectories`, a trajectory has a row for each branch that trains, with the main conversation's row
     last, and the trainer must have the mixin `LossPerRollout`. Without this option, a trajectory has only the main
-    conversation's row. With the setting `rows="main"`, `generate` leaves out other rows that train, and counts them;
-    with "all", such a row is an error. SkyRL cannot leave a trajectory out. So if a trajectory fails, all trajectories
-    of its instance are replaced by placeholders of one token, which do not train, as in SkyRL's own Harbor example. In
-    an evaluation, only the failed trajectories are replaced, with reward 0. The metric `outrider/failed_trajectories`
-    counts failed trajectories.
+    conversation's row. With the setting `rows="main"`, and in evaluations, `generate` leaves out and counts other rows
+    that train. In training with `rows="all"`, such a row is an error. SkyRL cannot leave a trajectory out. So if a
+    trajectory fails, all trajectories of its instance are replaced by placeholders of one token, which do not train, as
+    in SkyRL's own Harbor example. In an evaluation, only the failed trajectories are replaced, with reward 0. The
+    metric `outrider/failed_trajectories` counts failed trajectories.
     """
 
     def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:

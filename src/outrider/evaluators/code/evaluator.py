@@ -67,7 +67,7 @@ class CodeEvaluator:
         """Number of cases. The cases themselves are built again for each evaluation, because parsed cases need ten
         times the memory of their text."""
         self._seconds = options.total_seconds or spec.seconds * 0.75
-        if self._seconds >= spec.seconds:  # a slow candidate would then cause an error instead of reward 0
+        if self._seconds >= spec.seconds:  # with this limit, a slow candidate would cause an error instead of reward 0
             raise InvalidField(
                 f"must be below task.evaluator.seconds, which is {spec.seconds:g}",
                 field="task.evaluator.options.total_seconds",

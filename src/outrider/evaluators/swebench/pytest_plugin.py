@@ -150,8 +150,8 @@ class Guard:
 
     def _added(self, config: Any, items: Any) -> Any:
         """Yield the objects that may have been added to the run after pytest imported the tests, each with a name."""
-        # New plugins are expected if a module of tests names plugins of the repository. The module with the canaries is
-        # not searched, because it also contains the word.
+        # New plugins are expected if a module of tests names plugins of the repository. This module, which has the
+        # canaries, is not searched, because its text contains `pytest_plugins`.
         texts = [text for file, text in self._texts.items() if os.path.basename(file) != os.path.basename(__file__)]
         if self._plugins is not None and not any(b"pytest_plugins" in (text or b"") for text in texts):
             for plugin in config.pluginmanager.get_plugins() - self._plugins:
