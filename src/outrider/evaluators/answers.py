@@ -67,8 +67,8 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
 
 def marked_answer(reply: str) -> str | None:
     """Return the marked answer in a reply: the content of the last `<answer>…</answer>` or, if the reply has none, of
-    the last LaTeX box, `\\boxed{…}` or `\\fbox{…}`. If only a comma, `and`, `or` or the name of a variable stands
-    between several marks, their contents are one answer, joined by commas. Returns None if the reply has no mark."""
+    the last LaTeX box, `\\boxed{…}` or `\\fbox{…}`. Several marks with only a comma, `and`, `or` or the name of a
+    variable between them are one answer: their contents, joined by commas. Returns None if the reply has no mark."""
     tags = _joined(reply, _tags(reply))
     return tags if tags is not None else _joined(reply, _boxes(reply))
 

@@ -46,7 +46,7 @@ class OpenRLHFSettings(BridgeSettings):
     OpenRLHF's own vLLM engines; None if the service has its own engine.
 
     A call returns a single row. So with the default of `rows`, "all", a session in which several rows train is an
-    error; with "main", its other rows are left out and counted.
+    error; with "main", the session's other rows are left out and counted.
     """
 
     relay: Name | None = None

@@ -514,8 +514,9 @@ async def _read_images(
     args: Any, client: AsyncClient, trajectories: Sequence[Trajectory]
 ) -> tuple[list[Trajectory], dict[int, dict[str, Any]]]:
     """Return the trajectories, and the image inputs of slime's model for each row with images. The keys are Python's
-    `id(row)`. If any row has images, all rows end before a placeholder that belongs to no image, and a trajectory of
-    which nothing is left has an error. Raises InvalidField if the model's processor cannot read the images."""
+    `id(row)`. If any row has images, each row is cut before its first placeholder that belongs to no image, and a
+    trajectory without a row that still trains has an error. Raises InvalidField if the model's processor cannot read
+    the images."""
     rows = [row for trajectory in trajectories for row in trajectory.rows]
     if not any(row.sample.images for row in rows):
         return list(trajectories), {}

@@ -82,8 +82,8 @@ REWARD_COLUMN = "outrider_reward"
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row for GRPOTrainer. The four lists after `prompt_ids` have equal length; `versions` is -1 where `mask` is 0.
-    `reward` is None for a session that was not graded. `images` are the images that the ids show. A row ends before a
-    placeholder that belongs to no image; `cut` is the number of trained tokens that are cut off there."""
+    `reward` is None for a session that was not graded. `images` are the images that the ids show. The row is cut before
+    its first placeholder that belongs to no image; `cut` is the number of trained tokens that are cut off."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -265,9 +265,9 @@ class Rollouts:
         """Return the rows of len(prompts) sessions, in the form that TRL expects from a `rollout_func`. The rows of a
         group are adjacent. The contents of `prompts` are not used.
 
-        Raises InvalidField if the trainer's configuration would make it train on other data, or if rows would be left
-        out that the arguments do not allow to leave out, and ServiceError if there are too few tasks or the service
-        cannot be reached.
+        Raises InvalidField if the trainer's configuration would make it train on other data, or if `rows` is "all" and
+        a session of a training batch has more than one row that trains, and ServiceError if there are too few tasks or
+        the service cannot be reached.
         """
         _check_trainer(trainer)
         training = bool(trainer.model.training)

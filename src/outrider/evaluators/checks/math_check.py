@@ -139,7 +139,7 @@ def _equal(gold: str, value: Value, answer: str, tolerance: float | None) -> boo
         if isinstance(value, Several) and isinstance(given, Quantity | Several):
             return compare.same(value, read(answer, merge=False))
     except Exception:
-        # sympy raises any type of exception. The answer is the cause, because each gold answer has been compared with
-        # itself and with another answer.
+        # sympy raises any type of exception. The answer is the cause, because the check of the task has compared each
+        # gold answer with itself.
         return False
     return False

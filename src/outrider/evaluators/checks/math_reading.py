@@ -487,8 +487,8 @@ class _Reader:
         return Words(text)
 
     def _equal(self, text: str, sides: list[str], signs: list[str], depth: int) -> Value:
-        """Read a chain of equal sides. If the first side is a name, or the last one of two sides, the chain assigns a
-        value to this name."""
+        """Read a chain of equal sides. If the first side is a name, or if the second of two sides is a name, the chain
+        assigns a value to this name."""
         name = _name(sides[0])
         if name is None and len(sides) == 2 and _name(sides[1]) is not None:
             sides.reverse()
@@ -813,8 +813,8 @@ def _interval(items: tuple[Value, ...], kind: str) -> Region | None:
 
 
 def _as_region(item: Value | None) -> Region | None:
-    """Return the set of real numbers that the value is or may be: `(1, 2)` may be an interval. Returns None for a value
-    that is no such set."""
+    """Return the set of real numbers that the value is or may be: `(1, 2)` may be an interval. Returns None for any
+    other value."""
     if isinstance(item, Region):
         return item
     if isinstance(item, Coordinates) and item.bracket in "([":

@@ -58,8 +58,8 @@ class WrongAnswer(Exception):
 
 
 class CodeEvaluator:
-    """Grades a program (see `CodeOptions`). The verdict's metrics are `passed` and `cases`. A check counts as one case,
-    and then the metric `calls` is the number of times that the check called the candidate."""
+    """Grades a program (see `CodeOptions`). The verdict's metrics are `passed` and `cases`. A check counts as one case.
+    For a check, the metric `calls` is the number of times that the check called the candidate."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = options = read_options(CodeOptions, spec)
