@@ -62,8 +62,7 @@ rm -rf .git
 git init -q . && git add -A && git -c user.name=x -c user.email=x@localhost commit -q -m base
 """
 """Shell script that applies the bug to the repository, and makes the result the only commit. Otherwise a diff or an
-older commit would show the solution. The repositories in SWE-smith's images are mirrors, with one commit of their
-own."""
+older commit would show the solution. SWE-smith's own repositories, which are mirrors, also have a single commit."""
 NAMED = 20
 """Maximum number of failing tests that an instruction names."""
 R2E_PLACE = "/root/r2e"

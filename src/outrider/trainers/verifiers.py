@@ -46,8 +46,8 @@ STOPS = {
 
 class VerifiersSettings(BridgeSettings):
     """The settings of all bridges, and the following. rows: "all" makes a path for each row that trains, "main" only
-    for the main conversation's row. engines: "service" for the engines that the service has; "client" attaches the
-    server that verifiers' client names to the service, as an engine of the kind `engine_kind` with `engine_options`."""
+    for the main conversation's row. engines: "service" for the engines that the service has; with "client", the server
+    in verifiers' client becomes an engine of the service, of the kind `engine_kind` with `engine_options`."""
 
     engines: Literal["service", "client"] = "service"
     engine_kind: Literal["vllm", "sglang", "openai"] = "vllm"

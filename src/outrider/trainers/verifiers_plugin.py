@@ -159,7 +159,7 @@ class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc]
 
 # The configuration names the local runtime, in which nothing runs, because verifiers' default is a remote sandbox. The
 # harness is set by `model_copy`, which does not validate. The validation would import the module that the harness's id
-# names, which in turn imports `verifiers_plugin`.
+# names. That module imports this one.
 _AGENT = vf.AgentConfig(runtime=vf.SubprocessConfig()).model_copy(update={"harness": OutriderHarnessConfig(id=ID)})
 
 

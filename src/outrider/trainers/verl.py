@@ -374,8 +374,8 @@ class RelayActor:
         self._relay.attach()
 
     def attach(self) -> None:
-        """Attach the servers unless they are attached already. They are detached once the worker has ended, for
-        example. Returns when the service has accepted the worker. Raises the errors of `Worker.in_thread`."""
+        """Attach the servers unless they are attached. For example, they are no longer attached after the worker has
+        ended. Returns when the service has accepted the worker. Raises the errors of `Worker.in_thread`."""
         self._relay.attach()
 
 

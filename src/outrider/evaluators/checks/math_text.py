@@ -154,7 +154,8 @@ def _unwrapped(text: str) -> str:
 
 
 def closing(text: str, start: int) -> int:
-    """Return the position of the bracket that closes the bracket at `start`, or -1. `(` and `[` close each other."""
+    """Return the position of the bracket that closes the bracket at `start`, or -1. The bracket may be of another kind,
+    as in the interval `(0, 1]`."""
     depth = 0
     for at in range(start, len(text)):
         if text[at] in OPEN:

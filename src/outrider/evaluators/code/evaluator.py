@@ -247,8 +247,8 @@ class CandidateProgram:
 
 @asynccontextmanager
 async def place_of_reply(outcome: Outcome) -> AsyncIterator[Runtime]:
-    """Yield the sandbox for a program of the last reply: a new one with small limits. Where the task carries or
-    prepares files, which the program may need, the sandbox is the outcome's."""
+    """Yield the sandbox for a program of the last reply. This is a new sandbox with small limits, or the outcome's
+    sandbox if the task carries or prepares files, because the program may need them."""
     if outcome.task.evaluator.carry is not None or outcome.task.runtime.prepare:
         yield outcome.runtime
         return

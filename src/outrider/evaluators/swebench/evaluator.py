@@ -145,7 +145,7 @@ class SwebenchEvaluator:
         )
 
     async def _restore(self, untouched: Runtime, runtime: Runtime, folder: Path) -> None:
-        """Restore the files in `runtime` that influence tests from the untouched sandbox."""
+        """Replace the files in `runtime` that influence tests by the files of the sandbox `untouched`."""
         options, found = self._options, set[str]()
         # pytest loads a compiled file if the file records the right time and size of its source. So an agent could
         # leave its own code as the compiled form of the restored conftest.py.

@@ -187,8 +187,8 @@ def code_of(value: Any) -> Any:
 
 
 def files_of(value: Any) -> Any:
-    """Return the existing files with the code of a value. For a function, this is its own code; for any other value,
-    the code of its class."""
+    """Return the existing files with the code of a value. The code of a function is its own code. The code of any other
+    value is the code of the value's class."""
     if isinstance(value, functools.partial):
         value = value.func
     if isinstance(value, property):
@@ -342,8 +342,8 @@ def excused_by(error: Any, item: Any) -> Any:
 
 
 def names_an_excuse(code: types.CodeType) -> bool:
-    """Return whether code uses a name such as `skip`. Code that uses no such name has called an object that excuses the
-    test."""
+    """Return whether code uses a name such as `skip`. Code without such a name did not excuse the test itself, but
+    called an object that did."""
     names = (*code.co_names, *code.co_varnames, *code.co_freevars)
     return any(word in name.lower() for name in names for word in NAMES_OF_EXCUSES)
 
