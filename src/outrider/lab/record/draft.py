@@ -113,8 +113,9 @@ def place_of(words: Sequence[str], search: str | None) -> Place:
 
 
 def _environment_of(program: Path) -> tuple[Path | None, Path]:
-    """Return the virtual environment in whose `bin` the program is, and the program there. pipx and uv put links to
-    such programs into ~/.local/bin. Without an environment, return None and the program as given."""
+    """Return the virtual environment that has the program in its `bin`, and the program's path in this folder. Links
+    are followed, because pipx and uv put links to such programs into ~/.local/bin. Without an environment, return None
+    and the program as given."""
     for place in _links(program):
         above = place.parent.parent
         if place.parent.name == "bin" and (above / "pyvenv.cfg").is_file():
