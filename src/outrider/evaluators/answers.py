@@ -67,8 +67,8 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
 
 def marked_answer(reply: str) -> str | None:
     """Return the marked answer in a reply: the content of the last `<answer>…</answer>` or, if the reply has none, of
-    the last LaTeX box, `\\boxed{…}` or `\\fbox{…}`. If only a comma, `and`, `or` or the name of a variable stands
-    between several marks, their contents are one answer, joined by commas. Returns None if the reply has no mark."""
+    the last LaTeX box, `\\boxed{…}` or `\\fbox{…}`. Several marks with only a comma, `and`, `or` or the name of a
+    variable between them are one answer: their contents, joined by commas. Returns None if the reply has no mark."""
     tags = _joined(reply, _tags(reply))
     return tags if tags is not None else _joined(reply, _boxes(reply))
 
@@ -100,8 +100,7 @@ def _tags(reply: str) -> Iterator[_Mark]:
 
 def _boxes(reply: str) -> Iterator[_Mark]:
     """Yield the contents of boxes, the last one first. Of nested boxes only the inner one is yielded. A command without
-    a brace is skipped. If a digit follows such a command, TeX would put the digit into a box: then no earlier box is
-    yielded."""
+    a brace is skipped. But a digit after such a command is a box for TeX, so no box before this command is yielded."""
     before = stop = len(reply)
     while (before := max(reply.rfind("\\boxed", 0, before), reply.rfind("\\fbox", 0, before))) >= 0:
         brace = BOX.match(reply, before)

@@ -127,9 +127,9 @@ class DecidesEarly(Protocol):
     """An evaluator that can decide some outcomes without a sandbox."""
 
     def decide(self, outcome: Outcome) -> Verdict | None:
-        """Return the verdict that `evaluate` would return for the outcome, if no sandbox is needed to know the verdict;
-        otherwise None. Called when `outcome.patch` is known, or known to be empty. `outcome.runtime` cannot be used.
-        Raises EvaluatorError."""
+        """Return the verdict that `evaluate` would return for the outcome, or None if a sandbox is needed to find the
+        verdict. `outcome.patch` is set; it is empty for an agent that changed nothing. `outcome.runtime` cannot be
+        used. Raises EvaluatorError."""
         ...
 
 

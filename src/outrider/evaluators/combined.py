@@ -113,9 +113,9 @@ def _parts(
     made = {}
     for name, spec in specs.items():
         if programs[name]:
-            # By default programs get three quarters of their part's time. Each part gets a share of the whole time, so
-            # that the programs of all parts together get three quarters of the whole time. Otherwise slow programs
-            # would cause an error instead of reward 0.
+            # The time limits of the parts with programs add up to the whole time limit. By default, the programs of a
+            # part have three quarters of the part's limit. So slow programs end before the whole time limit, and cause
+            # reward 0 instead of an error.
             share = programs[name] / sum(programs.values())
             spec = spec.model_copy(update={"seconds": whole.seconds * share})
         with renamed_field(FIELD, f"{FIELD}.options.parts.{name}"):

@@ -236,7 +236,7 @@ def difference(before: Mapping[str, bytes], after: Mapping[str, bytes], wanted: 
 
 
 def pip(*words: str, seconds: float = DOWNLOAD_SECONDS) -> None:
-    """Run pip. Raises InvalidField if pip fails, with the end of its output, or exceeds `seconds`."""
+    """Run pip. Raises InvalidField if pip exceeds `seconds`, or fails; the error then has the end of pip's output."""
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
     try:
         done = subprocess.run(

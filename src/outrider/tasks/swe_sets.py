@@ -62,8 +62,7 @@ rm -rf .git
 git init -q . && git add -A && git -c user.name=x -c user.email=x@localhost commit -q -m base
 """
 """Shell script that applies the bug to the repository, and makes the result the only commit. Otherwise a diff or an
-older commit would show the solution. The repositories in SWE-smith's images are mirrors, with one commit of their
-own."""
+older commit would show the solution. SWE-smith's own repositories, which are mirrors, also have a single commit."""
 NAMED = 20
 """Maximum number of failing tests that an instruction names."""
 R2E_PLACE = "/root/r2e"
@@ -150,10 +149,10 @@ def swe_smith(columns: Columns, given: Additions) -> Draft:
 
 
 def swebench_pro(columns: Columns, given: Additions) -> Draft:
-    """SWE-bench Pro: lower-case lists as the text of Python lists, an image by its tag, and tests that a script of each
-    instance runs, whose output a program of each instance reads. Script and program are in the folder `run_scripts` of
-    SWE-bench Pro's repository, which must be beside the file of rows. If the user gives a test command, pytest's log is
-    read instead."""
+    """SWE-bench Pro: the lists of tests have lower-case names and are texts of Python lists, and a tag names the image.
+    Each instance has a script that runs its tests, and a program that reads the script's output. Both are in the folder
+    `run_scripts` of SWE-bench Pro's repository, and this folder must be beside the file of rows. If the user gives a
+    test command, pytest's log is read instead."""
     name = columns.text("instance_id")
     patch = columns.patch("test_patch")
     lists = {key: columns.tests(key, needed=key == "fail_to_pass") for key in ("fail_to_pass", "pass_to_pass")}

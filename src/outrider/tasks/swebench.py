@@ -187,8 +187,9 @@ def filled_command(command: str, changed: set[str]) -> str:
 
 
 def image_of(columns: Columns, given: Additions, image: str | None) -> str | None:
-    """Return the name of the row's image. The name is made from the user's template, or else from `image`, which is the
-    row's or the data set's name. An empty template means no image: the user's own runtime has the repository."""
+    """Return the name of the row's image. The name is made from the user's template, or, without this template, from
+    `image`, the row's name of an image or the data set's template. An empty template means no image: the user's own
+    runtime has the repository."""
     template = image if given.image is None else given.image
     return image_name(template, columns) if template else None
 
@@ -222,8 +223,8 @@ def swe_draft(
     workdir: str = FOLDER,
     carry: Any = (".",),
 ) -> Draft:
-    """Return the task of a row whose tests the evaluator `swebench` runs. By default its statement and its gold patch
-    are the columns of SWE-bench."""
+    """Return the task of a row whose tests the evaluator `swebench` runs. By default, the statement and the gold patch
+    come from SWE-bench's columns."""
     runtime: dict[str, Any] = {"image": image, "workdir": workdir} if image else {}
     task = {
         "instruction": ASK.format(statement=(statement or columns.text("problem_statement")).strip()),

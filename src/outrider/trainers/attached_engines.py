@@ -1,9 +1,9 @@
 """Attaches a trainer's inference servers to a service as engines, and again after a restart of the service.
 
-The module is independent of the trainer. Invariants: the engines are named after a prefix and numbered from 0; at most
-one call of an object at a time changes the service's engines; objects in several processes may attach the same engines;
-and it is an error if another training uses an engine with the prefix, or has replaced an engine of this training,
-because the sessions of both trainings would then use the engines of both.
+The module is independent of the trainer. Invariants: the engines are named after a prefix and numbered from 0; an
+`AttachedEngines` changes the service's engines in at most one call at a time; and processes of the same training may
+attach the same engines. It is an error if another training uses an engine with the prefix, or has replaced an engine of
+this training: the sessions of each training would then use the engines of both trainings.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class AttachedEngines:
     async def attach(self, client: AsyncClient, engines: Sequence[Mapping[str, Any]], *, renamed: bool = False) -> bool:
         """Attach the engines that are not attached. Each engine has a `url`, a `model`, any other fields of
         `spec.EngineSpec` except a name, and always the same position in `engines`. A restarted service has lost the
-        engines, so the list is requested again, but at most once in LOOK_SECONDS. The first call also replaces engines
-        that an earlier training has left and that have no sessions. With `renamed`, engines of another model are
-        replaced, too.
+        engines, so the call requests the service's list of engines, unless this was done in the last LOOK_SECONDS. The
+        first call also replaces engines that an earlier training has left and that have no sessions. With `renamed`,
+        engines of another model are replaced, too.
 
         Returns True if an engine was attached: it then has the policy version 0, unless its server labels its weights.
         Waits for a service that restarts. Raises the service's error, for example while a server still loads its model,
         and Conflict if another training has engines with this prefix. The first call raises this Conflict only if these
-        engines have sessions; later calls raise it in any case. Also raises Conflict if the policy has engines with
-        other names and addresses.
+        engines have sessions; later calls raise it in any case. Also raises Conflict if the service has another engine
+        for the policy, whose name does not begin with the prefix and whose address is not in `engines`.
         """
         if not engines:
             return False
@@ -85,7 +85,7 @@ class AttachedEngines:
                 await _remove(client, name)
         for (name, url), engine in zip(wanted.items(), engines, strict=True):
             if (old := attached.get(name)) is not None and old.url in wanted.values():
-                usable = old.ok or not first  # an engine of an earlier training may have another model
+                usable = old.ok or not first  # a failed engine of an earlier training may have another model
                 if old.url == url and usable and not (renamed and old.model != engine["model"]):
                     continue
                 await _remove(client, name)

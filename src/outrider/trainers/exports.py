@@ -139,8 +139,8 @@ def tinker_datum(sample: Sample, *, advantage: float | Sequence[float]) -> dict[
     the row, or a list with a number for each id.
 
     `weights` are 1.0 for ids that train and 0.0 for others: the loss cross_entropy takes `weights` in place of
-    `logprobs` and `advantages`. For tinker's class, use `Datum(model_input=ModelInput.from_ints(made["model_input"]),
-    loss_fn_inputs=made["loss_fn_inputs"])`. Raises InvalidField for a sample without a reward, and for a sample that
+    `logprobs` and `advantages`. For tinker's class, use `Datum(model_input=ModelInput.from_ints(datum["model_input"]),
+    loss_fn_inputs=datum["loss_fn_inputs"])`. Raises InvalidField for a sample without a reward, and for a sample that
     begins with a trained id, because the model cannot predict an id without a prompt.
     """
     _reward(sample)

@@ -51,8 +51,8 @@ T = TypeVar("T")
 
 VARIABLE = "OUTRIDER_NEMO_GYM"
 RETRY_SECONDS = 30.0
-"""After its client has disconnected, a rollout continues, or its reply is kept, for this many seconds. NeMo Gym's
-client sends a request again half a second after its connection broke."""
+"""A rollout whose client has disconnected continues for this many seconds, and its reply is kept until then. NeMo Gym's
+client sends a request again half a second after the connection broke."""
 PARAMS = "responses_create_params"
 OTHER_NAMES = {"max_output_tokens": "max_tokens"}
 WITHOUT_EFFECT = {"input", "metadata", "model", "user", "store", "include", "parallel_tool_calls", "service_tier"}
@@ -61,7 +61,7 @@ does not change the tokens that an agent samples."""
 NEUTRAL = {"tool_choice": ("auto", "none"), "truncation": ("disabled",), "stream": (False,), "background": (False,)}
 """Fields of `responses_create_params` of which only the listed values are accepted. These values have no effect."""
 TEMPLATE = "chat_template_kwargs"
-"""Key of the chat template's variables in the metadata of a NeMo Gym row, and in its `extra_body`."""
+"""Key of the chat template's variables in the metadata of a NeMo Gym row, and in the metadata's `extra_body`."""
 ENGINE = {"nemo_rl": True, "logprobs_mode": "processed_logprobs"}
 """Options of the engine kind `openai` for NeMo RL's vLLM workers. NeMo RL 0.7 always uses this mode of
 log-probabilities. In later versions, the configuration of the workers sets the mode."""
@@ -117,9 +117,10 @@ class GymRollouts:
     async def run(self, body: bytes, left: Callable[[], Awaitable[object]]) -> dict[str, Any] | None:
         """Run the row in `body`, the JSON of a request to `/run`, and return NeMo Gym's reply.
 
-        `left()` returns when the client has left: then None is returned, and the rollout goes on for RETRY_SECONDS. An
-        equal request takes the rollout over. Equal requests whose clients wait are different rollouts, because a data
-        set may have a row twice. Raises InvalidField for a row that cannot be a task, and the session's error.
+        `left()` returns when the client has left. In this case `run` returns None, and the rollout goes on for
+        RETRY_SECONDS, during which an equal request takes the rollout over. Equal requests whose clients wait are
+        different rollouts, because a data set may have a row twice. Raises InvalidField for a row that cannot be a
+        task, and the session's error.
         """
         key = sha256(body).digest()
         if self._left.get(key):
@@ -210,9 +211,9 @@ class _LeftRollout:
 def reply_of(
     trajectory: Trajectory, row: Mapping[str, Any], settings: NemoGymSettings, *, rows_left_out: int
 ) -> dict[str, Any]:
-    """Return NeMo Gym's reply to the request `row` from its finished session. `rows_left_out` is the number of the
-    session's other rows that would train. Raises the session's error, and InvalidField for a session with several rows
-    that train, unless the setting `rows` is "main"."""
+    """Return NeMo Gym's reply to the request `row`, made from the finished session of the request. `rows_left_out` is
+    the number of the session's other rows that would train. Raises the session's error, and InvalidField for a session
+    with several rows that train, unless the setting `rows` is "main"."""
     if trajectory.error is not None:
         raise trajectory.error
     if len(trajectory.rows) > 1:

@@ -46,7 +46,7 @@ class OpenRLHFSettings(BridgeSettings):
     OpenRLHF's own vLLM engines; None if the service has its own engine.
 
     A call returns a single row. So with the default of `rows`, "all", a session in which several rows train is an
-    error; with "main", its other rows are left out and counted.
+    error; with "main", the session's other rows are left out and counted.
     """
 
     relay: Name | None = None
@@ -145,7 +145,7 @@ class EngineGenerate:
         asked = request.sampling
         if asked.constraint is not None:
             raise EngineRejected("OpenRLHF's engines do not support structured output")
-        fields = msgspec.structs.asdict(asked)  # the fields have the same names in vLLM's class
+        fields = msgspec.structs.asdict(asked)  # vLLM's class SamplingParams has fields of the same names
         del fields["constraint"]
         fields |= {"stop": list(asked.stop), "stop_token_ids": list(asked.stop_token_ids)}
         fields |= {"logit_bias": asked.logit_bias or None, "logprobs": 0}

@@ -26,7 +26,7 @@ class TrainerImage:
 
 def image_in_grid(data: bytes, grid: Grid | None, image_processor: Any, *, trainer: str, field: str) -> TrainerImage:
     """Decode an image, scale it to its grid, and make the trainer's inputs of it. Raises InvalidField for `field` if
-    the trainer's image processor divides the image in another way, and ServiceError for broken data."""
+    the trainer's image processor makes another grid of the image, and ServiceError for broken data."""
     from PIL.Image import Resampling
 
     from outrider.vision.pixels import UnreadableImage, decoded
@@ -52,9 +52,9 @@ def image_in_grid(data: bytes, grid: Grid | None, image_processor: Any, *, train
 
 
 def readable_end(row: TrainingRow, end: int, media_ids: frozenset[int]) -> int:
-    """Return the largest end of the row, `end` at most, before which each placeholder belongs to a whole image. Models
-    raise an error for other placeholders: a model may sample one, and a trainer's lengths may cut an image. Raises
-    InvalidField for an image without a span and a grid."""
+    """Return the position of the first placeholder before `end` that does not belong to a whole image, or `end` if
+    there is none. A model raises an error for such a placeholder. It is in a row if a model has sampled it, or if `end`
+    cuts an image. Raises InvalidField for an image without a span and a grid."""
     images = row.sample.images
     if any(image.span is None or image.grid is None for image in images):
         raise InvalidField(

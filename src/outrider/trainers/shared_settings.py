@@ -56,8 +56,8 @@ PLAIN_SAMPLING = {
     "repetition_penalty": 1.0,
 }
 """Sampling for trainers that compute importance weights only from the temperature and top_p (NeMo RL), or only from the
-temperature (prime-rl). The task may set these parameters, but an agent's own values must not apply. NeMo RL's servers
-also refuse a top_k."""
+temperature (prime-rl). The values have no effect on sampling. The task may set other values, but an agent's own values
+must not apply. NeMo RL's servers also refuse a top_k."""
 
 
 class BridgeSettings(Spec):
@@ -116,8 +116,8 @@ def read_settings(kind: type[S], given: Mapping[str, Any] | None, *, source: str
 
 
 def _check_task_fields(task: Mapping[str, Any], source: str) -> None:
-    """Raise InvalidField if the common part of the tasks has a field that no task has, at any depth. Its values are not
-    checked, because they may be placeholders and each row's own task may override them."""
+    """Raise InvalidField if the common part of the tasks has a field that no task has, at any depth. The values of the
+    fields are not checked, because they may be placeholders, and each row's own task may override them."""
     try:
         TaskSpec.model_validate(task)
     except ValidationError as error:
@@ -154,8 +154,8 @@ def checked_url(url: str, source: str) -> str:
 
 
 def plain(value: Any, *, without_none: bool = False) -> Any:
-    """Convert mappings and sequences of any kind, such as OmegaConf's and numpy's, to dicts and lists. `without_none`
-    leaves out the fields of mappings that are None."""
+    """Convert mappings and sequences of any kind, such as OmegaConf's and numpy's, to dicts and lists. With
+    `without_none`, fields that are None are left out."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):

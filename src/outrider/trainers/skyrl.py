@@ -46,8 +46,8 @@ class SkyRLSettings(BridgeSettings):
     number of finished training steps, before the first batch of each step.
 
     rewards: "row" for one number per row, or "token" for one number per response token, with the rewards of turns at
-    the turns' ends. The bridge cannot choose by the data of a batch, because SkyRL joins batches and all must have the
-    same kind.
+    the turns' ends. The bridge cannot choose by the data of a batch, because SkyRL joins batches, and joined batches
+    must have rewards of the same kind.
     """
 
     versions: Literal["engine", "step"] = "engine"
@@ -59,12 +59,12 @@ class OutriderGenerator:
     overridden by $OUTRIDER_SKYRL.
 
     With `step_wise_trajectories`, a trajectory has a row for each branch that trains, with the main conversation's row
-    last, and the trainer must have the mixin `LossPerRollout`. Otherwise a trajectory has only the main conversation's
-    row. The setting `rows` must then be "main", unless no trajectory has other rows that train: `generate` leaves rows
-    out only if the settings say so, and counts them. SkyRL cannot leave a trajectory out. So if a trajectory fails, all
-    trajectories of its instance are replaced by placeholders of one token, which do not train, as in SkyRL's own Harbor
-    example. In an evaluation, only the failed trajectories are replaced, with reward 0. The metric
-    `outrider/failed_trajectories` counts failed trajectories.
+    last, and the trainer must have the mixin `LossPerRollout`. Without this option, a trajectory has only the main
+    conversation's row. With the setting `rows="main"`, and in evaluations, `generate` leaves out and counts other rows
+    that train. In training with `rows="all"`, such a row is an error. SkyRL cannot leave a trajectory out. So if a
+    trajectory fails, all trajectories of its instance are replaced by placeholders of one token, which do not train, as
+    in SkyRL's own Harbor example. In an evaluation, only the failed trajectories are replaced, with reward 0. The
+    metric `outrider/failed_trajectories` counts failed trajectories.
     """
 
     def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:
@@ -288,11 +288,11 @@ class LossPerRollout:
     """A mixin for SkyRL's trainers. The mixin must be the first base class: `class Trainer(LossPerRollout,
     RayPPOTrainer)`.
 
-    The policy loss of a mini-batch becomes 1/R * sum_r 1/T_r * sum_t l_t, over its R rollouts that train and over the
-    T_r trained tokens t of all rows of rollout r. SkyRL's own reductions weigh rows or tokens, so a rollout with seven
-    rows would have seven times the weight. The mixin multiplies the advantages of each row by a positive number, which
-    PPO's clipping does not change. Raises InvalidField for a configuration in which the multiplication does not give
-    these weights.
+    The policy loss of a mini-batch becomes 1/R * sum_r 1/T_r * sum_t l_t, over the R rollouts that train in the
+    mini-batch, and over the T_r trained tokens t of all rows of rollout r. SkyRL's own reductions weigh rows or tokens,
+    so a rollout with seven rows would have seven times the weight. The mixin multiplies the advantages of each row by a
+    positive number, which PPO's clipping does not change. Raises InvalidField for a configuration in which the
+    multiplication does not give these weights.
     """
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:

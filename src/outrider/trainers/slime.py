@@ -123,8 +123,8 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """Return groups like `generate_rollout`. Groups that have not ended continue while slime trains, and are returned
-    for a later rollout. With `max_age`, a full batch still waits for the groups that would otherwise become too old,
-    and the number of groups at once is limited to those that slime can train on in time."""
+    for a later rollout. With `max_age`, a full batch still waits for running groups that would be too old for a later
+    batch, and no more groups run at once than slime can train on before they are too old."""
     bridge = _Bridge.of(args, data_source)
     if evaluation:
         return bridge.client.run(_evaluate(args, bridge.settings))
@@ -187,9 +187,9 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     A rollout counts once, however many samples it has, and a rollout with `remove_sample` does not count. (slime's own
     normalisation treats the batch as a single group unless the batch has exactly n samples for each prompt.) The
     standard deviation is the sample standard deviation, as in torch. If only one rollout of a group counts, the
-    normalised rewards of the group are 0. If all rollouts of a group have the same reward, the rewards that would be
-    divided by their standard deviation are also 0. Otherwise a row with a reward of its own would get a million times
-    the difference.
+    normalised rewards of the group are 0. They are also 0 if all rollouts of a group have the same reward and the
+    estimator divides by the standard deviation. (A row may have another reward than its rollout. A division by almost 0
+    would multiply the difference by a million.)
     """
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     if args.advantage_estimator not in NORMALISED or not args.rewards_normalization:
@@ -225,8 +225,8 @@ def close(data_source: Any) -> None:
 
 
 class _Bridge:
-    """The state between calls of the rollout functions: the client, the prompts and the sampler of
-    `generate_rollout_async` after its first call, and whether this bridge has paused the policy."""
+    """The state between calls of the rollout functions: the client, and whether this bridge has paused the policy.
+    After the first call of `generate_rollout_async`, `resident` has this function's prompts and sampler."""
 
     open_bridges: ClassVar[WeakKeyDictionary[Any, _Bridge]] = WeakKeyDictionary()
     """The bridges by data source. The bridges are in a class attribute, because slime imports a rollout function by
@@ -247,7 +247,7 @@ class _Bridge:
             settings = _settings(args, {**UNSUPPORTED, **OWN_LOOP_ONLY})
             _check_normalisation(args, settings)
             bridge = cls(settings)
-            try:  # this call raises an error for a wrong address or token, which otherwise appears only after minutes
+            try:  # a wrong address or token raises an error here, and not only after minutes
                 bridge.client.run(patiently(bridge.client.asynchronous.status, FIRST_PATIENCE))
             except OutriderError:
                 bridge.opened.close()
@@ -336,7 +336,8 @@ class _Prompts:
                 shown.append(seen)
         verdict = self._filter(args, shown)
         keep = bool(getattr(verdict, "keep", verdict))
-        # slime keeps a group with `keep_when_insufficient` if all surplus groups were already dropped.
+        # As in slime, a group with `keep_when_insufficient` is kept if the number of dropped groups has reached the
+        # number of groups that run beyond the batch size.
         if getattr(verdict, "keep_when_insufficient", False):
             keep = keep or sum(self.dropped.values()) >= _inflight(args) - args.rollout_batch_size
         if not keep:
@@ -395,7 +396,7 @@ def _train_output(args: Any, bridge: _Bridge, prompts: _Prompts, batch: Batch | 
                 versions += [version for row in trajectory.rows for version in row.trained_versions()]
             else:
                 # The session was not graded, or has no row to train on. The filter cannot detect the second case,
-                # because the filter gets groups without rows.
+                # because the groups that the filter gets have no rows.
                 log.warning("a sample of the rollout does not train: %s", trajectory.error.message)
                 errors.append(trajectory.error)
                 of_group.append([_removed(args, settings, sample, trajectory)])
@@ -425,8 +426,8 @@ def _train_output(args: Any, bridge: _Bridge, prompts: _Prompts, batch: Batch | 
 
 async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
     """Run all evaluation sets concurrently. Each session has the same seed in every evaluation. Failed sessions are
-    left out and counted. With `--log-passrate`, groups with a failed session are left out. Raises the first error of a
-    set of which nothing is left."""
+    left out and counted. With `--log-passrate`, groups with a failed session are left out. If no sample of a set is
+    left, raises the first error of the set."""
     main = settings.model_copy(update={"rows": "main"})
     data: dict[str, Any] = {}
     metrics: dict[str, Any] = {}
@@ -513,8 +514,9 @@ async def _read_images(
     args: Any, client: AsyncClient, trajectories: Sequence[Trajectory]
 ) -> tuple[list[Trajectory], dict[int, dict[str, Any]]]:
     """Return the trajectories, and the image inputs of slime's model for each row with images. The keys are Python's
-    `id(row)`. If any row has images, all rows end before a placeholder that belongs to no image, and a trajectory of
-    which nothing is left has an error. Raises InvalidField if the model's processor cannot read the images."""
+    `id(row)`. If any row has images, each row is cut before its first placeholder that belongs to no image, and a
+    trajectory without a row that still trains has an error. Raises InvalidField if the model's processor cannot read
+    the images."""
     rows = [row for trajectory in trajectories for row in trajectory.rows]
     if not any(row.sample.images for row in rows):
         return list(trajectories), {}
@@ -678,8 +680,8 @@ def _rollout_id(sample: SlimeSample) -> Any:
 
 
 def _settings(args: Any, unsupported: Mapping[str, str]) -> SlimeSettings:
-    """Read the settings. Raises InvalidField for wrong settings, and for an unsupported option of slime or a setting of
-    Polar's bridge that is set."""
+    """Read the settings. Raises InvalidField for wrong settings, and if an unsupported option of slime or a setting of
+    Polar's bridge is set."""
     refuse_polar_settings(args)
     for option, why in unsupported.items():
         if getattr(args, option, None):
@@ -717,8 +719,8 @@ def _check_normalisation(args: Any, settings: SlimeSettings) -> None:
 
 
 def _trainer() -> str:
-    """Return the name of the trainer's package, "slime" or "miles". Its process has imported its base types before it
-    calls a rollout function."""
+    """Return the name of the trainer's package, "slime" or "miles". A process of miles has imported miles' base types
+    before it calls a rollout function."""
     return "miles" if "miles.rollout.base_types" in sys.modules else "slime"
 
 

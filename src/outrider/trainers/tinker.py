@@ -158,9 +158,10 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # mypy does not c
         return False
 
     async def execute(self, env_group_builder: EnvGroupBuilder, policy: Any) -> RolloutResult:
-        """Run a group. Raises AllTrajectoriesFailedError, after which the cookbook skips the group, if sessions failed;
-        the session's own error after FAILED_IN_A_ROW such groups; InvalidField for a row that cannot be made into a
-        task; and ServiceError if the service cannot be reached."""
+        """Run a group. If fewer sessions than the setting `complete` requires can be trained on, raises
+        AllTrajectoriesFailedError, and the cookbook skips the group. The last of FAILED_IN_A_ROW such training groups
+        raises the first error of its sessions instead. Raises InvalidField for a row that cannot be made into a task,
+        and ServiceError if the service cannot be reached."""
         builder = env_group_builder
         if not isinstance(builder, TaskGroup):
             raise InvalidField(

@@ -128,8 +128,8 @@ class TinkerSampler:
         self._versions: WeakKeyDictionary[SamplingClient, int] = WeakKeyDictionary()
         self._groups: set[SampledGroup] = set()
         self._by_session: dict[str, SampledGroup] = {}
-        # Log-probabilities are raw in SkyRL's server. With the cookbook's default temperature of 1, they are also the
-        # log-probabilities of the sampling distribution.
+        # SkyRL's server of the Tinker API reports raw log-probabilities. With the cookbook's default temperature of 1,
+        # they are also the log-probabilities of the sampling distribution.
         self._engine = FunctionEngine(self._generate, logprob_kind=LogprobKind.RAW, version=version)
         self._thread = RelayThread(lambda: Worker(url, self._engine, engine=relay, token=token, name="tinker"))
         atexit.register(self._detach)
@@ -153,7 +153,7 @@ class TinkerSampler:
 
     @contextmanager
     def group(self, client: SamplingClient) -> Iterator[SampledGroup]:
-        """Sample the group that is submitted in the block with `client`. A client that was not seen before is a new
+        """Use `client` to sample the group that is submitted in the block. A client that was not used before is a new
         version."""
         with self._lock:
             if client not in self._versions:

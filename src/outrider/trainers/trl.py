@@ -82,8 +82,8 @@ REWARD_COLUMN = "outrider_reward"
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row for GRPOTrainer. The four lists after `prompt_ids` have equal length; `versions` is -1 where `mask` is 0.
-    `reward` is None for a session that was not graded. `images` are the images that the ids show. A row ends before a
-    placeholder that belongs to no image; `cut` is the number of trained tokens that are cut off there."""
+    `reward` is None for a session that was not graded. `images` are the images that the ids show. The row is cut before
+    its first placeholder that belongs to no image; `cut` is the number of trained tokens that are cut off."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -106,8 +106,8 @@ class StepStats(msgspec.Struct, kw_only=True):
     waited: the time for which the trainer waited for the batch, in seconds. For `held` of these seconds the batch was
         full, and waited for slow groups (`sampling.Batch`).
     left_out_rows, left_out_tokens: the number of rows that train but were left out, because the batch has one row for
-        each session, and the number of tokens that train in these rows, or in a row after the placeholder of an image
-        that the model itself has sampled.
+        each session, and the number of tokens that train in these rows. `left_out_tokens` also counts the tokens that
+        were cut off after a placeholder that belongs to no image (`BatchRow.cut`).
     empty_rows: the number of rows without a token that trains.
     errors: the number of sessions of the batch that failed.
     drift_tokens: the number of ids that an engine reported differently.
@@ -265,9 +265,9 @@ class Rollouts:
         """Return the rows of len(prompts) sessions, in the form that TRL expects from a `rollout_func`. The rows of a
         group are adjacent. The contents of `prompts` are not used.
 
-        Raises InvalidField if the trainer's configuration would make it train on other data, or if rows would be left
-        out that the arguments do not allow to leave out, and ServiceError if there are too few tasks or the service
-        cannot be reached.
+        Raises InvalidField if the trainer's configuration would make it train on other data, or if `rows` is "all" and
+        a session of a training batch has more than one row that trains, and ServiceError if there are too few tasks or
+        the service cannot be reached.
         """
         _check_trainer(trainer)
         training = bool(trainer.model.training)
@@ -606,7 +606,8 @@ class AsyncLossPerRollout:
 
 def _weighed(collate: Callable[[Any], Any], examples: Sequence[Any]) -> Any:
     """Collate a micro-batch of TRL's packed rows, with weighed advantages. TRL divides the micro-batch's sum over
-    tokens by its number of trained tokens. The advantages of another worker's rows are left as they are."""
+    tokens by its number of trained tokens. If the rows are not from `RolloutWorker`, their advantages are left
+    unchanged."""
     samples = [sample for packed in examples[0] for sample in packed.samples]
     if not all(isinstance(sample["advantage"], RowAdvantage) for sample in samples):
         return collate(examples)
@@ -619,7 +620,7 @@ def _weighed(collate: Callable[[Any], Any], examples: Sequence[Any]) -> Any:
 
 class RolloutWorker:
     """The `rollout_worker` of an AsyncGRPOTrainer (RolloutWorkerProtocol), with `ServiceWeights` as `weight_transfer`.
-    The trainer must have the mixin `AsyncLossPerRollout`; `start` refuses another one.
+    The trainer must have the mixin `AsyncLossPerRollout`; otherwise `start` raises an error.
 
     A `DynamicSampler` keeps `inflight` groups of `n` sessions running. Every row that trains is put into
     `rollout_buffer`, with the advantage of its session; `advantages` selects how advantages are computed. While the
@@ -627,8 +628,8 @@ class RolloutWorker:
     installed TRL has no place for a rollout worker.
 
     `groups_per_version` is the number of groups that the trainer trains on between two updates of the weights: the
-    groups in a batch of its optimizer, times `weight_sync_steps`. `max_age` is the trainer's max_staleness. So the
-    sampler submits no more groups than the trainer can use before it would drop their rows as too old.
+    groups in a batch of its optimizer, times `weight_sync_steps`. `max_age` is the trainer's max_staleness. The sampler
+    uses both numbers to submit no more groups than the trainer can use before their rows are too old.
     """
 
     def __init__(
@@ -771,8 +772,8 @@ class RolloutWorker:
         worth = group_advantages(list(rewards.values()), self._advantages)
         advantages = dict(zip(rewards, worth, strict=True))
         spread = pstdev(rewards.values())
-        # A row with a reward of its own is compared with the rewards of the group's rollouts, like the reward of its
-        # rollout.
+        # A row may have another reward than its rollout. The row's advantage then compares the row's reward with the
+        # rewards of the group's rollouts.
         per_reward = 1.0 if self._advantages != "grpo" else 1.0 / (spread + 1e-4) if spread else 0.0
         for trajectory in trajectories:
             tokens = sum(sum(row.mask) for row in trajectory.rows)
@@ -830,7 +831,8 @@ class GroupRows(msgspec.Struct, frozen=True):
 
 
 def placeholders_of(processor: Any) -> frozenset[int]:
-    """Return the id of the placeholder of images, if the trainer's `processing_class` makes pixel values of images."""
+    """Return a set with the id of the placeholder of images, or an empty set if the trainer's `processing_class` makes
+    no pixel values."""
     makes = hasattr(processor, "image_processor") and hasattr(processor, "image_token_id")
     return frozenset({int(processor.image_token_id)}) if makes else frozenset()
 
@@ -854,9 +856,9 @@ def rows_of(group: GroupView, placeholders: frozenset[int] = frozenset()) -> Gro
 
 
 def _batch_row(trajectory: Trajectory, other: TrainingRow, placeholders: frozenset[int]) -> BatchRow:
-    """Return the first row of a session, up to a placeholder that belongs to no image: a model raises an error for such
-    a placeholder, and may have sampled it itself. For a session without rows, and for a row that then has no token to
-    train on, returns a row that does not train, with the prompt of `other`."""
+    """Return the first row of a session. The row ends before the first placeholder that belongs to no image, because
+    models raise an error for such a placeholder, which a model may have sampled. If the session has no row, or the row
+    has no token to train on before its new end, returns a row that does not train, with the prompt of `other`."""
     row = trajectory.rows[0] if trajectory.rows else None
     cut = 0
     if row is not None:
@@ -974,7 +976,7 @@ def _counting_from_first_token(model: Callable[..., Any]) -> Callable[..., Any]:
     TRL pads prompts on the left, and its positions count the padding. Rotary positions are relative, but their angles
     are rounded to float32. So where attention is sharp, a shift by a few positions changes a log-probability by up to
     8e-5. A model with images makes the positions of rows with images itself, from the first token on. For rows without
-    images it is given no empty pixel values, which its image encoder cannot read.
+    images, empty pixel values are left out, because the model's image encoder cannot read them.
     """
 
     def call(**inputs: Any) -> Any:

@@ -46,8 +46,8 @@ STOPS = {
 
 class VerifiersSettings(BridgeSettings):
     """The settings of all bridges, and the following. rows: "all" makes a path for each row that trains, "main" only
-    for the main conversation's row. engines: "service" for the engines that the service has; "client" attaches the
-    server that verifiers' client names to the service, as an engine of the kind `engine_kind` with `engine_options`."""
+    for the main conversation's row. engines: "service" for the engines that the service has; with "client", the server
+    in verifiers' client becomes an engine of the service, of the kind `engine_kind` with `engine_options`."""
 
     engines: Literal["service", "client"] = "service"
     engine_kind: Literal["vllm", "sglang", "openai"] = "vllm"
@@ -157,9 +157,9 @@ class VerifiersRollouts:
     async def _attach(self, client: AsyncClient, server: ModelServer, *, salted: bool) -> None:
         """Attach the server that verifiers' client names.
 
-        A request with a salt comes from prime-rl and is for its policy. From some version on the policy has the name of
-        a LoRA adapter, and a new name replaces the earlier names for good. Raises InvalidField for any other second
-        server or model, because all sessions of a service use all its engines.
+        A request with a salt comes from prime-rl and is for prime-rl's policy. If prime-rl trains a LoRA adapter, the
+        policy is renamed to the adapter at some version. A new name replaces the earlier names for good. Raises
+        InvalidField for any other second server or model, because all sessions of a service use all its engines.
         """
         known = self._attached = self._attached or server
         renamed = server.model != known.model
@@ -184,9 +184,10 @@ class VerifiersRollouts:
             self._attached = server
 
     async def _name_version(self, client: AsyncClient, salt: Any) -> None:
-        """Give the service the policy version in prime-rl's cache salt, if the service has an older one. The service
-        then keeps keys and values of older weights apart. An engine that was just attached gets the policy's version in
-        any case. Otherwise the service would treat the engine as outdated. A paused policy stays paused."""
+        """Give the service the policy version in prime-rl's cache salt, if the service has an older version. The
+        service then keeps keys and values of older weights apart. After an engine was attached, the service gets a
+        version even if the version does not change, because the service would treat the engine as outdated. Does
+        nothing while the policy is paused."""
         named = int(salt) if isinstance(salt, str) and salt.isascii() and salt.isdecimal() else -1
         async with self._naming:
             if named <= self._version and not self._unnamed:
@@ -201,7 +202,8 @@ class VerifiersRollouts:
 
 
 def _check(trajectory: Trajectory, *, trains: bool) -> None:
-    """Raise the session's error. For an evaluation, a session needs only a grade and no tokens."""
+    """Raise the session's error, if it has one. In an evaluation, a graded session without tokens to train on is no
+    error. Raises InvalidField for rows with different rewards."""
     result = trajectory.session.result
     graded = result is not None and result.error is None and result.verdict is not None
     if trajectory.error is not None and (trains or not graded):
@@ -280,9 +282,9 @@ def parts_of(
 
 
 def _add_row(nodes: list[dict[str, Any]], places: dict[int, int], row: TrainingRow, chat: ChatRow) -> None:
-    """Add the path of a row. The ids before a reply are in the node of the first message before the reply, because a
-    row does not record which id belongs to which of the messages. `places` gets an entry for each turn of the row: the
-    turn's number, and the index of the turn's node."""
+    """Add the path of a row. The messages between two replies have a node each. The first of these nodes has all ids
+    between the replies, because a row does not record which id belongs to which message. `places` gets an entry for
+    each turn of the row: the turn's number, and the index of the turn's node."""
     parent: int | None = None
     first = len(nodes)
     at = 0

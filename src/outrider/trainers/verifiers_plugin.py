@@ -157,9 +157,9 @@ class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc]
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-# The runtime is the local one, in which nothing runs: verifiers' default is a remote sandbox. The harness's name is set
-# in a copy, because the validation of the configuration would import the module of that name, which imports this
-# module.
+# The configuration names the local runtime, in which nothing runs, because verifiers' default is a remote sandbox. The
+# harness is set by `model_copy`, which does not validate. The validation would import the module that the harness's id
+# names. That module imports this one.
 _AGENT = vf.AgentConfig(runtime=vf.SubprocessConfig()).model_copy(update={"harness": OutriderHarnessConfig(id=ID)})
 
 
@@ -236,8 +236,8 @@ def _server(ctx: Any) -> ModelServer:
 
 
 def _max_turns(agent: Any) -> int | None:
-    """Return the agent's limit of turns. Raises InvalidField for other limits, because sessions have limits of their
-    own."""
+    """Return the agent's limit of turns. Raises InvalidField if another limit is set, because sessions have limits of
+    their own."""
     for name in ("max_input_tokens", "max_total_tokens", "max_output_tokens"):
         if getattr(agent, name) is not None:
             raise InvalidField(

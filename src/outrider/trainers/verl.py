@@ -158,8 +158,8 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
         await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": status})
 
     async def _roll_out(self, prompt: dict[str, Any], sampling: dict[str, Any], validate: bool) -> None:
-        """Run the group and store its rows. Raises the first session's error if the group fails, by the setting
-        `complete`; no row of the group is then stored."""
+        """Run the group and store its rows. If too many sessions fail for the setting `complete`, raises the first
+        error of a session and stores no row."""
         settings = settings_of(self.config)
         rollout = self.config.actor_rollout_ref.rollout
         prompt.pop("agent_name", None)  # removed, because this worker uses no named agent loop
@@ -182,7 +182,8 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
         for number, rows in outputs.items():
             await self._agent_loop_postprocess(rows, validate, session_id=number, **prompt)
             if not validate and self.config.algorithm.adv_estimator in ESTIMATORS:
-                # The trainer passes this column to the estimator, and nothing else that identifies a session.
+                # The column `uid` is the only column that the trainer passes to the estimator and that can identify a
+                # session.
                 keys = [f"{prompt['uid']}_{number}_{row}" for row in range(len(rows))]
                 fields = list_of_dict_to_tensordict([{"uid": key} for key in keys])
                 await tq.async_kv_batch_put(keys=keys, partition_id="train", fields=fields)
@@ -254,7 +255,8 @@ async def outputs_of(
     for fields in found:
         if images := fields.pop("images"):
             pictures = await pictures_of(settings, images, processor)
-            # The processor's own settings count, because the model has read the images with them.
+            # The empty dictionary leaves the processor's settings unchanged. The model has read the images with these
+            # settings.
             fields |= {"multi_modal_data": {"images": pictures}, "mm_processor_kwargs": {}}
     seconds = {"generate_sequences": trajectory.seconds, "compute_score": trajectory.result.seconds.eval}
     return [RowOutput(**fields, metrics=AgentLoopMetrics(**seconds)) for fields in found]
@@ -262,7 +264,8 @@ async def outputs_of(
 
 async def pictures_of(settings: VerlSettings, images: Sequence[SampleImage], processor: Any) -> list[Any]:
     """Return the images of a row as Pillow's images, in the size in which the engine has read them. verl's processor
-    makes the pixel values from them. Raises InvalidField if the processor divides an image in another way."""
+    makes the pixel values from them. Raises InvalidField if the processor makes another grid of an image than the
+    engine."""
     settings = await with_address(settings)
     async with shared_client(settings.url, settings.token) as shared:
         files = {
@@ -352,7 +355,7 @@ def _verl_sampling(sampling: SamplingParams, backend: str) -> dict[str, Any]:
     has them. Raises EngineRejected for a constraint."""
     if sampling.constraint is not None:
         raise EngineRejected("verl's servers do not support structured output")
-    # the fields have the same names in vLLM's class
+    # vLLM's class SamplingParams has fields of the same names
     fields = {**msgspec.structs.asdict(sampling), "stop": list(sampling.stop)}
     fields["stop_token_ids"] = list(sampling.stop_token_ids)
     del fields["max_tokens"]
@@ -371,8 +374,8 @@ class RelayActor:
         self._relay.attach()
 
     def attach(self) -> None:
-        """Attach the servers unless they are attached already. They are detached once the worker has ended, for
-        example. Returns when the service has accepted the worker. Raises the errors of `Worker.in_thread`."""
+        """Attach the servers unless they are attached. For example, they are no longer attached after the worker has
+        ended. Returns when the service has accepted the worker. Raises the errors of `Worker.in_thread`."""
         self._relay.attach()
 
 

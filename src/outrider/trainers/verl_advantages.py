@@ -109,9 +109,9 @@ def check_loop(settings: VerlSettings) -> None:
 
 def _advantages(scores: Any, keys: Sequence[tuple[str, str, int] | None], config: Any) -> Any:
     """Return the advantage of each row: its reward minus the mean of its group's rollouts, divided by their standard
-    deviation unless `norm_adv_by_std_in_grpo` is false. The reward of a rollout is the reward of its main row. If the
-    advantages are to be divided and all rollouts have the same reward, the advantages are 0; otherwise a row with a
-    reward of its own would get a million times the difference."""
+    deviation unless `norm_adv_by_std_in_grpo` is false. The reward of a rollout is the reward of its main row. If
+    advantages are divided and all rollouts of a group have the same reward, the group's advantages are 0. (A row may
+    have another reward than its rollout. A division by almost 0 would multiply the difference by a million.)"""
     main: dict[str, dict[str, tuple[int, int]]] = {}
     for place, key in enumerate(keys):
         if key is not None:

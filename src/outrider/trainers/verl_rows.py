@@ -44,8 +44,8 @@ class VerlSettings(BridgeSettings):
 class Terms:
     """verl's requirements for a rollout: `rollout.prompt_length` and `.response_length` in tokens, whether
     log-probabilities are required (`.calculate_log_probs`), and verl's sampling parameters. `media_ids` are the
-    placeholders of images and videos of the model's processor; empty if verl has no processor, and then rows with
-    images are refused."""
+    placeholders of images and videos of the model's processor. If verl has no processor, `media_ids` is empty, and rows
+    with images are refused."""
 
     prompt_length: int
     response_length: int

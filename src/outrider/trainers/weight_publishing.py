@@ -83,9 +83,8 @@ class PolicyWeights:
         self._stack.close()
 
     def begin_above(self, version: int) -> None:
-        """Publish only versions above `version` from now on, whatever version the service has. Needed by a trainer that
-        continues from a checkpoint: the trainer has tokens of this version, but the service may be new and start at a
-        lower version."""
+        """Publish only versions above `version` from now on, whatever version the service has. A trainer that continues
+        from a checkpoint passes the checkpoint's version, because a new service starts at a lower version."""
         self.version = max(self.version, version)
 
     def publish(self, parameters: Iterable[tuple[str, Tensor]]) -> int:

@@ -1,9 +1,8 @@
 """Decodes an image and divides it into the patches of a model of the Qwen-VL families.
 
-The module needs Pillow (the extra `images`). The results equal those of the image processor in
-`transformers` (a test compares them). Transparent pixels are shown on white, and an image is turned as its EXIF
-orientation says, as vLLM shows them. Invariant: `pixels_of` returns patches whose grid follows from the size of the
-turned image by `ImageSettings.size_of`.
+The module needs Pillow (the extra `images`). The results equal those of the image processor in `transformers` (a test
+compares them). As in vLLM, transparent pixels become white, and an image is turned by its EXIF orientation. Invariant:
+`pixels_of` returns patches whose grid follows from the size of the turned image by `ImageSettings.size_of`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ each.
 Image decoders and PDFium are native code that reads an agent's bytes. So the process is confined like a check of an
 answer: it can read Python's files, and cannot write a file, open a socket, start a program or send a signal; its memory
 is limited. The kernel kills the process with SIGPROF if an image or a document takes more than its maximum processor
-time. `messages.py` has the messages. Invariant: the process ends when its
-standard input ends, so it also ends when its parent process is killed.
+time. `messages.py` has the messages. Invariant: the process ends when its standard input ends, and so also when its
+parent process is killed.
 """
 
 from __future__ import annotations

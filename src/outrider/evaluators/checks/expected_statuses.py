@@ -30,7 +30,8 @@ def name_of_test(test: str) -> str:
 
 def statuses_of(log: str) -> dict[str, str]:
     """Return the statuses of the tests in pytest's summary. The last status of a name counts, because tests of several
-    files may have one name. A test of one file that passes and fails has the status CONTRADICTED."""
+    files may have one name. If the summary lists the same test of the same file as passed and as failed, its status is
+    CONTRADICTED."""
     _, found, summary = COLOUR.sub("", log).partition(SUMMARY)
     statuses: dict[str, str] = {}
     decided: dict[str, str] = {}

@@ -70,10 +70,10 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
 
     With `answer`, the result has the `equal` gold or None, the text `found` in the answer, and `calculates`.
     `calculates` is true if the answer is an unevaluated calculation and no gold is one. (Otherwise an answer that
-    repeats the integral in the question would equal the gold.) If `whole` is true, the text is only the answer, and the
-    text `after` may have its unit; otherwise the answer is extracted from the text. `relative_tolerance` is the
-    greatest relative difference of equal numbers. Without `answer` the result has the number of the first `unusable`
-    gold, or None, and the reason `why`."""
+    repeats the integral in the question would equal the gold.) If `whole` is true, `answer` is only the answer, and the
+    text `after` may begin with its unit. If `whole` is false, `answer` is a reply, from which the answer is extracted.
+    `relative_tolerance` is the greatest relative difference of equal numbers. Without `answer` the result has the
+    number of the first `unusable` gold, or None, and the reason `why`."""
     golds = [(gold, read(gold)) for gold in request["golds"]]
     tolerance = request.get("relative_tolerance")
     if "answer" not in request:
@@ -139,7 +139,7 @@ def _equal(gold: str, value: Value, answer: str, tolerance: float | None) -> boo
         if isinstance(value, Several) and isinstance(given, Quantity | Several):
             return compare.same(value, read(answer, merge=False))
     except Exception:
-        # sympy raises any type of exception. The answer is the cause, because each gold answer has been compared with
-        # itself and with another answer.
+        # sympy raises any type of exception. The answer is the cause, because the check of the task has compared each
+        # gold answer with itself.
         return False
     return False

@@ -1,7 +1,7 @@
 """Compares two values of math_reading.py: the gold answer determines the required kind of the other value.
 
-Invariants: without a tolerance, only equal values are equal, and decimals are exact; a comparison is no wider than the
-table of docs/evaluators/math.md.
+Invariants: without a tolerance, only equal values are equal, and decimals are exact; a comparison accepts no more than
+the table in docs/evaluators/math.md.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class Comparison:
             return False
 
     def _vanishes(self, difference: Expr, symbols: list[Symbol], scale: Expr) -> bool:
-        """Return True if the expression is 0 at some random points. The gold answer is the seed of the points, so an
+        """Return True if the expression is 0 at POINTS random points. The gold answer is the seed of the points, so an
         agent cannot predict them."""
         agreed = 0
         for attempt in range(TRIES):

@@ -487,7 +487,8 @@ class _Reader:
         return Words(text)
 
     def _equal(self, text: str, sides: list[str], signs: list[str], depth: int) -> Value:
-        """Read a chain of equal sides. The value is assigned if the first side (or the last of two) is a name."""
+        """Read a chain of equal sides. If the first side is a name, or if the second of two sides is a name, the chain
+        assigns a value to this name."""
         name = _name(sides[0])
         if name is None and len(sides) == 2 and _name(sides[1]) is not None:
             sides.reverse()
@@ -812,8 +813,8 @@ def _interval(items: tuple[Value, ...], kind: str) -> Region | None:
 
 
 def _as_region(item: Value | None) -> Region | None:
-    """Return the set of real numbers for which the value stands or may stand. Returns None for a value without such a
-    set."""
+    """Return the set of real numbers that the value is or may be: `(1, 2)` may be an interval. Returns None for any
+    other value."""
     if isinstance(item, Region):
         return item
     if isinstance(item, Coordinates) and item.bracket in "([":

@@ -86,7 +86,8 @@ EVERYWHERE = re.compile(
           | "?\s*for\ (?:all\ |any\ |every\ )?integers?\s*"?\s*([kmn]) )\s*"?\)?$""",
     re.VERBOSE | re.DOTALL,
 )
-"""Matches a condition after an answer that all real numbers or all integers fulfil: `f(x) = x` for all *x*."""
+"""Matches a condition after an answer, if all real numbers or all integers fulfil the condition: `f(x) = x` for all
+*x*."""
 SPACED_THOUSANDS = re.compile(r"(?<![\d.,])(?<![\d.,] )([1-9]\d{0,2})((?: \d{3})+)(?! ?[\d/])")
 OPEN, CLOSE = "([{", ")]}"
 MAX_JOINED = 16
@@ -153,7 +154,8 @@ def _unwrapped(text: str) -> str:
 
 
 def closing(text: str, start: int) -> int:
-    """Return the position of the bracket that closes the bracket at `start`, or -1. `(` and `[` close each other."""
+    """Return the position of the bracket that closes the bracket at `start`, or -1. The bracket may be of another kind,
+    as in the interval `(0, 1]`."""
     depth = 0
     for at in range(start, len(text)):
         if text[at] in OPEN:
@@ -224,7 +226,7 @@ UNSURE = re.compile(
     r"(?:n['\u2019]t|\b(?:not|or|nor|than|least|most|exceeds?)|[<>≤≥])[\s$*]+-?[\d.,]+\W*$|^[\s$*]*\d+%\d",
     re.IGNORECASE,
 )
-"""Matches the end of a sentence whose last number is not its answer: `41 or 42`, `at least 42`."""
+"""Matches the end of a sentence if the last number of the sentence is not an answer: `41 or 42`, `at least 42`."""
 BETWEEN = re.compile(
     r"[\s$,;]|\\[()\[\]]|\\quad|\\text\s*\{|\}|\b(?:and|or|perhaps|maybe|possibly|else)\b|[a-zA-Z](?:_\d)?\s*="
 )
@@ -232,7 +234,7 @@ NAME = re.compile(r"([a-zA-Z])\s*=\s*$")
 
 
 def candidates(reply: str) -> list[str]:
-    """Return the texts in a reply without a mark that may be its answer, the likeliest first."""
+    """Return the texts that may be the answer in a reply without a mark, the likeliest first."""
     reply = HOPE.sub("", reply.strip())
     found = []
     said = [match.end() for match in SAID.finditer(reply)]
@@ -266,7 +268,7 @@ def candidates(reply: str) -> list[str]:
 
 
 def unsure(sentence: str) -> bool:
-    """Return True if the last number of a sentence is not its answer."""
+    """Return True if the last number of a sentence is not an answer."""
     return UNSURE.search(sentence) is not None
 
 

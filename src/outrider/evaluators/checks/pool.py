@@ -218,7 +218,7 @@ class Checks:
                     raise ConnectionError("it says too much")
             return said
         finally:
-            writer.transport.abort()  # hangs up at once: then the zygote kills a check that still runs
+            writer.transport.abort()  # this call hangs up at once, so the zygote kills a check that still runs
 
     async def _spawn(self) -> tuple[Child, socket.socket]:
         await shielded(self._await_deaths)

@@ -2,9 +2,9 @@
 
 A fork takes milliseconds and has the library loaded. Each check has its own fork: no check sees data of another check,
 and a hanging check is killed without affecting other checks. The process is started by `python -I -S -c` with one end
-of a socket as standard input. The process itself reads no request: only the fork does. Invariants: the process has one
-thread; a check whose connection is hung up is killed; after a check has exited, this process writes the last line on
-the check's connection, unless the caller has left earlier output unread or this process is ending; when the control
+of a socket as standard input. The process itself never reads an answer: only the fork does. Invariants: the process has
+one thread; a check whose connection is hung up is killed; after a check has exited, this process writes the last line
+on the check's connection, unless the caller has left earlier output unread or this process is ending; when the control
 socket ends, or this process exits, every check is killed.
 
 A request is one message, `LIMITS`, with one descriptor: the check's connection. From this connection, the check reads a

@@ -58,8 +58,8 @@ class WrongAnswer(Exception):
 
 
 class CodeEvaluator:
-    """Grades a program (see `CodeOptions`). The verdict's metrics are `passed` and `cases`. A check counts as one case,
-    and then the metric `calls` is the number of times that the check called the candidate."""
+    """Grades a program (see `CodeOptions`). The verdict's metrics are `passed` and `cases`. A check counts as one case.
+    For a check, the metric `calls` is the number of times that the check called the candidate."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = options = read_options(CodeOptions, spec)
@@ -67,7 +67,7 @@ class CodeEvaluator:
         """Number of cases. The cases themselves are built again for each evaluation, because parsed cases need ten
         times the memory of their text."""
         self._seconds = options.total_seconds or spec.seconds * 0.75
-        if self._seconds >= spec.seconds:  # a slow candidate would then cause an error instead of reward 0
+        if self._seconds >= spec.seconds:  # with this limit, a slow candidate would cause an error instead of reward 0
             raise InvalidField(
                 f"must be below task.evaluator.seconds, which is {spec.seconds:g}",
                 field="task.evaluator.options.total_seconds",
@@ -247,8 +247,8 @@ class CandidateProgram:
 
 @asynccontextmanager
 async def place_of_reply(outcome: Outcome) -> AsyncIterator[Runtime]:
-    """Yield the sandbox for a program of the last reply: a new one with small limits. Where the task carries or
-    prepares files, which the program may need, the sandbox is the outcome's."""
+    """Yield the sandbox for a program of the last reply. This is a new sandbox with small limits, or the outcome's
+    sandbox if the task carries or prepares files, because the program may need them."""
     if outcome.task.evaluator.carry is not None or outcome.task.runtime.prepare:
         yield outcome.runtime
         return

@@ -109,8 +109,9 @@ def run_call() -> None:
 class Checker:
     """Runs `check(candidate)` of a test in a thread, and passes each call of the candidate to the service.
 
-    `step` prints the next event as one line of JSON after MARK: a `call`, whose result in the form of `run_call` is the
-    argument of the next `step(answer)`; or the end: `passed`, `failed`, or `broken` if the test is at fault.
+    `step` prints the next event as one line of JSON after MARK. The event is a `call`, or the end of the check:
+    `passed`, `failed`, or `broken` if the test is at fault. The result of a call, in the form of `run_call`, is the
+    argument of the next `step`.
     """
 
     def __init__(self, prompt: str, name: str, test: str) -> None:

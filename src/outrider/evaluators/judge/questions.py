@@ -52,7 +52,8 @@ class JudgeOptions(Spec):
     name of a frozen model.
 
     by: `reference`: is the answer as right as the `reference`? `rubric`: which of the `criteria` does the answer meet?
-        `pairwise`: is the answer better than the `reference`? Each vote puts the pairwise question in both orders.
+        `pairwise`: is the answer better than the `reference`? Each vote has a pairwise question for each order of the
+        two answers.
     template: replaces the built-in question. {instruction}, {reference}, {criteria}, {answer}, and in pairwise judging
         {first} and {second}, are filled in.
     votes: number of repetitions of a question. combine: `majority` needs more than half of the votes, `mean` is their

@@ -60,7 +60,7 @@ class SwebenchEvaluator:
                 hint='such as carry = ["src"], or carry = { diff = "." }; never a folder of programs',
             )
         self._seconds = options.test_seconds or spec.seconds * SHARE_OF_TIME
-        if self._seconds >= spec.seconds:  # a slow candidate would then cause an error instead of reward 0
+        if self._seconds >= spec.seconds:  # with this limit, a slow candidate would cause an error instead of reward 0
             raise InvalidField(
                 f"must be below task.evaluator.seconds, which is {spec.seconds:g}",
                 field="task.evaluator.options.test_seconds",
@@ -77,8 +77,9 @@ class SwebenchEvaluator:
             raise InvalidField(f"{answer['unusable']} ({LIBRARY})", field=f"task.evaluator.options.{answer['field']}")
 
     def decide(self, outcome: Outcome) -> Verdict | None:
-        """Return reward 0 for an empty patch, as swebench's own harness does: the tests that must pass now fail without
-        a change. No test runs, so the verdict has no metric of the tests that pass already."""
+        """Return reward 0 for an empty patch, as swebench's own harness does: without a change, the tests in
+        `fail_to_pass` fail. No test runs, so the verdict does not have the number of passing tests in
+        `pass_to_pass`."""
         if outcome.patch != b"" or self._options.test_empty_patch or self._options.expected is not None:
             return None
         metrics = {
@@ -144,7 +145,7 @@ class SwebenchEvaluator:
         )
 
     async def _restore(self, untouched: Runtime, runtime: Runtime, folder: Path) -> None:
-        """Restore the files in `runtime` that influence tests from the untouched sandbox."""
+        """Replace the files in `runtime` that influence tests by the files of the sandbox `untouched`."""
         options, found = self._options, set[str]()
         # pytest loads a compiled file if the file records the right time and size of its source. So an agent could
         # leave its own code as the compiled form of the restored conftest.py.

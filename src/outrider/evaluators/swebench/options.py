@@ -73,9 +73,9 @@ class SwebenchOptions(Spec):
     folders of the tests. The parser is `log_parser` (5.x), or the parser of `repo` (4.x). `pytest`: whether the tests
     run in pytest; by default the parser decides. `restored`: paths below `folder` to restore to their state before the
     agent, besides the files of the test patch; by default the result of `restored_paths`. `expected`: the status that
-    each test must have, as in rows of R2E-Gym; the lists of tests then only name them. `test_empty_patch`: whether the
-    tests run for an agent that changed nothing. By default, such an agent earns 0 without a run, unless `expected` is
-    set.
+    each test must have, as in rows of R2E-Gym; with `expected`, the lists of tests only name the tests.
+    `test_empty_patch`: whether the tests run for an agent that changed nothing. By default, such an agent earns 0
+    without a run, unless `expected` is set.
     """
 
     instance_id: Test

@@ -150,8 +150,8 @@ class Guard:
 
     def _added(self, config: Any, items: Any) -> Any:
         """Yield the objects that may have been added to the run after pytest imported the tests, each with a name."""
-        # New plugins are expected if a module of tests names plugins of the repository. The module with the canaries is
-        # not searched, because it also contains the word.
+        # New plugins are expected if a module of tests names plugins of the repository. This module, which has the
+        # canaries, is not searched, because its text contains `pytest_plugins`.
         texts = [text for file, text in self._texts.items() if os.path.basename(file) != os.path.basename(__file__)]
         if self._plugins is not None and not any(b"pytest_plugins" in (text or b"") for text in texts):
             for plugin in config.pluginmanager.get_plugins() - self._plugins:
@@ -187,8 +187,8 @@ def code_of(value: Any) -> Any:
 
 
 def files_of(value: Any) -> Any:
-    """Return the existing files with the code of a value. For a function, this is its own code; for any other value,
-    the code of its class."""
+    """Return the existing files with the code of a value. The code of a function is its own code. The code of any other
+    value is the code of the value's class."""
     if isinstance(value, functools.partial):
         value = value.func
     if isinstance(value, property):
@@ -342,8 +342,8 @@ def excused_by(error: Any, item: Any) -> Any:
 
 
 def names_an_excuse(code: types.CodeType) -> bool:
-    """Return whether code uses a name such as `skip`. Code that uses no such name has called an object that excuses the
-    test."""
+    """Return whether code uses a name such as `skip`. Code without such a name did not excuse the test itself, but
+    called an object that did."""
     names = (*code.co_names, *code.co_varnames, *code.co_freevars)
     return any(word in name.lower() for name in names for word in NAMES_OF_EXCUSES)
 

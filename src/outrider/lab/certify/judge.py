@@ -48,9 +48,9 @@ class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
     tried, or a remark. `turns` is the number of model calls. `forks` counts, by cause, how often the harness sent a
     changed history. `branches` counts the branches of each kind; `labels` are the labels of the branches. `streamed` is
     true if the program requests streamed replies. `ignored` counts turns, by the part of their request that had no
-    effect. `tools` has the outcome of each tool of the trial that looks for a tool that starts a sub-agent. `found` is
-    what the rows `image` and `sub-agent` establish about the program; None if the row does not hold, and for other
-    rows. `log_tail` is the end of the program's output, if the row does not hold.
+    effect. `tools` has the outcomes of a `SubagentTrial`, by tool. `found` is what the rows `image` and `sub-agent`
+    establish about the program; None if the row does not hold, and for other rows. `log_tail` is the end of the
+    program's output, if the row does not hold.
     """
 
     row: str

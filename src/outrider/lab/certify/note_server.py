@@ -9,7 +9,8 @@ import time
 from typing import Any
 
 START_SECONDS = 3
-"""Seconds until the server answers, as if the machine were busy. Some programs do not wait for their servers."""
+"""Seconds for which the server waits before it answers, to imitate a busy machine: some programs do not wait for their
+MCP servers."""
 TOOL: Any = {
     "name": "leave_note",
     "description": "Leaves a note for the user.",

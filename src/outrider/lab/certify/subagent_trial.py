@@ -1,4 +1,4 @@
-"""Finds the tool that starts a sub-agent by calling tools. In a trial session the scripted model calls one tool after
+"""Calls tools to find the tool that starts a sub-agent. In a trial session the scripted model calls one tool after
 another, with a random mark in each free text. A tool starts a sub-agent if a new conversation begins with a mark from
 the tool's call and continues after a tool call of its own, and the calling conversation continues as well. So a summary
 that replaces a conversation does not count as a sub-agent, and neither does a single question with the text.

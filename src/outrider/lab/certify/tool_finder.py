@@ -203,8 +203,8 @@ def find_tools(tools: Sequence[ToolSpec], hint: Certify) -> TaskTools:
 
 
 def _noter(tools: Sequence[ToolSpec], within: McpCall | None) -> FoundTool | None:
-    """Return the tool of the row's MCP server. For a program with `within`, return the tool through which the program
-    calls the server's tool."""
+    """Return the tool that reaches the tool of the row's MCP server: the server's tool itself or, if the model must
+    write a program that calls it, the tool that runs the program. `within` describes such a program."""
     names = _names(tools)
     if within is None:
         # Programs put the server's name in front of the tool's name, so the end of the name is compared.
@@ -442,8 +442,8 @@ class _Arguments:
         return _kind(self._resolved(schema))
 
     def _resolved(self, schema: Any) -> Any:
-        """Return the schema that a schema without a type stands for: the target of a reference, the first choice that
-        is not null, or the first of the parts that all apply."""
+        """Return the schema that a schema without a type stands for: the target of a reference, or the first schema in
+        `anyOf`, `oneOf` or `allOf` that is not null."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, Mapping) or "type" in schema:
                 return schema

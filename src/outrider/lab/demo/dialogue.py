@@ -73,8 +73,8 @@ class Script:
 
 
 def tool_output(episode: Episode, command: str) -> str | None:
-    """Return the output of the agent's bash tool in the episode's sandbox. None for a command other than `cat` with the
-    item's name or one alphabetic word."""
+    """Return the output of the agent's bash tool in the episode's sandbox. Returns None unless the command is `cat`
+    with one argument, the item's name or an alphabetic word."""
     match command.split():
         case ["cat", name] if name == episode.item:
             return file_for(episode.zone).removesuffix("\n")

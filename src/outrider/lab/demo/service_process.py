@@ -2,7 +2,8 @@
 
 The module is independent of the demo's task. Invariant: the service's process has ended when the block is left. The
 service's process also ends when this process is killed, or when the thread that opened the block ends. Ctrl-C in a
-terminal does not reach the service, because it is in a process group of its own: the trainer decides what ends.
+terminal does not reach the service, because the service is in a process group of its own: the trainer decides when the
+service ends.
 """
 
 from __future__ import annotations

@@ -47,8 +47,7 @@ LEARNING_RATE, LAST_LEARNING_RATE = 5e-4, 1e-4
 """The learning rate at the beginning and at the end. At 1e-3 a policy may lose the syntax of its tool calls within one
 or two steps, and then gets no reward any more."""
 MAX_STEPS = 48
-"""Maximum number of training steps. The bound is not a time, because training on a busy machine would then end too
-early."""
+"""Maximum number of training steps. A time limit would end the training too early on a busy machine."""
 PASSES = 2
 """Optimizer steps over each batch."""
 GUESSES, GUESS_RATE = (2, 16), 2e-4

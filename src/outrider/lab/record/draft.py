@@ -36,9 +36,10 @@ _ENV_SHEBANG = re.compile(rb"#! ?/usr/bin/env (?:-S +)?([\w.-]+)")
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of a command's files on the host: the command with `words` that are valid in a sandbox, the virtual
-    environment of the program, the folders and files to mount, and the texts of the files that a prepare step writes,
-    by their paths relative to the working directory. `missing` is true for a program that is not found."""
+    """A command in a form that is valid in a sandbox (`words`), and the files of the host that the command needs: the
+    program's virtual environment (`venv`), and the folders and files to mount. `written` has the texts of the files
+    that a prepare step writes, by their paths relative to the working directory. `missing` is true if the program is
+    not found."""
 
     words: tuple[str, ...]
     venv: Path | None = None
@@ -112,8 +113,9 @@ def place_of(words: Sequence[str], search: str | None) -> Place:
 
 
 def _environment_of(program: Path) -> tuple[Path | None, Path]:
-    """Return the virtual environment in whose `bin` the program is, and the program there. pipx and uv put links to
-    such programs into ~/.local/bin. Without an environment, return None and the program as given."""
+    """Return the virtual environment that has the program in its `bin`, and the program's path in this folder. Links
+    are followed, because pipx and uv put links to such programs into ~/.local/bin. Without an environment, return None
+    and the program as given."""
     for place in _links(program):
         above = place.parent.parent
         if place.parent.name == "bin" and (above / "pyvenv.cfg").is_file():
@@ -122,7 +124,8 @@ def _environment_of(program: Path) -> tuple[Path | None, Path]:
 
 
 def _links(file: Path) -> Iterator[Path]:
-    """Yield the file, and the target of each link on the way to the file itself."""
+    """Yield the file. If it is a symbolic link, also yield the target, and the targets of further links, until a path
+    that is no link."""
     for _ in range(MAX_LINKS):
         yield file
         if not file.is_symlink():

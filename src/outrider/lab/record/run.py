@@ -54,9 +54,10 @@ SCRIPT = CertificationRow(
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """A program to run: `command`, `env` and the texts of `files` with placeholders. With `stdin`, the instruction is
-    its standard input, otherwise the terminal. `files`, by their paths below HOME, are written into a new folder, which
-    is the program's HOME; without files, its HOME is the user's."""
+    """A program to run. `command`, `env` and the texts of `files` may have placeholders. With `stdin`, the program
+    reads the instruction from standard input; without `stdin`, its standard input is the terminal. `files`, by their
+    paths below HOME, are written into a new folder, which is the program's HOME. Without files, the program's HOME is
+    the user's."""
 
     command: tuple[str, ...]
     instruction: str

@@ -113,7 +113,7 @@ class _Body:
 
 
 def without_secrets(value: Any, secrets: Iterable[str]) -> Any:
-    """Return a JSON value without `secrets`, keys of Outrider, and texts in the usual places of secrets."""
+    """Return a JSON value in which `secrets`, Outrider's keys, and texts in the usual places of secrets are hidden."""
     secrets = tuple(secrets)
     if isinstance(value, str):
         return redacted(value, secrets)

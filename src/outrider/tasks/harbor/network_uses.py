@@ -1,8 +1,8 @@
 """Finds the lines of a shell script that need a network: package managers, downloads and clones. Also rewrites scripts
 so that uv is installed from a package mirror.
 
-The module is pure. The search is a guess for messages: a line may be skipped when the script runs, or fail without
-harm.
+The module is pure. The search is a guess, used only for messages: a line may be skipped when the script runs, or fail
+without harm.
 """
 
 from __future__ import annotations

@@ -216,8 +216,8 @@ class Served:
         constraint: Constraint | None,
         **sampling: Any,
     ) -> GenerateRequest:
-        """Return the request for the engine. `sampling` has the parameters with different names in the two protocols.
-        Raises EngineRejected if the engine cannot enforce the constraint."""
+        """Return the request for the engine. `sampling` has the parameters whose names differ between the two
+        protocols. Raises EngineRejected if the engine cannot enforce the constraint."""
         if constraint is not None and not (
             isinstance(self.engine, TakesConstraints) and constraint.kind in self.engine.constraints
         ):

@@ -14,9 +14,9 @@ BLOCK = 4
 
 
 class PrefixCache:
-    """The cache for `ServeSettings.prefix_cache`. `weights` of its methods is the version of the weights. `hits` is the
-    number of found tokens, `stale` the number of found tokens computed with other weights, and `salts` has the salt of
-    every lookup."""
+    """The cache for `ServeSettings.prefix_cache`. In the methods, `weights` is the version of the weights. `hits` is
+    the number of found tokens, `stale` the number of found tokens computed with other weights, and `salts` has the salt
+    of every lookup."""
 
     def __init__(self) -> None:
         self.hits = 0

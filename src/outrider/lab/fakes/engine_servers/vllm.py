@@ -1,8 +1,8 @@
 """An engine behind vLLM's HTTP protocol: generate with token ids, completions with ids, and the control routes.
 
-The responses have the format of vLLM 0.32 or, with the settings for it, of vLLM 0.26 on a GPU
-(tests/golden/real_engines), which writes ids as text and does not label the weights. There are no chat routes, because
-this server renders nothing.
+The responses have the format of vLLM 0.32 on a GPU (tests/golden/real_engines). With the settings for vLLM 0.26, they
+have the format of this version, which writes ids as text and does not label the weights. There are no chat routes,
+because this server renders nothing.
 """
 
 from __future__ import annotations

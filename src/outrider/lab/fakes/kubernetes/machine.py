@@ -321,8 +321,8 @@ async def tail(process: asyncio.subprocess.Process) -> str:
 
 
 async def first_inside(process: asyncio.subprocess.Process) -> int:
-    """Return the id, on this machine, of the first process of the new pid namespace, once its root is the container's;
-    0 if it has ended."""
+    """Wait until the first process of the new pid namespace has the container's root, and return the id of this process
+    on this machine. Returns 0 if `process` ends before."""
     while process.returncode is None:
         with contextlib.suppress(OSError, IndexError):
             if (pid := child_with_own_root(process.pid)) is not None:
