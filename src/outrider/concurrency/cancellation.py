@@ -21,12 +21,13 @@ T = TypeVar("T")
 
 Steps = Generator[int, None, T]
 """A computation in pieces. The generator yields the size of each next piece, in bytes of input, and returns the result.
-A piece should cover at most PIECE_BYTES. Only a single message or text that is larger may be one larger piece."""
+A piece should cover at most PIECE_BYTES. A larger piece is allowed only for a single message or text that has more
+bytes than this."""
 
 INLINE_BYTES = 32 << 10
 """Bytes of input that are processed on the event loop. The rest is processed in the thread. For an ordinary call, a
-switch to the thread would cost more than the work itself. 32 KiB take 20 ms in the worst case, which is many very short
-messages."""
+switch to the thread would cost more than the work itself. In the worst case, many very short messages, 32 KiB take 20
+ms."""
 PIECE_BYTES = 16 << 10
 """Bytes of input after which a computation in the thread lets the next computation run."""
 

@@ -39,8 +39,8 @@ CONNECTION = "outrider.connection"
 BACKLOG = 2048
 """Maximum number of connections that wait in the kernel to be accepted."""
 ACCEPTED_AT_ONCE = 64
-"""Maximum connections accepted before the event loop does anything else. The number is small, so that the server reads
-a new client's data before it may close the connection in favour of a newer one."""
+"""Maximum connections accepted before the event loop does anything else. The number is small, so that the server has
+read a new client's data before still newer connections may displace the client's connection."""
 ACCEPTING = "accept connections"
 """The name under which failures to accept connections are listed with failing background work."""
 ACCEPT_FAILED = "socket.accept() out of system resource"

@@ -42,8 +42,8 @@ class Disconnected(Exception):
 class Socket(Protocol):
     """Sends and receives whole messages over a transport that can break. `send` and `receive` raise Disconnected.
 
-    A socket that sends messages in pieces has the times, by the event loop's clock, at which a piece last came from the
-    peer (`last_arrival`), and at which the peer last accepted a piece (`taken`).
+    A socket that sends messages in pieces sets two times, by the event loop's clock: `last_arrival` when a piece
+    arrives from the peer, and `taken` when the peer acknowledges a piece. For other sockets both stay 0.
     """
 
     last_arrival: float = 0.0
@@ -58,8 +58,8 @@ class Link(Generic[In]):
     """One end of a connection, with its send queue, its heartbeats, and the detection of silence.
 
     `heartbeat` is the maximum number of seconds without a message to the peer, `silence` the maximum without a message
-    from the peer. `silence` may be changed while the link runs. `stranger` is True if the peer runs on another machine;
-    the decoding cost of its messages is then counted first (`decoding.py`).
+    from the peer. `silence` may be changed while the link runs. `stranger` is True if the peer runs on another machine.
+    The cost of decoding a message from such a peer is counted before the message is decoded (`decoding.py`).
     """
 
     def __init__(

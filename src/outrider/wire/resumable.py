@@ -29,7 +29,8 @@ MAX_UNREAD = 64 << 20
 FRAME_COST = 256
 """Bytes counted for an unread frame in addition to its length."""
 
-# Each end is a new exception, because a raised exception keeps alive the frames of its traceback and their sockets.
+# Reasons for the end of a connection. Each use makes a new exception, because a raised exception keeps alive the frames
+# of its traceback and their sockets.
 REPLACED = partial(Disconnected, 1006, "another connection has replaced this connection")
 NO_PIECE = partial(Disconnected, Close.NONSENSE, "no piece of this protocol")
 NOT_SENT = partial(Disconnected, Close.NONSENSE, "it acknowledges what was never sent")
@@ -54,8 +55,8 @@ class ResumableSocket(Socket):
         self._unacknowledged_bytes = 0
         self._acknowledged = 0
         self._written = 0
-        """The number of the next piece to write. Earlier pieces were written to the present connection, or have arrived
-        over an earlier connection."""
+        """The number of the next piece to write to the present connection. Earlier pieces were already written to it,
+        or the peer has received them over an earlier connection."""
         self._ever_written = 0
         """The number of pieces written to any connection. The peer cannot have received more pieces."""
         self._parts: list[bytes] = []
