@@ -199,7 +199,7 @@ class ModelUses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gate(msgspec.Struct, tag="gate", frozen=True, kw_only=True):
-    """The state of a model's gate at the node."""
+    """The state of the node's `PolicyGate` for a model. The gate admits or holds back the model's generations."""
 
     model: ModelName
     report: GateReport

@@ -129,7 +129,7 @@ class ServiceProxy:
         async def send_report() -> None:
             nonlocal looked
             if self._images is not None and time.monotonic() - looked > IMAGES_SECONDS:
-                with suppress(OSError):  # if a shared file system fails, the last names are used again
+                with suppress(OSError):  # if a shared file system fails, the names of the previous scan remain in use
                     self._image_names = await asyncio.to_thread(self._images)
                 looked = time.monotonic()
             self._send_report(node, pools)
@@ -202,7 +202,9 @@ class ServiceProxy:
                 await asyncio.sleep(DOUBT_SECONDS)
             if self._ending_together.is_set():
                 return
-        if self._leaving:  # the service closes the connection after the last result, so no report could follow
+        # While the node leaves, a report precedes each result, because the service closes the connection after the last
+        # result.
+        if self._leaving:
             self._send_report(*self._ready[:2])
         yield result
 
@@ -273,7 +275,8 @@ class SharedResources(NodeResources):
             raise
 
     def try_take(self, amount: ResourceAmount, tenant: str = "") -> ResourceShare | None:
-        """Return None for every amount except zero, because an optional use must not wait for the service."""
+        """Return None for every amount except zero: only the service can set resources aside, and this function must
+        not wait for the service's reply."""
         return None if any(amount.quantities) else super().try_take(amount, tenant)
 
 

@@ -95,8 +95,8 @@ class SandboxKind:
         """The event loop's time before which no start is tried."""
 
     def most(self, each: int) -> int:
-        """Return the maximum target of this kind: `each`; 1 while its starts fail; 0 after MAX_FAILURES failures, or if
-        its sandboxes would be too old at the first check."""
+        """Return the maximum target of this kind: `each`; 1 while its starts fail; 0 after MAX_FAILURES failures. It is
+        also 0 for a kind whose sandboxes become too old before the first check."""
         if self.max_age < CHECK_SECONDS:
             return 0
         if self.failures:

@@ -50,10 +50,10 @@ NOTE_SECONDS = 5.0
 class ServerUse(msgspec.Struct, kw_only=True):
     """The use of one server in one phase. `server` is `host:port`. Times are seconds since the epoch. `sent` and
     `received` are bytes. `refusal` and `failure` are the reasons of the last refusal and the last failure. Requests are
-    numbered from 1. `last_failed` is the number of the last failed request, counting only failures that no program can
-    have caused, of servers that the task names. `last_reached` is the number of the last request that the server
-    answered. Both are 0 if there is no such request. `broken` is True if `last_failed` is not 0 and the server answered
-    no later request."""
+    numbered from 1. `last_failed` is the number of the last request with a failure that no program in the sandbox can
+    have caused; it is set only for a server that the task or the operator names exactly. `last_reached` is the number
+    of the last request that the server answered. Both are 0 if there is no such request. `broken` is True if
+    `last_failed` is not 0 and the server answered no later request."""
 
     phase: Phase
     server: str
@@ -215,7 +215,8 @@ class Door:
         tunnel. Return the head of the first request to another server, None if there is none.
 
         HTTP lets a client send requests for the model gateway and for the proxy over one connection, because both have
-        one address. Bun does so. The client has then got all replies of the model gateway."""
+        one address. Bun does so. A client that sends a request to another server has already received all replies of
+        the model gateway."""
         try:
             server_reader, server_writer = await asyncio.open_unix_connection(self._gateway, limit=MAX_HEAD)
         except OSError:

@@ -179,8 +179,8 @@ class Proxy:
             except NotAllowed as error:
                 if not route.methods:
                     raise
-                # The operator's settings choose the address of a package index, and no program does. So the settings
-                # are wrong.
+                # The operator's settings choose the address of a package index, and no program can change it. So a
+                # refused address is an error in the settings.
                 raise Unreachable(f"{error}: the operator may name {route.server.place} in network.internal") from error
             passage.waits(None)
         except NotAllowed as error:
@@ -208,7 +208,7 @@ class Proxy:
                 else:
                     await self._exchange(request, route, connection, flow, reader, writer)
         except NotPassedOn as error:
-            # A program chooses the page, so a page that is refused is not a failure of the index.
+            # A program chooses the page, so a page that is not allowed is not a failure of the index.
             blameless = is_plain_read(request, route) and not isinstance(error, NotAllowed)
             flow.end_wait()
             passage.failed(str(error), blameless=blameless)
@@ -284,7 +284,8 @@ class Proxy:
                 break
         flow.end_wait()
         flow.answered = True
-        # Any program can make a server fail by an odd request, except a package index, whose requests are restricted.
+        # With an odd request a program can make most servers reply with such a status. The requests to a package index
+        # are restricted, so only for an index the status is a failure.
         if route.methods and reply.status in OVERLOADED:
             status = f"{request.place} answered with status {reply.status}"
             flow.passage.failed(status, blameless=is_plain_read(request, route))

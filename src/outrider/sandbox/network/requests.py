@@ -28,7 +28,7 @@ NOT_PASSED = frozenset(
 
 COOKIES = frozenset({"set-cookie", "set-cookie2"})
 PERSONAL = frozenset({"authorization", "cookie", "cookie2"})
-"""Headers of a request whose reply may be for its sender only."""
+"""If a request has one of these headers, its reply may be for the sender only."""
 
 
 class NotPassedOn(Exception):
@@ -159,8 +159,8 @@ def read_request(head: bytes) -> RequestHead:
 
 
 def body_length(head: bytes) -> int | None:
-    """Return the size of the body after the head of a request to the model gateway, in bytes. None if the head does not
-    tell where the next request begins: the body is chunked, the protocol may change, or the length is not clear."""
+    """Return the size of the body after the head of a request to the model gateway, in bytes. Returns None if the size
+    is not in the head: the body is chunked, the protocol may change, or the length is unclear."""
     named = _named(head[:-4].decode("latin-1").split("\r\n")[1:])
     lengths = {value for name, value in named if name == "content-length"}
     unclear = len(lengths) > 1 or not all(map(LENGTH.fullmatch, lengths))

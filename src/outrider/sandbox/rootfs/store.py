@@ -160,8 +160,8 @@ class ImageStore:
         return image
 
     def pull_file(self, reference: str) -> Path:
-        """Return the path of the file that all pulls of this reference share (see pull.py). Machines of another
-        architecture get another image of the same reference."""
+        """Return the path of the file that all pulls of this reference share (see pull.py). Each architecture has its
+        own file, because a reference may stand for one image per architecture."""
         pulled = f"{platform.machine()} {reference}"
         file = lock_file(self._folder / f"pull-{hashlib.sha256(pulled.encode()).hexdigest()}")
         file.parent.mkdir(parents=True, exist_ok=True)
