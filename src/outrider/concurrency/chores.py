@@ -32,8 +32,8 @@ QUIET_SECONDS = 60.0
 """Minimum seconds between two log lines about failures of the same work. Without this limit, work that fails every
 other time would fill the log."""
 MOST_NAMES = 200
-"""Maximum number of recorded names. Without a limit the number could grow forever, because some names contain the name
-of an engine, and new engines may be added at any time."""
+"""Maximum number of names of work whose failures are recorded. Without a limit the number could grow forever: some
+names contain the name of an engine, and new engines may be added at any time."""
 MOST_CHARACTERS = 500
 """Maximum number of characters recorded of an error's text."""
 
@@ -56,8 +56,8 @@ class Failures:
 
     def note(self, name: str, error: BaseException) -> None:
         """Record a failure of the work `name`. The first failure after a success is logged, with a traceback if the
-        error looks like a bug. If the last log line about `name` is less than QUIET_SECONDS old, the first failure
-        after this time is logged instead."""
+        error looks like a bug. If the last log line about `name` is less than QUIET_SECONDS old, nothing is logged
+        until these seconds are over and the work fails again."""
         text, now = redacted(described(error))[:MOST_CHARACTERS], self._clock()
         known = self._failing.get(name)
         since, count = (now, 0) if known is None else (known.since, known.count)

@@ -1,8 +1,9 @@
 """The service's side of nodes on other machines. A node opens the connection, and remains a member while it sends
 messages.
 
-Invariants: while a node is a member, its name belongs to this node and to the node's token. A node that is silent for
-SILENCE_SECONDS or breaks the protocol is given up: its attempts are run on other nodes, and its process is notified.
+Invariants: while a node is a member, no other node and no node with another token can join under its name. A node that
+is silent for SILENCE_SECONDS or breaks the protocol is given up: its attempts are run on other nodes, and its process
+is notified.
 """
 
 from __future__ import annotations

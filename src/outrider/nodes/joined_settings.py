@@ -85,8 +85,9 @@ async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[Node
 
 
 def _copies(folders: Mapping[str, Mapping[str, bytes]], into: Path) -> dict[str, str]:
-    """Write copies of the service's folders below `into`. Returns each copy's path by the service's path. A copy's path
-    ends with the last two names of the service's path, because these may include the model's name."""
+    """Write copies of the service's folders below `into`. Returns the paths of the copies; keys are the paths of the
+    service's folders. A copy's path ends with the last two names of the service's path, because these may include the
+    model's name."""
     copies = {}
     for number, (folder, files) in enumerate(folders.items()):
         names = [part for part in Path(folder).parts if part not in ("/", "..")]

@@ -71,7 +71,7 @@ CANCEL_SECONDS = 120.0
 high because a single call to a container daemon may take this long."""
 
 MAX_GENERATIONS, MAX_GENERATION_BYTES = 8192, 512 << 20
-"""Maximum number, and maximum total bytes of the requests, of a node's forwarded generations at a time. Further
+"""Maximum number of a node's forwarded generations at a time, and maximum total bytes of their requests. Further
 generations are refused."""
 MOST_RECENT = 10_000
 """Number of attempts of a node whose timeline entries are accepted: those that were started last. An entry may arrive
@@ -337,7 +337,8 @@ class NodeConnection:
                     note_uses(self._pool(used.model), self._name, uses)
             case messages.Gate():
                 gate = self._pool(message.model).policy.gate
-                if not gate.expects(self._name):  # this report comes before `Ready`, which joins all other gates
+                # The node reports a gate before it is ready, once it has the pool's state.
+                if not gate.expects(self._name):
                     gate.expect(self._name, self._lose)
                 try:
                     gate.report(self._name, message.report)

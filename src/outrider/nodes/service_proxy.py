@@ -51,9 +51,9 @@ IMAGES_SECONDS = 5.0
 """Seconds between two scans for new images on the machine."""
 
 DOUBT_SECONDS = 0.5
-"""Seconds for which the result of a failed attempt is held back, if this process and its sandboxes are ended by one
-signal. The attempt may have failed because its sandbox received the signal first. If this process receives the signal
-in this time, the result is dropped."""
+"""Seconds for which the result of a failed attempt is held back, if one signal ends this process and its sandboxes
+together. A sandbox may receive the signal first, and its attempt then fails. If this process receives the signal within
+these seconds, the result is dropped."""
 
 FOR_EVER = 1e9
 """Maximum seconds of silence on the link: practically no limit, because a silent service may only have stalled. Only
@@ -327,8 +327,8 @@ class ForwardedEngine:
         pass
 
     async def health(self) -> EngineHealth:
-        """Return the health last sent by the service, with `ok` always True. The pool gets the availability of the
-        engine from the service's pool state instead."""
+        """Return the health last sent by the service, with `ok` always True: the pool takes the availability of the
+        engine from the service's pool state."""
         return msgspec.structs.replace(self._health, ok=True)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import ssl  # imported only for annotations: see wire/tls.py
 
 CONNECT_SECONDS = 10.0
-# uvicorn, the server of vLLM and SGLang, closes idle connections after 5 s. Connections that this client closes earlier
-# are never reused at the moment when uvicorn closes them.
+# uvicorn, the server of vLLM and SGLang, closes idle connections after 5 s. This client gives up idle connections
+# earlier, so that it sends no request over a connection that uvicorn is about to close.
 KEEP_ALIVE_SECONDS = 4.0
 Buffer = bytes | memoryview
 """A piece of a request's body. A piece may be sent without a copy, so it must not be changed afterwards."""

@@ -32,9 +32,9 @@ Resolve = Callable[[str, int, bool], Awaitable[Sequence[Address]]]
 
 class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
     """A server to connect to. `internal` is True if the operator has named exactly this host and port; the server may
-    then have a private address. `named` is True if the task or the operator names exactly this host; no program can
-    then have invented the host. `proxy` is the URL of the HTTP proxy that leads to the server; None means the proxy in
-    this process's variables, and "" means no proxy."""
+    then have a private address. `named` is True if the task or the operator names exactly this host. A program in the
+    sandbox may have invented any other host. `proxy` is the URL of the HTTP proxy that leads to the server; None means
+    the proxy in this process's variables, and "" means no proxy."""
 
     host: str
     port: int

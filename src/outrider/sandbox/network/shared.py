@@ -48,8 +48,8 @@ class BytePace:
 
 class Lookups:
     """The look-ups of one sandbox. `look_up` runs in a thread of the pool `named` for a host that the task names, and
-    in a thread of `others` for any other host. A look-up counts until its thread ends, even if nobody waits for its
-    answer any more."""
+    in a thread of `others` for any other host. A look-up counts against LOOKUPS until its thread ends, even if no
+    request waits for its result any more."""
 
     def __init__(
         self,

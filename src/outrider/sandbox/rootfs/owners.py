@@ -15,8 +15,8 @@ from typing import TypeAlias
 import msgspec
 
 Owners: TypeAlias = dict[str, tuple[int, int]]
-"""The user id and the group id of each file that is not root's, by its path below the root, which has no `/` first.
-The root itself is ""."""
+"""The user id and the group id of each file that is not root's. Keys are paths below the root without a leading `/`;
+the root itself is ""."""
 MOST_USERS = 65_536
 """Maximum number of user ids in a sandbox."""
 MOST_BYTES, MOST_ENTRIES = 256 << 20, 50_000
