@@ -1,6 +1,6 @@
 """Builds each file or folder of a cache once, even if several processes and threads request the entry at the same time.
 
-Each entry is built as a draft in the same folder and then renamed to its final path, under its own lock file:
+An entry is built as a draft in the folder of the cache, and then renamed to its final path. Each entry has a lock file:
 
     FOLDER/NAME             the finished entry
     FOLDER/.draft-NAME-X    an entry under construction, or left behind by a killed builder

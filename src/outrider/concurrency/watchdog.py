@@ -106,7 +106,7 @@ class Watchdog:
 
     def stalled_seconds(self) -> float:
         """Return the total seconds of all stalls until now: the counted stalls, the stalls recorded with `note`, and a
-        stall that has just ended if the timer has not counted it yet."""
+        stall that has just ended and is not counted yet."""
         latest = time.monotonic() - self._seen - PERIOD
         return self.stalls.total + self._noted + (latest if latest >= STALL else 0.0)
 

@@ -1,8 +1,8 @@
 """The service's side of a node in another process: sends attempts to the node, and carries out the node's calls.
 
 Other modules start the node's process (`processes.py`) or accept joining nodes (`joined.py`). Invariants: a node's call
-is carried out only while the node's connection lasts, so nothing is stored for an attempt that the scheduler gave up
-when it lost the node; all resources taken for a node are given back when the connection ends.
+is carried out only while the node's connection lasts, so nothing more is stored for the attempts of a lost node; all
+resources taken for a node are given back when the connection ends.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class ServiceProxy:
                 running.cancel()
 
     def silence(self) -> float:
-        """Return the seconds since the service's last message, or 0 if there are fewer than SILENT_SECONDS."""
+        """Return the seconds since the service's last message, or 0 if fewer than SILENT_SECONDS have passed."""
         silent = 0.0 if self._last_arrival is None else time.monotonic() - self._last_arrival
         return silent if silent >= SILENT_SECONDS else 0.0
 

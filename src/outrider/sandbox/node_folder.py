@@ -44,9 +44,9 @@ SWEEP_EVERY_SECONDS = 60.0
 class NodeFolder:
     """A node's folder. The methods block.
 
-    `lock` is the descriptor of the lock file. The kernel releases the lock when this process has ended, in whatever
-    way. `guard` is a lock on the folder itself, which makes systemd-tmpfiles spare the folder and its contents at any
-    age (tmpfiles.d(5)). `keeper` and `guard` are None for the folder of a dead node.
+    `lock` is the descriptor of the lock file. The kernel releases the lock when this process ends, even if the process
+    is killed. `guard` is a lock on the folder itself, which makes systemd-tmpfiles spare the folder and its contents at
+    any age (tmpfiles.d(5)). `keeper` and `guard` are None for the folder of a dead node.
     """
 
     path: Path

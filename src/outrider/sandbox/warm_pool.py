@@ -65,7 +65,8 @@ WAY_SECONDS = 60.0
 
 class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a warm pool. `each` is the maximum number of sandboxes of one kind. `memory_mb` is the maximum memory
-    of all sandboxes, as declared by their tasks, or else ASSUMED_MB each."""
+    of all sandboxes together. A sandbox counts with the memory that its task declares, or with ASSUMED_MB if the task
+    declares none."""
 
     each: int = 0
     memory_mb: int = 0

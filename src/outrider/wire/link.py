@@ -25,8 +25,8 @@ In = TypeVar("In")
 CROWDED = 16 << 20
 """`room` does not return while more than this number of bytes wait to be sent."""
 MAX_WAITING = 256 << 20
-"""If more than this number of bytes wait to be sent, the peer reads too slowly, and the next message closes the
-connection."""
+"""If more than this number of bytes wait when another message is sent, the peer reads too slowly, and the connection is
+closed."""
 
 
 class Disconnected(Exception):

@@ -102,9 +102,9 @@ class ResumableSocket(Socket):
         self._frames.put_nowait(how)
 
     def take_over(self) -> asyncio.Event:
-        """Detach the earlier connections, which then neither send nor receive, so `received` stays the same until
-        `carry` is called. Before calling `carry`, the caller must send `received` to the peer. Returns the `replaced`
-        event for `carry`."""
+        """Detach the earlier connections: they send and receive nothing more, so `received` does not change until
+        `carry` is called. The caller must send `received` to the peer, and then call `carry` with the returned
+        event."""
         self._replaced.set()
         self._replaced = asyncio.Event()
         return self._replaced

@@ -1,5 +1,5 @@
-"""The door of one sandbox: a Unix socket that the sandbox uses like the model gateway's socket, and its only way to
-other machines.
+"""The door of one sandbox: a Unix socket that leads to the model gateway and, through a proxy, to other machines. The
+sandbox has no other way to them.
 
 A CONNECT, or a request whose target is an absolute URL, goes through the proxy, by the rules of the sandbox's phase.
 All other requests go to the model gateway; the door reads only their heads. Invariants: no connection to another

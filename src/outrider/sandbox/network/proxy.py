@@ -35,7 +35,7 @@ SILENCE_SECONDS = 120.0
 CONNECTION_SECONDS = 3600.0
 """Maximum duration of one connection, even while bytes arrive."""
 LATE_BODY_SECONDS = 5.0
-"""Seconds for the rest of a request's body, once the server has answered."""
+"""After the server's reply, the rest of the request's body is sent on for at most this many seconds."""
 LINGER_SECONDS = 2.0
 """Seconds for a refused client to read the reason, while the rest of its request is discarded. A connection that is
 closed with unread bytes would be reset, and the reason would be lost."""
@@ -527,9 +527,9 @@ class Flow:
         count: Callable[[int], None],
         limit: int | None = None,
     ) -> None:
-        """Copy bytes from `reader` to `writer`, until `reader` ends or `limit` bytes are copied. If there is no
-        `limit`, the receiver then gets an end of file. If the sandbox exceeds one of its limits, the block of `watched`
-        is ended."""
+        """Copy bytes from `reader` to `writer`, until `reader` ends or `limit` bytes are copied. Without a `limit`, the
+        receiver gets an end of file after the last byte. If the sandbox exceeds one of its limits, the block of
+        `watched` is ended."""
         taken = 0
         with suppress(OSError):
             while limit is None or taken < limit:

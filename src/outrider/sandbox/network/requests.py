@@ -159,8 +159,9 @@ def read_request(head: bytes) -> RequestHead:
 
 
 def body_length(head: bytes) -> int | None:
-    """Return the size of the body after the head of a request to the model gateway, in bytes. Returns None if the size
-    is not in the head: the body is chunked, the protocol may change, or the length is unclear."""
+    """Return the size of the body after the head of a request to the model gateway, in bytes. Returns None if the head
+    does not show where the next request begins: the body is chunked, the protocol may change, or the length is
+    unclear."""
     named = _named(head[:-4].decode("latin-1").split("\r\n")[1:])
     lengths = {value for name, value in named if name == "content-length"}
     unclear = len(lengths) > 1 or not all(map(LENGTH.fullmatch, lengths))
@@ -174,8 +175,8 @@ def _named(fields: list[str]) -> list[tuple[str, str]]:
 
 
 def _passed(fields: list[str], named: list[tuple[str, str]]) -> list[str]:
-    """Return the header lines that are passed on. Lines that concern one connection are left out, and so are those that
-    `Connection` names."""
+    """Return the header lines that are passed on. The headers of NOT_PASSED and the headers listed in `Connection`,
+    except Content-Length and Content-Type, are left out."""
     listed = {one.strip().lower() for name, value in named if name == "connection" for one in value.split(",")}
     without = NOT_PASSED | (listed - {"content-length", "content-type", "close"})
     return [field for field, (name, _) in zip(fields, named, strict=True) if name not in without]

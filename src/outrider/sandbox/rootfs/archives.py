@@ -124,8 +124,8 @@ def layered(path: Path) -> Iterator[Layered]:
 
 def _members(archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarInfo]:
     """Yield the entries of an archive of `size` bytes. Raises BadImage for an archive that unpacks to more than an
-    image may have, and for an entry that does not start after the previous entry, because tarfile would then read the
-    same entries over and over."""
+    image may have, and for an entry that does not start after the previous entry: tarfile would read the same entries
+    over and over."""
     last = -1
     for member in archive:
         if member.offset <= last:

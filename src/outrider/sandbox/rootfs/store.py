@@ -186,8 +186,8 @@ class ImageStore:
                     return False
                 place = self._folder / _hex(image.digest)
                 held.enter_context(locked(place))
-                # The folder is renamed first, because a half-removed image must not be found. If this process is
-                # killed meanwhile, the next import removes the folder, which then has a draft's name.
+                # The folder first gets the name of a draft, because a half-removed image must not be found. If this
+                # process is killed before the folder is gone, the next import removes the rest as an abandoned draft.
                 gone = new_draft(place)
                 os.rename(place, gone / "image")
             remove_tree(gone)  # the removal takes seconds, and the names are not locked meanwhile
