@@ -292,7 +292,8 @@ def _tiles(turn: Turn, tokens: int) -> bool:
 
 def _within_limits(call: AddTurn, given: Given) -> bool:
     sampled = given.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
-    # An engine that takes messages reports its sampled tokens afterwards, so concurrent calls may exceed the limit.
+    # An engine that takes messages reports its sampled tokens afterwards, so concurrent calls may together exceed
+    # `response_tokens`.
     counted = call.model is None and call.turn.mode is TokenMode.TOKENS
     return not counted or sampled <= given.task.limits.response_tokens
 

@@ -155,8 +155,8 @@ class WarmPool:
 
     async def take(self, spec: RuntimeSpec, mounts: tuple[Path, ...]) -> Sandbox | None:
         """Return a ready sandbox, which the caller must stop, or None. If none is ready, sandboxes of this kind are
-        started for later sessions. Sandboxes with GPUs are never kept warm, because no session could use their GPUs
-        meanwhile."""
+        started for later sessions. Sandboxes with GPUs are never kept warm, because no session could use the GPUs of a
+        waiting sandbox."""
         if not self._limits.each or spec.resources.gpus:
             return None
         key = await asyncio.to_thread(kind_key, spec, mounts, self._sandboxes.paths)

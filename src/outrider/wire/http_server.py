@@ -42,7 +42,7 @@ ACCEPTED_AT_ONCE = 64
 """Maximum connections accepted before the event loop does anything else. The number is small, so that the server has
 read a new client's data before still newer connections may displace the client's connection."""
 ACCEPTING = "accept connections"
-"""The name under which failures to accept connections are listed with failing background work."""
+"""The name of a failure to accept connections, in the list of failing background work."""
 ACCEPT_FAILED = "socket.accept() out of system resource"
 """The message with which asyncio's event loop calls its exception handler when a connection cannot be accepted."""
 ACCEPT_SECONDS = 5.0

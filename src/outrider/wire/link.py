@@ -31,7 +31,7 @@ closed."""
 
 class Disconnected(Exception):
     """The connection has ended. `code` is the peer's WebSocket close code, a code of `Close` if this side has ended the
-    connection, or the HTTP status of a refused handshake; 1006 if nothing is known."""
+    connection, or the HTTP status of a refused handshake; 1006 if there is no such code."""
 
     def __init__(self, code: int, reason: str = "") -> None:
         super().__init__(f"{reason or 'connection lost'} ({code})")

@@ -72,8 +72,8 @@ class ResumableSocket(Socket):
         self._close: tuple[int, str] | None = None
 
     async def send(self, frame: bytes) -> None:
-        """Queue a frame, which is sent over each new connection until the peer acknowledges the frame. Waits while too
-        many bytes are unacknowledged."""
+        """Queue a frame. If the connection breaks before the peer has acknowledged the frame, the next connection sends
+        the missing pieces again. Waits while too many bytes are unacknowledged."""
         while self._unacknowledged_bytes > MAX_UNACKNOWLEDGED and not self._ended:
             self._changed.clear()
             await self._changed.wait()

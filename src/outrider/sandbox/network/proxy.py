@@ -617,8 +617,8 @@ async def _write_page(
 
 
 class ConnectionPool:
-    """Counts the connections of several servers together, up to `most`. The first LEAST_CONNECTIONS connections of each
-    server are always allowed, and are not counted."""
+    """Counts the clients' connections to several `ProxyServer`s together, up to `most`. The first LEAST_CONNECTIONS
+    connections to each `ProxyServer` are always allowed, and are not counted."""
 
     def __init__(self, most: int) -> None:
         self._left = most

@@ -24,8 +24,8 @@ LOOKUPS = 2
 """Maximum number of hosts that one sandbox resolves at once in each of the two pools of threads. A hostile name server
 may answer slowly, and each look-up occupies a thread of the node until the answer."""
 NODE_RATE = 192 << 20
-"""Maximum bytes per second of all sandboxes of a node. A chunk of 64 KiB takes about 0.1 ms of the event loop's
-time."""
+"""Maximum bytes per second that pass through the proxies of all sandboxes of a node. A chunk of 64 KiB takes about 0.1
+ms of the event loop's time, so at this rate the proxies take about a third of that time."""
 SANDBOX_RATE = 64 << 20
 """Maximum bytes per second of one sandbox, so that the other sandboxes get a share."""
 LEAST_PAUSE = 0.002

@@ -36,8 +36,8 @@ from outrider.sandbox.rootfs.unpack import UNREADABLE, BadImage, Contents, unpac
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64})?(@sha256:[0-9a-f]{64})?")
 PINNED = re.compile(r"@sha256:[0-9a-f]{64}")
-"""Pattern of a digest at the end of an image's name. It is the digest of the registry's manifest, and only an image
-with this digest gets such a name."""
+"""Pattern of the end of an image's name that is a digest of a registry's manifest. Such a name is given only to the
+image with this digest."""
 
 OWNERS = "owners"
 
@@ -273,7 +273,7 @@ def checked_name(name: str, *, field: str = "name") -> str:
 
 
 def _check_pin(name: str, digest: str, pulled: bool) -> None:
-    """Raise InvalidField for a name with a digest that is not known to be the image's."""
+    """Raise InvalidField if the name ends with a digest, and this digest is not known to be the image's."""
     _, pinned, wanted = name.partition("@")
     if pinned and not pulled and digest != wanted:
         raise InvalidField(
