@@ -20,7 +20,7 @@ LEAST = 4096
 """Number of file descriptors that a full node needs for its connections: a session holds about six descriptors, and
 each of its model calls two more."""
 FEWEST = 64
-"""Number of file descriptors without which a process cannot open its event loop or the store."""
+"""Minimum number of file descriptors with which a process can open its event loop and the store."""
 SESSIONS = 8
 """One session may use at most 1/SESSIONS of the sandboxes' connections, within the bounds below. So this number of
 sessions can together use all of these connections. One access token may use the same share of the control

@@ -133,9 +133,9 @@ def place_of(host: str, port: int, *, hidden: int = 0) -> str:
 
 
 def read_request(head: bytes) -> RequestHead:
-    """Read the head of a request, which ends with an empty line. Raises NotPassedOn if a lenient server might read
-    another host, another end of the head or another end of the body: for a malformed line, a bare CR or LF, user names,
-    a Host that contradicts the address, or an unclear length of the body."""
+    """Read the head of a request, which ends with an empty line. Raises NotPassedOn for a head in which a lenient
+    server might read another host, or another end of the head or body. Such a head has a malformed line, a bare CR or
+    LF, a user name, a Host that contradicts the address, or an unclear length of the body."""
     first, *fields = head[:-4].decode("latin-1").split("\r\n")
     line = REQUEST_LINE.fullmatch(first)
     if line is None:
