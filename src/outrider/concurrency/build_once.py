@@ -1,6 +1,6 @@
 """Builds each file or folder of a cache once, even if several processes and threads request the entry at the same time.
 
-Each entry is built as a draft in the same folder and then renamed to its final path, under its own lock file:
+An entry is built as a draft in the folder of the cache, and then renamed to its final path. Each entry has a lock file:
 
     FOLDER/NAME             the finished entry
     FOLDER/.draft-NAME-X    an entry under construction, or left behind by a killed builder
@@ -71,8 +71,8 @@ def locked(place: Path, *, on_wait: Callable[[], object] = lambda: None) -> Iter
 
 
 def lock_file(place: Path) -> Path:
-    """Return the path of the lock file of `place`. The file is never removed, because a waiter that has opened the
-    removed file could lock it while another process locks a new file."""
+    """Return the path of the lock file of `place`. The file is never removed. If it were removed, a process that had
+    opened it before could lock the removed file, while another process locks a new file of the same path."""
     return place.parent / ".locks" / place.name
 
 

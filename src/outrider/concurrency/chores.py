@@ -29,11 +29,11 @@ PAUSES = RetryPolicy(first=0.5, longest=10.0)
 """The waits between the failed turns of a chore. The longest wait is a third of the length of a session's lease,
 because leases are renewed by a chore."""
 QUIET_SECONDS = 60.0
-"""Minimum seconds between two log lines about failures of the same name, so that work that fails every other time does
-not fill the log."""
+"""Minimum seconds between two log lines about failures of the same work. Without this limit, work that fails every
+other time would fill the log."""
 MOST_NAMES = 200
-"""Maximum number of recorded names. Without a limit the number could grow forever, because some names contain the name
-of an engine, and new engines may be added at any time."""
+"""Maximum number of names of work whose failures are recorded. Without a limit the number could grow forever: some
+names contain the name of an engine, and new engines may be added at any time."""
 MOST_CHARACTERS = 500
 """Maximum number of characters recorded of an error's text."""
 
@@ -56,8 +56,8 @@ class Failures:
 
     def note(self, name: str, error: BaseException) -> None:
         """Record a failure of the work `name`. The first failure after a success is logged, with a traceback if the
-        error looks like a bug. If the last log line about `name` is less than QUIET_SECONDS old, the first failure
-        after this time is logged instead."""
+        error looks like a bug. If the last log line about `name` is less than QUIET_SECONDS old, nothing is logged
+        until these seconds are over and the work fails again."""
         text, now = redacted(described(error))[:MOST_CHARACTERS], self._clock()
         known = self._failing.get(name)
         since, count = (now, 0) if known is None else (known.since, known.count)
@@ -110,13 +110,14 @@ class Chores:
     ) -> None:
         for task in self._begun:
             task.cancel()
-        # After a cancellation the task group cancels its tasks itself, and may raise the error of a task instead.
+        # The task group itself cancels its tasks if the block was cancelled. If a task has failed, the group may then
+        # raise the error of the task instead of the cancellation.
         if isinstance(error, asyncio.CancelledError):
             await self._group.__aexit__(kind, error, trace)
             return
         if error is not None:
             self.cancel()
-        # The block's error is not passed on, because the task group would wrap it.
+        # The task group does not get the block's error, because the group would wrap the error in an ExceptionGroup.
         await self._group.__aexit__(None, None, None)
 
     def cancel(self) -> None:
@@ -140,9 +141,9 @@ class Chores:
         return self.create_task(self._until_done(name, work), name=name)
 
     def create_task(self, work: Coroutine[Any, Any, T], *, name: str, chore: str | None = None) -> asyncio.Task[T]:
-        """Run `work` once. An error that is not fatal is noted under the name `chore` (by default `name`), because
-        possibly no code awaits the task. The task then returns None. The name must belong to repeated work, because the
-        next success under the same name clears the failure."""
+        """Run `work` once. After an error that is not fatal, the task returns None, and the error is noted under the
+        name `chore` (by default `name`), because possibly no code awaits the task. The name must be that of repeated
+        work: only the next success under the same name clears the failure."""
         task = self._group.create_task(self._noted(work, chore or name), name=name)
         self._once.add(task)
         task.add_done_callback(self._once.discard)
@@ -172,8 +173,8 @@ class Chores:
         try:
             await work()
         except asyncio.CancelledError as error:
-            # If an awaited object was cancelled, and not this task, the error is noted: otherwise the chore would end
-            # silently.
+            # If this task is not being cancelled, an object that the work awaited was cancelled. This is noted as a
+            # failure, because the chore would otherwise end silently.
             if task.cancelling():
                 raise
             self.failures.note(name, error)

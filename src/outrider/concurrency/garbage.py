@@ -4,9 +4,9 @@ A full collection visits every object: 0.3 s with 5,000 live sessions. So Python
 collection. Every few seconds the young objects are collected, which is a bounded amount of work. The survivors are
 frozen, so that no later collection visits them. Nearly all objects are freed by their reference count, frozen or not.
 Sessions and model calls leave no cycles (tests/service/test_garbage.py). The cycles of other code, such as a plugin,
-are freed by full collections in idle moments, at the latest when the process has grown by GROWN_MOST and by half, so
-that memory has a bound. Invariant: while the process is not idle and does not grow, collections visit only young
-objects.
+are freed by full collections in idle moments. If the process has grown by more than GROWN_MOST and by more than half
+since the last full collection, the next one does not wait for an idle moment, so memory has a bound. Invariant: while
+the process is not idle and does not grow, collections visit only young objects.
 """
 
 from __future__ import annotations

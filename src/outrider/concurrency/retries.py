@@ -1,4 +1,5 @@
-"""Retry policies, used by every operation that is retried: the number of attempts, and the waits between attempts.
+"""Retry policies: the number of attempts of an operation, and the waits between attempts. Every operation that is
+retried has a policy.
 
 The waits grow exponentially with full jitter, so that clients that failed at the same time do not retry at the same
 time. docs/failure.md lists all policies.

@@ -1,7 +1,8 @@
 """Assigns slots to owners in turn, so that an owner with much work does not delay other owners.
 
-Invariants: every waiting owner is served once before any owner is served twice; the same holds for the waiting parts of
-one owner; requests of one part are served in order of arrival.
+Invariants: every waiting owner is served once before any owner is served twice. The requests of an owner may be divided
+into parts: every waiting part is served once before any part of the same owner is served twice. Requests of one part
+are served in order of arrival.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Turns:
             turn = line.popleft()
             served = not turn.cancelled()
             # A served owner moves behind all other owners, and a served part behind the owner's other parts. If the
-            # request was cancelled, both stay in front.
+            # request was cancelled, nothing was served, and owner and part stay in front.
             if line:
                 parts[part] = line
                 parts.move_to_end(part, last=served)

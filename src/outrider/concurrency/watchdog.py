@@ -105,14 +105,14 @@ class Watchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def stalled_seconds(self) -> float:
-        """Return the total seconds of all stalls until now: the counted stalls, the noted stalls, and a stall that has
-        just ended if the timer has not counted it yet."""
+        """Return the total seconds of all stalls until now: the counted stalls, the stalls recorded with `note`, and a
+        stall that has just ended and is not counted yet."""
         latest = time.monotonic() - self._seen - PERIOD
         return self.stalls.total + self._noted + (latest if latest >= STALL else 0.0)
 
     def note(self, seconds: float) -> None:
-        """Add a stall of another process, for which this process waited `seconds` seconds. `stalls` excludes noted
-        stalls, because this process's loop did not stall."""
+        """Record that this process waited `seconds` seconds for another process that was stalled. `stalls` excludes
+        these seconds, because this process's loop did not stall."""
         self._noted += seconds
         self._tell(seconds)
 

@@ -241,8 +241,8 @@ class LinkCalls:
             await self._reply(CallReply(number, error=error.record()))
 
     async def _reply(self, reply: CallReply) -> None:
-        """Send a reply once few enough bytes wait on the link (`Link.room`). Raises ServiceError for a reply that is
-        too long."""
+        """Send a reply. Waits first while too many bytes are waiting to be sent (`Link.room`). Raises ServiceError for
+        a reply that is too long."""
         frame = framed(reply, elsewhere=self._elsewhere)
         await self._link.room()
         self._link.send_encoded(frame)

@@ -116,8 +116,8 @@ class Given:
     def has_turns(self, counted: Mapping[str | None, int], *, verdict: bool) -> bool:
         """Return True if the numbers of turns in a result, by model, fit the stored turns. With a verdict, the numbers
         must be equal, and the indexes of the stored turns must have no gaps. Without a verdict, a number must not
-        exceed the stored turns, but may be lower, because the result of a failed attempt may be made without its turns.
-        The result is not checked, and True is returned, if a stored turn may be missing from these records."""
+        exceed the stored turns, but may be lower, because the result of a failed attempt may leave out turns that are
+        stored. The result is not checked, and True is returned, if a stored turn may be missing from these records."""
         if not self.certain or not self.began_here:
             return True
         for model in {*counted, *self.indexes}:
@@ -292,7 +292,8 @@ def _tiles(turn: Turn, tokens: int) -> bool:
 
 def _within_limits(call: AddTurn, given: Given) -> bool:
     sampled = given.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
-    # An engine that takes messages reports its sampled tokens afterwards, so concurrent calls may exceed the limit.
+    # An engine that takes messages reports its sampled tokens afterwards, so concurrent calls may together exceed
+    # `response_tokens`.
     counted = call.model is None and call.turn.mode is TokenMode.TOKENS
     return not counted or sampled <= given.task.limits.response_tokens
 

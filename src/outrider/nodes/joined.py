@@ -1,8 +1,9 @@
 """The service's side of nodes on other machines. A node opens the connection, and remains a member while it sends
 messages.
 
-Invariants: while a node is a member, its name belongs to this node and to the node's token. A node that is silent for
-SILENCE_SECONDS or breaks the protocol is given up: its attempts are run on other nodes, and its process is notified.
+Invariants: while a node is a member, no other node and no node with another token can join under its name. A node that
+is silent for SILENCE_SECONDS or breaks the protocol is given up: its attempts are run on other nodes, and its process
+is notified.
 """
 
 from __future__ import annotations
@@ -124,8 +125,7 @@ class JoinedNodes:
                 break
             member.socket.end(Disconnected(Close.REMOVED, "it was started again"))
             await asyncio.wait([member.serving])
-            # Now the loop checks the name again, because several connections may have waited for the end of this
-            # member.
+            # Several connections may have waited for the end of this member, so the loop now checks the name again.
         if member.owner != owner:
             await socket.close(Close.CONFLICT, close_reason(f"node {name!r} came with another token"))
             return
@@ -152,7 +152,7 @@ class JoinedNodes:
             log.info("node %s has joined", node.name)
             member.begun = True
             self._publisher.nodes.append(node)
-            for model, pool in self._parts.pools.items():  # `serve` sent the states, which may have changed since
+            for model, pool in self._parts.pools.items():  # the states sent at the start may have changed since
                 node.send_pool_state(model, pool_state(pool))
             self.added.publish(node)
 
@@ -211,7 +211,8 @@ class JoinedNode:
         try:
             await socket.send(encode(NodeWelcome(self.socket.received)))
             end = await self.socket.carry(socket, arrived, replaced)
-            if end.code == Close.NONSENSE:  # if the service found the error, the node has no close code yet
+            # If the service found the error, the node has not received the close code yet.
+            if end.code == Close.NONSENSE:
                 await socket.close(end.code, close_reason(end.reason))
         except Disconnected as error:
             end = error

@@ -1,8 +1,8 @@
 """The settings of a node on another machine: the service's part, and the machine's own part.
 
-Models, harnesses and limits come from the service; lanes, sandboxes and folders come from the machine. Tasks may name
-the files that the service's settings allow, unless the settings of the node's machine allow other files. The paths are
-checked on the node's machine.
+Models, harnesses and limits come from the service; lanes, sandboxes and folders come from the machine. The settings of
+the machine decide which files of the machine tasks may name. If these settings name no files, the service's settings
+decide. The paths are checked on the machine.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetu
     block."""
     tokenizers = {config.model.tokenizer, *(model.tokenizer for model in config.frozen)} - {None}
     changes = {
-        # These paths are used by a machine that has the same paths as the service's machine and sets no paths of its
-        # own.
+        # These paths are used if the joining machine sets none of its own. It must then have the files at the same
+        # paths as the service's machine.
         "files": None if config.files is None else config.files.absolute(),
         "sandboxes": config.sandboxes.model_copy(
             update={"allow": tuple(path.absolute() for path in config.sandboxes.allow)}
@@ -85,8 +85,9 @@ async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[Node
 
 
 def _copies(folders: Mapping[str, Mapping[str, bytes]], into: Path) -> dict[str, str]:
-    """Write copies of the service's folders below `into`. Returns each copy's path by the service's path. A copy's path
-    ends with the last two names of the service's path, because these may include the model's name."""
+    """Write copies of the service's folders below `into`. Returns the paths of the copies; keys are the paths of the
+    service's folders. A copy's path ends with the last two names of the service's path, because these may include the
+    model's name."""
     copies = {}
     for number, (folder, files) in enumerate(folders.items()):
         names = [part for part in Path(folder).parts if part not in ("/", "..")]

@@ -32,8 +32,8 @@ NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 NAMING = "a node's name has letters, digits, dots, dashes and underscores"
 
 MAX_MESSAGE = 1 << 30
-"""Maximum bytes of a message: to a node, and between processes on one machine. A task with inline files, or the turns
-of a session with images, may take many megabytes; a longer message is a mistake."""
+"""Maximum bytes of a message to any node, and of a message from a node on the service's machine. A task with inline
+files, or the turns of a session with images, may take many megabytes; a longer message is a mistake."""
 MAX_FROM_NODE = 64 << 20
 """Maximum bytes of a message from a node on another machine. The longest messages are turns and calls with a whole
 request body, and artifacts; each may take 32 MiB."""
@@ -199,7 +199,7 @@ class ModelUses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gate(msgspec.Struct, tag="gate", frozen=True, kw_only=True):
-    """The state of a model's gate at the node."""
+    """The state of the node's `PolicyGate` for a model. The gate admits or holds back the model's generations."""
 
     model: ModelName
     report: GateReport
@@ -278,7 +278,7 @@ class Take(NodeStream[tuple[str, ...]], tag="take", frozen=True):
 
 
 class GenerateTokens(NodeStream[Chunk], tag="generate", frozen=True):
-    """Generate on an engine that only the service can reach. `input_ids` are int32."""
+    """Generate from token ids on an engine that only the service can reach. `input_ids` are int32."""
 
     model: ModelName
     engine: Name
@@ -289,7 +289,7 @@ class GenerateTokens(NodeStream[Chunk], tag="generate", frozen=True):
 
 
 class GenerateChat(NodeStream[ChatChunk], tag="chat", frozen=True):
-    """Send messages to an engine that only the service can reach."""
+    """Generate from chat messages on an engine that only the service can reach."""
 
     model: ModelName
     engine: Name

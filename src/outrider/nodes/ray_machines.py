@@ -1,4 +1,4 @@
-"""Joins the machines of a Ray cluster to a service, either all or those with a given Ray resource: an actor on each
+"""Joins machines of a Ray cluster to a service: all machines, or those with a given Ray resource. An actor on each
 machine runs the processes of `outrider nodes join`.
 
 Invariants: each of these machines has one actor, which is started again or replaced when it fails; all actors end with

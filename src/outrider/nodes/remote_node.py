@@ -1,8 +1,8 @@
 """The service's side of a node in another process: sends attempts to the node, and carries out the node's calls.
 
 Other modules start the node's process (`processes.py`) or accept joining nodes (`joined.py`). Invariants: a node's call
-is carried out only while the node's connection lasts, so nothing is stored for an attempt that the scheduler gave up
-when it lost the node; all resources taken for a node are given back when the connection ends.
+is carried out only while the node's connection lasts, so nothing more is stored for the attempts of a lost node; all
+resources taken for a node are given back when the connection ends.
 """
 
 from __future__ import annotations
@@ -71,10 +71,11 @@ CANCEL_SECONDS = 120.0
 high because a single call to a container daemon may take this long."""
 
 MAX_GENERATIONS, MAX_GENERATION_BYTES = 8192, 512 << 20
-"""Maximum number, and maximum total bytes of the requests, of a node's forwarded generations at a time. Further
+"""Maximum number of a node's forwarded generations at a time, and maximum total bytes of their requests. Further
 generations are refused."""
 MOST_RECENT = 10_000
-"""Maximum number of attempts whose last timeline entries are still accepted."""
+"""Number of attempts of a node whose timeline entries are accepted: those that were started last. An entry may arrive
+after the end of its attempt."""
 SPARE_TAKES = 16
 """Number of `Take` calls, waiting or granted, that a node may have in addition to two for each of its attempts."""
 
@@ -97,7 +98,7 @@ class RemoteNode:
     """The service's proxy for a node in another process; implements `sessions.attempt.Node`. A node has at most one
     connection at a time, and may have several one after another. Until the node's first report its capacity is 0.
     `elsewhere` is True if the node is on another machine and cannot reach engines on this machine. `dialled` is True if
-    the node opened the connection; it may then be any program that has a node's token."""
+    the node opened the connection. Such a node may be any program that has a node's token."""
 
     def __init__(
         self, name: str, machine: str, parts: ServiceParts, *, elsewhere: bool = False, dialled: bool = False
@@ -229,7 +230,7 @@ class NodeConnection:
         self._running: dict[tuple[str, int], Given] = {}
         """Running attempts by session id and attempt number."""
         self._recent: OrderedDict[tuple[str, int], None] = OrderedDict()
-        """The attempts that were started last."""
+        """The last MOST_RECENT attempts that were started, with those that have ended."""
         handlers: dict[type[messages.NodeCall[Any]], Handler] = {
             messages.SetState: self._set_state,
             messages.AddTurn: self._add_turn,
@@ -288,7 +289,8 @@ class NodeConnection:
                     await shielded(lambda: self._end_of(attempt.name, call))
                     raise
             check(result, RESULT_RULES, given)
-        except CallEnded as error:  # the node is about to exit, because this call was not cancelled
+        # The call was not cancelled, so its end without a result shows that the node is about to exit.
+        except CallEnded as error:
             raise self._lost() from error
         except Nonsense as error:
             self.link.close(Close.NONSENSE, str(error))
@@ -335,7 +337,8 @@ class NodeConnection:
                     note_uses(self._pool(used.model), self._name, uses)
             case messages.Gate():
                 gate = self._pool(message.model).policy.gate
-                if not gate.expects(self._name):  # the node needs the states of the pools before it can send `Ready`
+                # The node reports a gate before it is ready, once it has the pool's state.
+                if not gate.expects(self._name):
                     gate.expect(self._name, self._lose)
                 try:
                     gate.report(self._name, message.report)
@@ -391,8 +394,8 @@ class NodeConnection:
         given.note_turn(call)
 
     async def _add_timeline(self, call: messages.AddTimeline) -> None:
-        """Store the parts of attempts that this node has run. The last entries of an attempt may come after its end;
-        parts of other attempts are dropped."""
+        """Store timeline parts of the attempts that this node has run, even if the attempt has ended. Parts of other
+        attempts are dropped."""
         own = [part for part in call.parts if (part.session_id, part.attempt) in self._recent]
         await self._parts.store.add_timeline(own)
 

@@ -51,9 +51,9 @@ IMAGES_SECONDS = 5.0
 """Seconds between two scans for new images on the machine."""
 
 DOUBT_SECONDS = 0.5
-"""Seconds for which the result of a failed attempt is held back, if this process and its sandboxes are ended by one
-signal. The attempt may have failed because its sandbox received the signal first. If this process receives the signal
-in this time, the result is dropped."""
+"""Seconds for which the result of a failed attempt is held back, if one signal ends this process and its sandboxes
+together. A sandbox may receive the signal first, and its attempt then fails. If this process receives the signal within
+these seconds, the result is dropped."""
 
 FOR_EVER = 1e9
 """Maximum seconds of silence on the link: practically no limit, because a silent service may only have stalled. Only
@@ -118,7 +118,7 @@ class ServiceProxy:
                 running.cancel()
 
     def silence(self) -> float:
-        """Return the seconds since the service's last message, or 0 if there are fewer than SILENT_SECONDS."""
+        """Return the seconds since the service's last message, or 0 if fewer than SILENT_SECONDS have passed."""
         silent = 0.0 if self._last_arrival is None else time.monotonic() - self._last_arrival
         return silent if silent >= SILENT_SECONDS else 0.0
 
@@ -129,7 +129,7 @@ class ServiceProxy:
         async def send_report() -> None:
             nonlocal looked
             if self._images is not None and time.monotonic() - looked > IMAGES_SECONDS:
-                with suppress(OSError):  # if a shared file system fails, the last names are used again
+                with suppress(OSError):  # if a shared file system fails, the names of the previous scan remain in use
                     self._image_names = await asyncio.to_thread(self._images)
                 looked = time.monotonic()
             self._send_report(node, pools)
@@ -202,7 +202,9 @@ class ServiceProxy:
                 await asyncio.sleep(DOUBT_SECONDS)
             if self._ending_together.is_set():
                 return
-        if self._leaving:  # the service closes the connection after the last result, so no report could follow
+        # While the node leaves, a report precedes each result, because the service closes the connection after the last
+        # result.
+        if self._leaving:
             self._send_report(*self._ready[:2])
         yield result
 
@@ -273,7 +275,8 @@ class SharedResources(NodeResources):
             raise
 
     def try_take(self, amount: ResourceAmount, tenant: str = "") -> ResourceShare | None:
-        """Return None for every amount except zero, because an optional use must not wait for the service."""
+        """Return None for every amount except zero: only the service can set resources aside, and this function must
+        not wait for the service's reply."""
         return None if any(amount.quantities) else super().try_take(amount, tenant)
 
 
@@ -324,8 +327,8 @@ class ForwardedEngine:
         pass
 
     async def health(self) -> EngineHealth:
-        """Return the health last sent by the service, with `ok` always True. The pool gets the availability of the
-        engine from the service's pool state instead."""
+        """Return the health last sent by the service, with `ok` always True: the pool takes the availability of the
+        engine from the service's pool state."""
         return msgspec.structs.replace(self._health, ok=True)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:

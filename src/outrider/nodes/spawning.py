@@ -57,8 +57,8 @@ class NodeProcess:
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
-                    # -P keeps the working folder out of the module search path, so that its files do not replace
-                    # Python's own modules.
+                    # -P keeps the working folder out of the module search path: a file in that folder could otherwise
+                    # replace a module of Python.
                     *(sys.executable, "-P", "-m", PROGRAM),
                     stdin=theirs.fileno(),
                     start_new_session=True,

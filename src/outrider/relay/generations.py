@@ -1,9 +1,10 @@
 """The generations of a worker: each generation runs once, and its messages are kept until the service has acknowledged
 them.
 
-The connection is used only for sending. Invariants: a generation's messages are numbered from 1 without a gap; a
-generation's next chunk is requested only while the windows allow another message, so the number of kept messages is
-bounded.
+This module sends messages over the connection and does not read from it. A window is the maximum number of messages
+that the service has not acknowledged: one window holds for each generation, and another for all generations together.
+Invariants: a generation's messages are numbered from 1 without a gap; the engine's next chunk is requested only while
+both windows have room or none of the generation's messages is kept, so the number of kept messages is bounded.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class _Generation:
 
 
 class Generations:
-    """The generations of one worker. The service sets the windows by its `WorkerWelcome`."""
+    """The generations of one worker. The sizes of the windows are in the service's `WorkerWelcome`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

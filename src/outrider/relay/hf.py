@@ -6,7 +6,8 @@
                 train(model, batch)
                 worker.set_version(step)
 
-Invariant: a token's log-probability is computed with the weights of its version, over all tokens before it.
+Invariant: a token's log-probability is that of the model with the weights of the token's policy version, given all
+tokens before it.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ worker opens.
 
 The proxy is the recipe's own, or `outrider serve --compat verl` (docs/compat/verl.md). The proxy sends messages; the
 worker renders the messages to ids, samples a reply, and parses the reply's tool calls. Invariants: the ids and
-log-probabilities of a response are those of the engine, and a response has exactly one log-probability for each id;
-sampled ids are never rendered again if the proxy sends them; a call ends with the connection that the call came over.
+log-probabilities of a response are those of the engine, and a response has exactly one log-probability for each id; if
+the proxy sends the ids of earlier replies, the prompt contains these ids unchanged; when a connection ends, its calls
+end, too.
 """
 
 from __future__ import annotations
@@ -305,7 +306,7 @@ class ProxyWorker:
 
     def _prompt(self, messages: list[Message], tools: list[ToolSpec], known: list[int] | None) -> list[int]:
         """Return the ids of the prompt: the `known` ids, followed by the ids of the messages after the last reply. If
-        the family cannot append these messages to the known ids, all messages are rendered. Raises RequestError."""
+        the renderer cannot append these messages to the known ids, all messages are rendered. Raises RequestError."""
         if known and known[-1] in self._renderer.stop_ids:
             replies = [at for at, message in enumerate(messages) if message.role is Role.ASSISTANT]
             new = messages[replies[-1] + 1 :] if replies else []
@@ -345,7 +346,7 @@ class ProxyWorker:
         return msgspec.structs.replace(last, ids=ids, logprobs=logprobs)
 
     def _spoken(self, ids: list[int]) -> list[int]:
-        """Return the ids without the last id if this is a stop id of the family."""
+        """Return the ids without the stop id at their end, if there is one."""
         return ids[:-1] if ids and ids[-1] in self._renderer.stop_ids else ids
 
 

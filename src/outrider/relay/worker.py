@@ -241,7 +241,8 @@ class Worker:
             if (kind := REFUSALS.get(code)) is not None:
                 raise kind(f"{self.url} refuses this worker: {getattr(end, 'reason', '') or end}", hint=HINTS.get(code))
             if self.connections > before:
-                if code != Close.SILENT:  # if the service drops the worker again and again, the waits grow
+                # After SILENT the waits go on growing, because each new connection may end in this way.
+                if code != Close.SILENT:
                     failed = 0
                 # `resume` is the number of seconds for which the service waits for a worker to reconnect. After this
                 # time the worker's generations are ended, and their messages dropped.
@@ -341,7 +342,8 @@ class Worker:
         return WorkerReply(call=call.call)
 
     async def _update_weights(self, weights: str, version: int) -> None:
-        """Load weights, one update at a time: a service that has given up on one update may request the next."""
+        """Load weights. Updates run one after another, because a service that has stopped waiting for one update may
+        request the next while the first one still runs."""
         if self._load is None:
             raise EngineRejected(f"worker {self.name!r} cannot load weights")
         async with self._loading:

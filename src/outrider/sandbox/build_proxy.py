@@ -31,8 +31,8 @@ INDEXES = (
     *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_DEFAULT_INDEX"),
     *("NPM_CONFIG_REGISTRY", "npm_config_registry", "GOPROXY", "CARGO_REGISTRIES_CRATES_IO_INDEX"),
 )
-"""Names of variables with the URL of a package index. RUN gets the variables of this process whose URL has an allowed
-host."""
+"""Names of variables with the URL of a package index. RUN gets each of these variables of this process, if the URL's
+host is allowed."""
 
 
 def checked_hosts(hosts: Iterable[str]) -> frozenset[str]:
@@ -82,8 +82,8 @@ class BuildProxy:
 
     @property
     def refused(self) -> frozenset[str]:
-        """The hosts to which the proxy has refused connections, at most MAX_REFUSED, each with its port unless the port
-        is one of PORTS."""
+        """The hosts to which the proxy has refused connections, at most MAX_REFUSED. The text of a host includes the
+        port, unless the port is one of PORTS."""
         return frozenset(self._refused)
 
     @asynccontextmanager

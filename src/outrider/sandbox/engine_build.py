@@ -130,8 +130,8 @@ def build_by_engine(
 
 
 def _run(command: Sequence[str], network: bool) -> str:
-    """Run an engine's command, and return its standard output. `network` is True if the steps already have a network.
-    Raises BadImage."""
+    """Run an engine's command, and return its standard output. Raises BadImage. If `network` is False, the error has
+    the hint to allow a network."""
     try:
         done = subprocess.run(
             command,

@@ -1,8 +1,8 @@
 """Locks that keep the sandboxes of different programs on this machine from using the same GPU.
 
 `sessions/resources.py` assigns the GPUs of one service. Other services on the machine, and a hanging node process that
-was given up, are unknown to that module. The kernel's locks cover both. Invariant: a lock is held from before a sandbox
-starts until the sandbox has stopped, or this process has exited.
+was given up, may use GPUs that `sessions/resources.py` counts as free. Locks of the kernel cover both cases. Invariant:
+a lock is held from before a sandbox starts until the sandbox has stopped, or this process has exited.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ KEPT = {
     "etc": HostPathRule("the machine's own settings", below=False, shown=False),
     "run": HostPathRule("the sockets of the machine's services", below=False, shown=False),
 }
-"""The files and folders that tasks may not read as a whole. The settings `files` and `sandboxes.allow` may neither name
-an entry of this table nor a folder that holds one. docs/security.md has the same table."""
+"""The files and folders that tasks may not read as a whole. The settings `files` and `sandboxes.allow` must not name an
+entry of this table, or a folder that contains an entry. docs/security.md has the same table."""
 
 
 class Located(NamedTuple):

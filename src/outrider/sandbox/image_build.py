@@ -93,7 +93,7 @@ class Build:
         self._note = note
 
     def image(self, plan: BuildPlan) -> RootImage:
-        """Return the image of a plan, which is built unless it exists."""
+        """Return the image of a plan. An image that does not exist is built."""
         store = self._store
 
         def fill(root: Path) -> Contents:
@@ -120,8 +120,8 @@ class Build:
     async def _save(self, plan: BuildPlan, target: Path) -> None:
         """Run the steps in a new sandbox of the base image, and save the written files. Raises BadImage."""
         proxy, (users, lacking) = BuildProxy(self._hosts), users_of_build()
-        # With one user, the files that RUN writes would be root's also where the base's are not. Without a number, the
-        # runtime refuses such a base.
+        # If this machine allows only one user, `users` is None. With 1, a base with files of other users would be
+        # accepted, and all files that RUN writes would be root's. With None, the runtime refuses such a base.
         spec = RuntimeSpec(image=plan.base.name, workdir="/", users=users if users > 1 else None)
         async with open_sandbox(spec, gateway=proxy.serving) as runtime:
             await runtime.write(APT_CONFIG, APT_SETTINGS)
@@ -165,8 +165,8 @@ def run_hint(context: Path, refused: frozenset[str], hosts: frozenset[str]) -> s
 
 
 async def carry_out(runtime: Runtime, step: BuildStep, *, env: Mapping[str, str], drafts: Path, seconds: float) -> None:
-    """Carry out one step. A RUN gets the variables `env` in addition to its own, which take precedence. A RUN is killed
-    after `seconds`. Raises RuntimeFailure, also if a command fails."""
+    """Carry out one step. A RUN gets the variables `env` and those of its own instruction. The instruction's value of a
+    variable takes precedence. A RUN is killed after `seconds`. Raises RuntimeFailure, also if a command fails."""
     match step:
         case RunInstruction():
             variables = {**env, **step.env}

@@ -44,9 +44,9 @@ SWEEP_EVERY_SECONDS = 60.0
 class NodeFolder:
     """A node's folder. The methods block.
 
-    `lock` is the descriptor of the lock file. The kernel releases the lock when this process has ended, in whatever
-    way. `guard` is a lock on the folder itself, which makes systemd-tmpfiles spare the folder and its contents at any
-    age (tmpfiles.d(5)). `keeper` and `guard` are None for the folder of a dead node.
+    `lock` is the descriptor of the lock file. The kernel releases the lock when this process ends, even if the process
+    is killed. `guard` is a lock on the folder itself, which makes systemd-tmpfiles spare the folder and its contents at
+    any age (tmpfiles.d(5)). `keeper` and `guard` are None for the folder of a dead node.
     """
 
     path: Path
@@ -115,8 +115,8 @@ class NodeFolder:
 
     @classmethod
     def _lock(cls, path: Path, flags: int = 0) -> Self | None:
-        """Lock the folder at `path`. Returns None if the folder is no node's, another user's, or locked by a living
-        node. Raises OSError on a file system without locks."""
+        """Lock the folder at `path`. Returns None if the folder is not that of a node, belongs to another user, or is
+        locked by a living node. Raises OSError on a file system without locks."""
         try:
             lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
         except OSError:
@@ -137,8 +137,8 @@ class NodeFolder:
 
 
 def _keeper(path: Path) -> subprocess.Popen[bytes]:
-    """Start the keeper of a folder. The keeper's standard input ends with this process, in whatever way: the other end
-    of the pipe is inherited by no other process. Raises OSError."""
+    """Start the keeper of a folder. The keeper's standard input is a pipe from this process. No other process inherits
+    the pipe's other end, so the input ends however this process ends. Raises OSError."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", process_marks.__file__, path.name],
         stdin=subprocess.PIPE,

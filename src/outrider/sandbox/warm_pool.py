@@ -65,7 +65,8 @@ WAY_SECONDS = 60.0
 
 class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a warm pool. `each` is the maximum number of sandboxes of one kind. `memory_mb` is the maximum memory
-    of all sandboxes, as declared by their tasks, or else ASSUMED_MB each."""
+    of all sandboxes together. A sandbox counts with the memory that its task declares, or with ASSUMED_MB if the task
+    declares none."""
 
     each: int = 0
     memory_mb: int = 0
@@ -95,8 +96,8 @@ class SandboxKind:
         """The event loop's time before which no start is tried."""
 
     def most(self, each: int) -> int:
-        """Return the maximum target of this kind: `each`; 1 while its starts fail; 0 after MAX_FAILURES failures, or if
-        its sandboxes would be too old at the first check."""
+        """Return the maximum target of this kind: `each`; 1 while its starts fail; 0 after MAX_FAILURES failures. It is
+        also 0 for a kind whose sandboxes become too old before the first check."""
         if self.max_age < CHECK_SECONDS:
             return 0
         if self.failures:
@@ -154,8 +155,8 @@ class WarmPool:
 
     async def take(self, spec: RuntimeSpec, mounts: tuple[Path, ...]) -> Sandbox | None:
         """Return a ready sandbox, which the caller must stop, or None. If none is ready, sandboxes of this kind are
-        started for later sessions. Sandboxes with GPUs are never kept warm, because no session could use their GPUs
-        meanwhile."""
+        started for later sessions. Sandboxes with GPUs are never kept warm, because no session could use the GPUs of a
+        waiting sandbox."""
         if not self._limits.each or spec.resources.gpus:
             return None
         key = await asyncio.to_thread(kind_key, spec, mounts, self._sandboxes.paths)

@@ -24,7 +24,7 @@ class AsgiSocket(Socket):
         message = await self._websocket.receive()
         if message["type"] == "websocket.disconnect":
             raise Disconnected(message.get("code", 1006), message.get("reason") or "")
-        # A text frame is passed on as bytes, which the decoder then refuses, because the protocol has no text frames.
+        # The protocol has no text frames. A text frame is passed on as bytes, and the decoder refuses these bytes.
         return message.get("bytes") or (message.get("text") or "").encode()
 
     async def close(self, code: int, reason: str) -> None:

@@ -21,8 +21,8 @@ async def dialled(
     http: aiohttp.ClientSession, url: str, token: str | None, *, seconds: float, max_bytes: int
 ) -> AsyncIterator[ClientSocket]:
     """Open a WebSocket within `seconds`, for messages of up to `max_bytes`. At the end of the block, the socket is
-    closed with LEFT if the caller was cancelled, and else with SILENT, after which the service expects another
-    connection. Raises aiohttp.ClientError, OSError and TimeoutError."""
+    closed. The close code is LEFT if the caller was cancelled, and SILENT otherwise: after SILENT the service expects
+    another connection. Raises aiohttp.ClientError, OSError and TimeoutError."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
     async with asyncio.timeout(seconds):

@@ -17,10 +17,10 @@ WANTED = 65_536
 """The limit of open file descriptors that a service sets for itself. If the hard limit is lower, the service uses the
 hard limit."""
 LEAST = 4096
-"""A full node with fewer file descriptors runs short of connections: a session holds about six descriptors, and each of
-its model calls two more."""
+"""Number of file descriptors that a full node needs for its connections: a session holds about six descriptors, and
+each of its model calls two more."""
 FEWEST = 64
-"""A process with fewer file descriptors cannot open its event loop or the store."""
+"""Minimum number of file descriptors with which a process can open its event loop and the store."""
 SESSIONS = 8
 """One session may use at most 1/SESSIONS of the sandboxes' connections, within the bounds below. So this number of
 sessions can together use all of these connections. One access token may use the same share of the control
@@ -32,9 +32,9 @@ token."""
 
 class ConnectionQuotas(msgspec.Struct, frozen=True):
     """Maximum numbers of connections. `sandboxes`: connections of all sandboxes together, on the node's Unix socket.
-    `control`: connections of all other clients together. `doors`: connections of all sandboxes with a network, on the
-    sockets of their networks; each may lead to another connection. `session`: concurrent model calls of one session.
-    `token`: concurrent calls of the control API with one token."""
+    `control`: connections of all other clients together. `doors`: connections of all sandboxes to the proxies of their
+    networks; for each of them the proxy may open another connection, to a server. `session`: concurrent model calls of
+    one session. `token`: concurrent calls of the control API with one token."""
 
     sandboxes: int
     control: int

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import ssl  # imported only for annotations: see wire/tls.py
 
 CONNECT_SECONDS = 10.0
-# uvicorn, the server of vLLM and SGLang, closes idle connections after 5 s. Connections that this client closes earlier
-# are never reused at the moment when uvicorn closes them.
+# uvicorn, the server of vLLM and SGLang, closes idle connections after 5 s. This client gives up idle connections
+# earlier, so that it sends no request over a connection that uvicorn is about to close.
 KEEP_ALIVE_SECONDS = 4.0
 Buffer = bytes | memoryview
 """A piece of a request's body. A piece may be sent without a copy, so it must not be changed afterwards."""
@@ -145,15 +145,17 @@ class Connections:
     def _reused(self) -> _Connection | None:
         oldest_allowed = asyncio.get_running_loop().time() - KEEP_ALIVE_SECONDS
         while self._idle:
-            connection = self._idle.pop()  # the newest connection is used, so surplus connections grow too old
+            # The newest connection is used, so that surplus connections become too old and are closed.
+            connection = self._idle.pop()
             if connection.reusable and connection.idle_since > oldest_allowed:
                 return connection
             connection.abort()
         return None
 
     async def _connect(self) -> _Connection:
-        """Connect to the first of the server's addresses that accepts. Each address has the same share of the time, so
-        that an address that does not reply does not block the others. Raises the error of the last address."""
+        """Connect to the first of the server's addresses that accepts. Each address but the last is tried for an equal
+        share of the time limit, so that an address that does not reply does not block the others. Raises the error of
+        the last address."""
         async with asyncio.timeout(self._connect_seconds):
             *others, last = await self._addresses()
             for address in others:
@@ -323,7 +325,7 @@ class _Connection(asyncio.Protocol):
             self.abort()
             return
         if self._unread > HIGH_WATER and not self.body and not self.complete:
-            # The head or the trailers are too long, for example. A pause of reading would never end here, because only
+            # For example, the head or the trailers are too long. Reading cannot be paused here, because only
             # `take_body` resumes reading, and `take_body` is not called without a body.
             self._lose(ConnectionError(f"{self._unread} bytes of an answer came, and none of its body"))
             self.abort()

@@ -1,9 +1,9 @@
 """The HTTP server: uvicorn with limits for untrusted clients, and with a callback when a client disconnects.
 
-(In plain ASGI, an application must wait for `http.disconnect`, which needs a second task for every request.) The module
-has no routes. Invariants: an application's callback is called once when the client has left, even if the client left
-before the callback was set; data outside of bodies and unfinished requests use bounded memory and time; the number of
-open connections never exceeds the server's limit; one client cannot take all connections.
+Plain ASGI has no such callback: an application must wait for `http.disconnect` in a second task for every request. The
+module has no routes. Invariants: an application's callback is called once when the client has left, even if the client
+left before the callback was set; data outside of bodies and unfinished requests use bounded memory and time; the number
+of open connections never exceeds the server's limit; one client cannot take all connections.
 
 The module subclasses two classes of uvicorn and uses attributes that uvicorn does not document.
 tests/test_http_server.py lists the attributes and checks them against the installed version; pyproject.toml allows only
@@ -39,10 +39,10 @@ CONNECTION = "outrider.connection"
 BACKLOG = 2048
 """Maximum number of connections that wait in the kernel to be accepted."""
 ACCEPTED_AT_ONCE = 64
-"""Maximum connections accepted before the event loop does anything else. The number is small, so that the server reads
-a new client's data before it may close the connection in favour of a newer one."""
+"""Maximum connections accepted before the event loop does anything else. The number is small, so that the server has
+read a new client's data before still newer connections may displace the client's connection."""
 ACCEPTING = "accept connections"
-"""The name under which failures to accept connections are listed with failing background work."""
+"""The name of a failure to accept connections, in the list of failing background work."""
 ACCEPT_FAILED = "socket.accept() out of system resource"
 """The message with which asyncio's event loop calls its exception handler when a connection cannot be accepted."""
 ACCEPT_SECONDS = 5.0
@@ -113,8 +113,8 @@ class ConnectionLimit:
     If a new connection exceeds the limit, an old connection is closed: the owner with the most connections loses the
     connection whose client has been silent for longest. Claimed and unclaimed connections may each take half of the
     limit, and the owner is chosen from the group that exceeds its half. So a client with many claimed connections loses
-    a connection of its own, even if other clients have the same address. A new client is accepted as long as any
-    connection may be closed. One address has at most a quarter of `most` as unclaimed connections.
+    a connection of its own, even if other clients have the same address. A new client is accepted if any old connection
+    may be closed. One address has at most a quarter of `most` as unclaimed connections.
     """
 
     def __init__(self, most: int) -> None:
@@ -332,7 +332,7 @@ class _Protocol(HttpToolsProtocol):
         if self.pipeline:
             super().on_response_complete()
             return
-        # These are uvicorn's own steps, except for the keep-alive timer that uvicorn sets after each reply.
+        # These are uvicorn's own steps after a reply, without the start of a keep-alive timer.
         self.server_state.total_requests += 1
         if not self.transport.is_closing():
             self.flow.resume_reading()
@@ -452,7 +452,8 @@ class _WebSocket(WebSocketsSansIOProtocol):
             self.transport.abort()
 
     def pause_writing(self) -> None:
-        """Close the connection if the client, which has stopped reading, does not read within `unread` seconds."""
+        """Close the connection in `unread` seconds, unless the client reads again. Called when the client has stopped
+        reading."""
         super().pause_writing()
         self._unread = self.loop.call_later(self._timeouts.unread, self.transport.abort)
 
@@ -464,7 +465,7 @@ class _WebSocket(WebSocketsSansIOProtocol):
     def handle_ping(self) -> None:
         if self.writable.is_set():
             super().handle_ping()
-        else:  # a client that does not read would make unsent pongs pile up
+        else:  # pongs would pile up, because the client does not read
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -518,10 +519,10 @@ def _address(client: tuple[str, int] | None) -> str:
 @contextlib.contextmanager
 def noting_refusals(failures: Failures) -> Iterator[None]:
     """While the block runs, note in `failures` when connections cannot be accepted because descriptors or memory have
-    run out. The failure ends once accepting has not failed for ACCEPT_SECONDS. asyncio's event loop tries again every
-    second, and calls its exception handler up to ACCEPTED_AT_ONCE times for each try. The default handler would log a
-    traceback for each call, whereas `failures` limits the log lines. (uvloop keeps a spare descriptor, with which it
-    accepts and closes the connection.)"""
+    run out. The failure ends when no attempt to accept a connection has failed for ACCEPT_SECONDS. asyncio's event loop
+    tries again every second, and calls its exception handler up to ACCEPTED_AT_ONCE times for each try. The default
+    handler would log a traceback for each call, whereas `failures` limits the log lines. (uvloop keeps a spare
+    descriptor, with which it accepts and closes the connection.)"""
     loop = asyncio.get_running_loop()
     before = loop.get_exception_handler()
     ending: asyncio.TimerHandle | None = None

@@ -25,13 +25,13 @@ In = TypeVar("In")
 CROWDED = 16 << 20
 """`room` does not return while more than this number of bytes wait to be sent."""
 MAX_WAITING = 256 << 20
-"""If more than this number of bytes wait to be sent, the peer reads too slowly, and the next message closes the
-connection."""
+"""If more than this number of bytes wait when another message is sent, the peer reads too slowly, and the connection is
+closed."""
 
 
 class Disconnected(Exception):
     """The connection has ended. `code` is the peer's WebSocket close code, a code of `Close` if this side has ended the
-    connection, or the HTTP status of a refused handshake; 1006 if nothing is known."""
+    connection, or the HTTP status of a refused handshake; 1006 if there is no such code."""
 
     def __init__(self, code: int, reason: str = "") -> None:
         super().__init__(f"{reason or 'connection lost'} ({code})")
@@ -42,8 +42,8 @@ class Disconnected(Exception):
 class Socket(Protocol):
     """Sends and receives whole messages over a transport that can break. `send` and `receive` raise Disconnected.
 
-    A socket that sends messages in pieces has the times, by the event loop's clock, at which a piece last came from the
-    peer (`last_arrival`), and at which the peer last accepted a piece (`taken`).
+    A socket that sends messages in pieces sets two times, by the event loop's clock: `last_arrival` when a piece
+    arrives from the peer, and `taken` when the peer acknowledges a piece. For other sockets both stay 0.
     """
 
     last_arrival: float = 0.0
@@ -58,8 +58,8 @@ class Link(Generic[In]):
     """One end of a connection, with its send queue, its heartbeats, and the detection of silence.
 
     `heartbeat` is the maximum number of seconds without a message to the peer, `silence` the maximum without a message
-    from the peer. `silence` may be changed while the link runs. `stranger` is True if the peer runs on another machine;
-    the decoding cost of its messages is then counted first (`decoding.py`).
+    from the peer. `silence` may be changed while the link runs. `stranger` is True if the peer runs on another machine.
+    The cost of decoding a message from such a peer is counted before the message is decoded (`decoding.py`).
     """
 
     def __init__(

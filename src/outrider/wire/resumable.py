@@ -18,9 +18,9 @@ PIECE = 256 << 10
 """Frames are sent in pieces of this number of bytes, because a frame may be longer than the longest message of a
 connection, and because each piece shows that a slow connection is alive."""
 HEADER = 9
-"""Number of bytes of the header of each piece: one byte, which is 1 if more of the frame follows, and then the number
-of pieces received by the sender (uint64, little-endian). Acknowledgements travel only in pieces, so both ends must send
-from time to time."""
+"""Number of bytes of the header of each piece: one byte, which is 1 if more of the frame follows, and the number of
+pieces that the sender of this piece has received (uint64, little-endian). Acknowledgements travel only in pieces, so
+both ends must send from time to time."""
 
 MAX_UNACKNOWLEDGED = 64 << 20
 """While more than this number of bytes are not acknowledged by the peer, `send` waits."""
@@ -29,7 +29,8 @@ MAX_UNREAD = 64 << 20
 FRAME_COST = 256
 """Bytes counted for an unread frame in addition to its length."""
 
-# Each end is a new exception, because a raised exception keeps alive the frames of its traceback and their sockets.
+# Reasons for the end of a connection. Each use makes a new exception, because a raised exception keeps alive the frames
+# of its traceback and their sockets.
 REPLACED = partial(Disconnected, 1006, "another connection has replaced this connection")
 NO_PIECE = partial(Disconnected, Close.NONSENSE, "no piece of this protocol")
 NOT_SENT = partial(Disconnected, Close.NONSENSE, "it acknowledges what was never sent")
@@ -54,8 +55,8 @@ class ResumableSocket(Socket):
         self._unacknowledged_bytes = 0
         self._acknowledged = 0
         self._written = 0
-        """The number of the next piece to write. Earlier pieces were written to the present connection, or have arrived
-        over an earlier connection."""
+        """The number of the next piece to write to the present connection. Earlier pieces were already written to it,
+        or the peer has received them over an earlier connection."""
         self._ever_written = 0
         """The number of pieces written to any connection. The peer cannot have received more pieces."""
         self._parts: list[bytes] = []
@@ -71,8 +72,8 @@ class ResumableSocket(Socket):
         self._close: tuple[int, str] | None = None
 
     async def send(self, frame: bytes) -> None:
-        """Queue a frame, which is sent over each new connection until the peer acknowledges the frame. Waits while too
-        many bytes are unacknowledged."""
+        """Queue a frame. If the connection breaks before the peer has acknowledged the frame, the next connection sends
+        the missing pieces again. Waits while too many bytes are unacknowledged."""
         while self._unacknowledged_bytes > MAX_UNACKNOWLEDGED and not self._ended:
             self._changed.clear()
             await self._changed.wait()
@@ -101,9 +102,9 @@ class ResumableSocket(Socket):
         self._frames.put_nowait(how)
 
     def take_over(self) -> asyncio.Event:
-        """Detach the earlier connections, which then neither send nor receive, so `received` stays the same until
-        `carry` is called. Before calling `carry`, the caller must send `received` to the peer. Returns the `replaced`
-        event for `carry`."""
+        """Detach the earlier connections: they send and receive nothing more, so `received` does not change until
+        `carry` is called. The caller must send `received` to the peer, and then call `carry` with the returned
+        event."""
         self._replaced.set()
         self._replaced = asyncio.Event()
         return self._replaced

@@ -81,7 +81,7 @@ def is_own(address: Address) -> bool:
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         return _route_type(family, address.packed) in (LOCAL, ANYCAST)
-    except OSError:  # netlink may be blocked by a system-call filter; a socket can be bound only to an own address
+    except OSError:  # A system-call filter may block netlink. A socket can be bound only to an address of this machine.
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
                 probe.bind((str(address), 0))

@@ -32,9 +32,9 @@ Resolve = Callable[[str, int, bool], Awaitable[Sequence[Address]]]
 
 class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
     """A server to connect to. `internal` is True if the operator has named exactly this host and port; the server may
-    then have a private address. `named` is True if the task or the operator names exactly this host; no program can
-    then have invented the host. `proxy` is the URL of the HTTP proxy that leads to the server; None means the proxy in
-    this process's variables, and "" means no proxy."""
+    then have a private address. `named` is True if the task or the operator names exactly this host. A program in the
+    sandbox may have invented any other host. `proxy` is the URL of the HTTP proxy that leads to the server; None means
+    the proxy in this process's variables, and "" means no proxy."""
 
     host: str
     port: int
@@ -50,8 +50,8 @@ class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServerConnection(msgspec.Struct, frozen=True):
     """An open connection. `absolute` is True for a connection to a proxy, which needs whole URLs in requests. `header`
-    has the header lines that the proxy needs. `beneath` is the writer of the connection that carries TLS, which is kept
-    because a writer without references closes its connection."""
+    has the header lines that the proxy needs. `beneath` is the writer of the connection below the TLS layer. The writer
+    is kept here, because a writer without references closes its connection."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -62,9 +62,9 @@ class ServerConnection(msgspec.Struct, frozen=True):
 
 class Dialer:
     """Opens the connections of one proxy. `environ`, by default this process's variables, may name the operator's own
-    proxy (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts that are reached without this proxy (NO_PROXY). `own` are
-    the places of the service, as `host:port`, to which no connection is made: addresses, names, and `*` for every
-    address of this machine."""
+    proxy (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts that are reached without this proxy (NO_PROXY). No
+    connection is made to the service itself, whose places are in `own`, as `host:port`: the host is an address, a name,
+    or `*` for every address of this machine."""
 
     def __init__(
         self, resolve: Resolve, *, environ: Mapping[str, str] | None = None, own: Collection[str] = frozenset()
@@ -122,8 +122,8 @@ class Dialer:
         return frozenset(found)
 
     def _may_reach(self, address: Address, server: ProxiedServer) -> bool:
-        """Return whether a connection to an address of the server is allowed. Names may lead anywhere, so a name never
-        leads to a sensitive address, not even if the operator has named the host."""
+        """Return whether a connection to an address of the server is allowed. Whoever controls a name can make it
+        resolve to any address. So a sensitive address is allowed only if the operator has named the address itself."""
         at = plain(address)
         if any(place_of(str(one), server.port) in self._own for one in meanings(at)) or (
             f"*:{server.port}" in self._own and any(map(is_own, meanings(at)))

@@ -1,9 +1,10 @@
-"""The door of one sandbox: a Unix socket that the sandbox uses like the model gateway's socket, and its only way to
-other machines.
+"""The door of one sandbox: a Unix socket that leads to the model gateway and, through a proxy, to other machines. The
+sandbox has no other way to them.
 
-A request with a whole address, or a CONNECT, goes through the proxy, by the rules of the sandbox's phase. All other
-requests go to the model gateway; the door reads only their heads. Invariants: no connection to another machine is open
-between the phases; no door exceeds the limits of the settings; the records of a door are bounded in size.
+A CONNECT, or a request whose target is an absolute URL, goes through the proxy, by the rules of the sandbox's phase.
+All other requests go to the model gateway; the door reads only their heads. Invariants: no connection to another
+machine is open between the phases; no door exceeds the limits of the settings; the records of a door are bounded in
+size.
 """
 
 from __future__ import annotations
@@ -41,19 +42,20 @@ MAX_CLIENTS = 256 + CONNECTIONS
 """Maximum number of connections to the door of one sandbox: 256 for the model gateway, and CONNECTIONS for other
 machines."""
 MAX_PLACES = 256
-"""Maximum number of servers that are counted by name in each phase. A program may ask for any number of names."""
+"""Maximum number of servers with a `ServerUse` of their own in each phase, because a program may request any number of
+names. All further servers share one."""
 OTHERS = "other servers"
 NOTE_SECONDS = 5.0
-"""Minimum seconds between two reports to the follower about one server."""
+"""Minimum seconds between two calls of `note` (see `Door.follow`) for one server."""
 
 
 class ServerUse(msgspec.Struct, kw_only=True):
     """The use of one server in one phase. `server` is `host:port`. Times are seconds since the epoch. `sent` and
     `received` are bytes. `refusal` and `failure` are the reasons of the last refusal and the last failure. Requests are
-    numbered from 1. `last_failed` is the number of the last failed request, counting only failures that no program can
-    have caused, of servers that the task names. `last_reached` is the number of the last request that the server
-    answered. Both are 0 if there is no such request. `broken` is True if `last_failed` is not 0 and the server answered
-    no later request."""
+    numbered from 1. `last_failed` is the number of the last request with a failure that no program in the sandbox can
+    have caused; it is set only for a server that the task or the operator names exactly. `last_reached` is the number
+    of the last request that the server answered. Both are 0 if there is no such request. `broken` is True if
+    `last_failed` is not 0 and the server answered no later request."""
 
     phase: Phase
     server: str
@@ -199,7 +201,7 @@ class Door:
 
     def _gateways_head(self, head: bytes) -> bytes | None:
         """Return the head to send to the model gateway, or None for a request to another server. A client that ignores
-        NO_PROXY writes the gateway's whole address, or asks for a tunnel."""
+        NO_PROXY sends the gateway's absolute URL, or requests a tunnel to the gateway."""
         method, _, rest = head.partition(b" ")
         url = f"{self._endpoint}/".encode()
         if method == b"CONNECT":
@@ -215,7 +217,8 @@ class Door:
         tunnel. Return the head of the first request to another server, None if there is none.
 
         HTTP lets a client send requests for the model gateway and for the proxy over one connection, because both have
-        one address. Bun does so. The client has then got all replies of the model gateway."""
+        one address. Bun does so. A client that sends a request to another server has already received all replies of
+        the model gateway."""
         try:
             server_reader, server_writer = await asyncio.open_unix_connection(self._gateway, limit=MAX_HEAD)
         except OSError:
@@ -233,8 +236,9 @@ class Door:
     async def _send_requests(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: asyncio.StreamWriter, head: bytes
     ) -> bytes | None:
-        """Send the requests of a connection to the model gateway; see `_to_gateway`. After a tunnel, and after a
-        request whose end is not known from its head, the rest of the connection is sent unread."""
+        """Send the requests of a connection to the model gateway; see `_to_gateway`. If the connection is a tunnel, or
+        the head of a request does not show where the request ends, everything that follows goes to the gateway without
+        a check."""
         try:
             while head:
                 await put(server, head)
@@ -335,8 +339,8 @@ class Door:
         return self.uses[key]
 
     def _changed(self, use: ServerUse, *, soon: bool = True) -> None:
-        """Report a use to the follower, at most once in NOTE_SECONDS. If `soon` is true, a server's first request or
-        refusal is reported without this wait."""
+        """Call `note` (see `follow`) with a use, at most once in NOTE_SECONDS for each server. If `soon` is true, a
+        server's first request or refusal is passed on without this wait."""
         key = use.phase, use.server
         now = self._clock()
         last = self._noted.get(key)

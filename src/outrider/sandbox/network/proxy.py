@@ -35,7 +35,7 @@ SILENCE_SECONDS = 120.0
 CONNECTION_SECONDS = 3600.0
 """Maximum duration of one connection, even while bytes arrive."""
 LATE_BODY_SECONDS = 5.0
-"""Seconds for the rest of a request's body, once the server has answered."""
+"""After the server's reply, the rest of the request's body is sent on for at most this many seconds."""
 LINGER_SECONDS = 2.0
 """Seconds for a refused client to read the reason, while the rest of its request is discarded. A connection that is
 closed with unread bytes would be reset, and the reason would be lost."""
@@ -179,8 +179,8 @@ class Proxy:
             except NotAllowed as error:
                 if not route.methods:
                     raise
-                # The operator's settings choose the address of a package index, and no program does. So the settings
-                # are wrong.
+                # The operator's settings choose the address of a package index, and no program can change it. So a
+                # refused address is an error in the settings.
                 raise Unreachable(f"{error}: the operator may name {route.server.place} in network.internal") from error
             passage.waits(None)
         except NotAllowed as error:
@@ -208,7 +208,7 @@ class Proxy:
                 else:
                     await self._exchange(request, route, connection, flow, reader, writer)
         except NotPassedOn as error:
-            # A program chooses the page, so a page that is refused is not a failure of the index.
+            # A program chooses the page, so a page that is not allowed is not a failure of the index.
             blameless = is_plain_read(request, route) and not isinstance(error, NotAllowed)
             flow.end_wait()
             passage.failed(str(error), blameless=blameless)
@@ -284,7 +284,8 @@ class Proxy:
                 break
         flow.end_wait()
         flow.answered = True
-        # Any program can make a server fail by an odd request, except a package index, whose requests are restricted.
+        # With an odd request a program can make most servers reply with such a status. The requests to a package index
+        # are restricted, so only for an index the status is a failure.
         if route.methods and reply.status in OVERLOADED:
             status = f"{request.place} answered with status {reply.status}"
             flow.passage.failed(status, blameless=is_plain_read(request, route))
@@ -526,9 +527,9 @@ class Flow:
         count: Callable[[int], None],
         limit: int | None = None,
     ) -> None:
-        """Copy bytes from `reader` to `writer`, until `reader` ends or `limit` bytes are copied. If there is no
-        `limit`, the receiver then gets an end of file. If the sandbox exceeds one of its limits, the block of `watched`
-        is ended."""
+        """Copy bytes from `reader` to `writer`, until `reader` ends or `limit` bytes are copied. Without a `limit`, the
+        receiver gets an end of file after the last byte. If the sandbox exceeds one of its limits, the block of
+        `watched` is ended."""
         taken = 0
         with suppress(OSError):
             while limit is None or taken < limit:
@@ -616,8 +617,8 @@ async def _write_page(
 
 
 class ConnectionPool:
-    """Counts the connections of several servers together, up to `most`. The first LEAST_CONNECTIONS connections of each
-    server are always allowed, and are not counted."""
+    """Counts the clients' connections to several `ProxyServer`s together, up to `most`. The first LEAST_CONNECTIONS
+    connections to each `ProxyServer` are always allowed, and are not counted."""
 
     def __init__(self, most: int) -> None:
         self._left = most

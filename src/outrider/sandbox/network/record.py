@@ -74,8 +74,8 @@ class NetworkRecord:
 
 
 class NetworkReplay:
-    """Answers requests from a record: the n-th request for a URL in a phase gets the n-th reply, and later requests the
-    last one."""
+    """Answers requests from a record: the n-th request for a URL in a phase gets the n-th reply. If there are more
+    requests than replies, the further requests get the last reply."""
 
     def __init__(self, replies: list[RecordedReply], phase: Callable[[], Phase | None]) -> None:
         self._phase = phase
@@ -95,7 +95,8 @@ class NetworkReplay:
                 raise RuntimeUnavailable(f"{file.name} is larger than any record of a network")
             return cls([msgspec.json.decode(line, type=RecordedReply) for line in data.splitlines()], phase)
         except (OSError, msgspec.MsgspecError) as error:
-            why = error.strerror if isinstance(error, OSError) else error  # strerror lacks the folder's path
+            # Unlike `str(error)`, strerror does not contain the path of the folder.
+            why = error.strerror if isinstance(error, OSError) else error
             raise RuntimeUnavailable(
                 f"{file.name} is no record of a network: {why}",
                 hint="a session with task.runtime.network.record keeps one as its artifact outrider:network.jsonl",

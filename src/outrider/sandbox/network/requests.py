@@ -16,7 +16,7 @@ MAX_HEAD = 64 << 10
 REQUEST_LINE = re.compile(r"([A-Z-]{1,32}) ([\x21-\x7e]+) (HTTP/1\.[01])")
 STATUS_LINE = re.compile(r"HTTP/1\.[01] ([1-9][0-9]{2})( [\t\x20-\x7e\x80-\xff]*)?")
 FIELD = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*")
-"""A header line: no space before the colon, no continuation of an earlier line, and no bare CR or LF."""
+"""Pattern of a header line, without a space before the colon, a continuation of an earlier line, or a bare CR or LF."""
 LENGTH = re.compile("[0-9]{1,18}")
 NOT_PASSED = frozenset(
     {
@@ -28,7 +28,7 @@ NOT_PASSED = frozenset(
 
 COOKIES = frozenset({"set-cookie", "set-cookie2"})
 PERSONAL = frozenset({"authorization", "cookie", "cookie2"})
-"""Headers of a request whose reply may be for its sender only."""
+"""If a request has one of these headers, its reply may be for the sender only."""
 
 
 class NotPassedOn(Exception):
@@ -133,9 +133,9 @@ def place_of(host: str, port: int, *, hidden: int = 0) -> str:
 
 
 def read_request(head: bytes) -> RequestHead:
-    """Read the head of a request, which ends with an empty line. Raises NotPassedOn if a lenient server might read
-    another host, another end of the head or another end of the body: for a malformed line, a bare CR or LF, user names,
-    a Host that contradicts the address, or an unclear length of the body."""
+    """Read the head of a request, which ends with an empty line. Raises NotPassedOn for a head in which a lenient
+    server might read another host, or another end of the head or body. Such a head has a malformed line, a bare CR or
+    LF, a user name, a Host that contradicts the address, or an unclear length of the body."""
     first, *fields = head[:-4].decode("latin-1").split("\r\n")
     line = REQUEST_LINE.fullmatch(first)
     if line is None:
@@ -159,8 +159,9 @@ def read_request(head: bytes) -> RequestHead:
 
 
 def body_length(head: bytes) -> int | None:
-    """Return the size of the body after the head of a request to the model gateway, in bytes. None if the head does not
-    tell where the next request begins: the body is chunked, the protocol may change, or the length is not clear."""
+    """Return the size of the body after the head of a request to the model gateway, in bytes. Returns None if the head
+    does not show where the next request begins: the body is chunked, the protocol may change, or the length is
+    unclear."""
     named = _named(head[:-4].decode("latin-1").split("\r\n")[1:])
     lengths = {value for name, value in named if name == "content-length"}
     unclear = len(lengths) > 1 or not all(map(LENGTH.fullmatch, lengths))
@@ -174,8 +175,8 @@ def _named(fields: list[str]) -> list[tuple[str, str]]:
 
 
 def _passed(fields: list[str], named: list[tuple[str, str]]) -> list[str]:
-    """Return the header lines that are passed on. Lines that concern one connection are left out, and so are those that
-    `Connection` names."""
+    """Return the header lines that are passed on. The headers of NOT_PASSED and the headers listed in `Connection`,
+    except Content-Length and Content-Type, are left out."""
     listed = {one.strip().lower() for name, value in named if name == "connection" for one in value.split(",")}
     without = NOT_PASSED | (listed - {"content-length", "content-type", "close"})
     return [field for field, (name, _) in zip(fields, named, strict=True) if name not in without]

@@ -24,8 +24,8 @@ LOOKUPS = 2
 """Maximum number of hosts that one sandbox resolves at once in each of the two pools of threads. A hostile name server
 may answer slowly, and each look-up occupies a thread of the node until the answer."""
 NODE_RATE = 192 << 20
-"""Maximum bytes per second of all sandboxes of a node. A chunk of 64 KiB takes about 0.1 ms of the event loop's
-time."""
+"""Maximum bytes per second that pass through the proxies of all sandboxes of a node. A chunk of 64 KiB takes about 0.1
+ms of the event loop's time, so at this rate the proxies take about a third of that time."""
 SANDBOX_RATE = 64 << 20
 """Maximum bytes per second of one sandbox, so that the other sandboxes get a share."""
 LEAST_PAUSE = 0.002
@@ -48,8 +48,8 @@ class BytePace:
 
 class Lookups:
     """The look-ups of one sandbox. `look_up` runs in a thread of the pool `named` for a host that the task names, and
-    in a thread of `others` for any other host. A look-up counts until its thread ends, even if nobody waits for its
-    answer any more."""
+    in a thread of `others` for any other host. A look-up counts against LOOKUPS until its thread ends, even if no
+    request waits for its result any more."""
 
     def __init__(
         self,

@@ -56,8 +56,9 @@ def _digest() -> str | None:
 
 
 def _closure(name: str) -> dict[str, metadata.Distribution]:
-    """Return a distribution with its installed requirements, direct and indirect. Extras are excluded. Other markers
-    are not evaluated, because requirements that they exclude are usually not installed."""
+    """Return a distribution with its installed requirements, direct and indirect. Requirements of extras are left out.
+    Other environment markers are not evaluated: a requirement that a marker excludes is usually not installed, and only
+    installed requirements are returned."""
     found: dict[str, metadata.Distribution] = {}
     waiting = [name]
     while waiting:

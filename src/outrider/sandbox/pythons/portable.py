@@ -2,9 +2,9 @@
 
 The interpreter is a folder, which sandboxes see at PORTABLE_AT: a copy of Outrider's interpreter with the dynamic
 loader, the standard library, and every shared library that may be needed. The interpreter is started through the copied
-loader. Therefore it uses no files outside the folder, and needs no environment variables, which its child processes
-would inherit.
-Invariant: the folder `python/DIGEST` in the cache is complete, has been tried, and never changes.
+loader. So the interpreter uses no files outside the folder. It also needs no environment variables, which its child
+processes would inherit. Invariant: the folder `python/DIGEST` in the cache is complete, has been tried, and never
+changes.
 """
 
 from __future__ import annotations

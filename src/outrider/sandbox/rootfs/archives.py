@@ -29,8 +29,8 @@ MAX_NESTING = 4
 MAX_LAYERS = 512
 """Maximum layers of an image. Container engines make at most 127."""
 MAX_MEMBERS = 10_000
-"""Number of a tar's first entries among which the documents that show the archive's form are searched. Not all entries
-are searched, because a root file system may have millions of them."""
+"""The documents that show an archive's form are searched among this number of entries at the beginning of a tar. A root
+file system may have millions of entries, so not all are searched."""
 CHUNK = 1 << 20
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 """Names of processor architectures in image indexes. Keys are the names that `uname -m` prints."""
@@ -124,8 +124,8 @@ def layered(path: Path) -> Iterator[Layered]:
 
 def _members(archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarInfo]:
     """Yield the entries of an archive of `size` bytes. Raises BadImage for an archive that unpacks to more than an
-    image may have, and for an entry that does not start after the previous entry, because tarfile would then read the
-    same entries over and over."""
+    image may have, and for an entry that does not start after the previous entry: tarfile would read the same entries
+    over and over."""
     last = -1
     for member in archive:
         if member.offset <= last:
@@ -172,7 +172,8 @@ def _saved(open_: Open) -> Layered:
 
 
 def _checked(layers: list[str]) -> list[str]:
-    """Return the names of an image's layers. Raises BadImage for too many layers, because each is read twice."""
+    """Return the names of an image's layers. Raises BadImage for more than MAX_LAYERS, which limits the work: each
+    layer is read twice."""
     if len(layers) > MAX_LAYERS:
         raise BadImage(f"the image has {len(layers)} layers: more than {MAX_LAYERS} are not read")
     return layers

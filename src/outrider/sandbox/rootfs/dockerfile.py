@@ -70,8 +70,8 @@ MAX_PATH = 4096
 MAX_MESSAGE = 500
 """Maximum characters of an error message. A message quotes its instruction, which may be a million characters long."""
 ADDED = ("without", "is_file", "owner")
-"""Fields of build steps that were added later than FORMAT was last increased. Such a field is part of a key only if it
-is not empty, so images built earlier keep their keys."""
+"""Fields that were added to build steps after the last increase of FORMAT. Such a field is part of a key only if it is
+not empty, so images built earlier keep their keys."""
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
@@ -642,8 +642,9 @@ class Reader:
         return found
 
     def _left_out(self, one: Instruction, root: ContextFolder, path: Path, goal: Path) -> Iterator[Path]:
-        """Yield the paths in a folder that the .dockerignore leaves out: files and, unless a pattern takes files back,
-        whole folders. Raises InvalidField for a link that leads out of the folder."""
+        """Yield the paths in a folder that the .dockerignore leaves out: files and whole folders. If a `!` pattern
+        takes files back, the files of such a folder are yielded one by one instead. Raises InvalidField for a link that
+        leads out of the folder."""
         ignore = root.ignore
         for at, folders, files in os.walk(goal):
             entered = []

@@ -15,8 +15,8 @@ from typing import TypeAlias
 import msgspec
 
 Owners: TypeAlias = dict[str, tuple[int, int]]
-"""The user id and the group id of each file that is not root's, by its path below the root, which has no `/` first.
-The root itself is ""."""
+"""The user id and the group id of each file that is not root's. Keys are paths below the root without a leading `/`;
+the root itself is ""."""
 MOST_USERS = 65_536
 """Maximum number of user ids in a sandbox."""
 MOST_BYTES, MOST_ENTRIES = 256 << 20, 50_000
@@ -28,7 +28,8 @@ FIRST_PERSON, HOMES = 1000, "home/"
 """The first id of a person's account, and the folder of such accounts. Many base images have the home of an account
 that no program of the image uses."""
 SYSTEM = ("usr", "etc", "bin", "")
-"""Paths that root owns. If one belongs to another user, that user has packed the folder, and stands for root."""
+"""Paths that usually belong to root. If another user owns one of them, this user made the archive, so all files of this
+user count as root's."""
 MAX_PASSWD = 1 << 20
 ONE_OWNER = "or set task.runtime.users to 1, if the task works with root as the owner of all files"
 """The end of a hint for a task whose sandbox cannot have the owners of its image."""
@@ -49,7 +50,8 @@ class Ownership(msgspec.Struct, frozen=True, kw_only=True):
 
 def kept_owners(root: Path, owners: Owners, base: Owners | None = None) -> tuple[Owners, Ownership]:
     """Return the owners that are not root, of files that exist below `root`, and the summary. `base` are the owners in
-    the image's base, if the image was built on one: an account that the build made is used by the task."""
+    the image's base, if the image was built on one. The home of an account that the build made counts as used by the
+    task, so a sandbox of the image needs several users."""
     makers = {owners[path][0] for path in SYSTEM if path in owners and owners[path][0]}
     names = _user_names(root)
     kept: Owners = {}

@@ -90,8 +90,9 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
 
 
 class PullOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a pull, for pulls of the same reference that have waited for its end: the digest of the image, or
-    the message and hint of the failure and the machine (`host_id`) on which the pull has failed."""
+    """The outcome of a pull: the digest of the image; or the message and the hint of the failure, with the machine
+    (`host_id`) on which the pull has failed. Pulls of the same reference that have waited for this pull read the
+    outcome."""
 
     digest: str = ""
     failure: str = ""

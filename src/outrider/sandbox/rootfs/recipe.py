@@ -1,8 +1,9 @@
 """Recipes of images: a TOML file, and the Apptainer definition rendered from it.
 
 build.py runs Apptainer on the definition. A recipe lists an image's parts as data, so that builds of the same content
-have the same key and can replace each other. Apptainer itself never reuses a build. Invariant: each text of a recipe
-stays in its section of the definition: no text can begin a new section or use Apptainer's placeholders.
+have the same key, and one of them can be used for the others. Apptainer itself never reuses a build. Invariant: each
+text of a recipe stays in its section of the definition: no text can begin a new section or use Apptainer's
+placeholders.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
     commands: tuple[str, ...] = ()
 
     def key(self, *parts: str) -> str:
-        """Return the key of the build. Builds with the same key can replace each other. `parts` are further inputs of
-        the key. Blocks while the files are read for their digests."""
+        """Return the key of the build. Of several builds with the same key, one can be used for the others. `parts` are
+        further inputs of the key. Blocks while the files are read for their digests."""
         contents = [(file.target, digest_of(Path(file.source))) for file in self.files]
         said = [*parts, self.identity, self.packages, self.pip, contents, sorted(self.env.items()), self.commands]
         return hashlib.sha256(msgspec.json.encode([FORMAT, said])).hexdigest()[:32]

@@ -36,8 +36,8 @@ from outrider.sandbox.rootfs.unpack import UNREADABLE, BadImage, Contents, unpac
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64})?(@sha256:[0-9a-f]{64})?")
 PINNED = re.compile(r"@sha256:[0-9a-f]{64}")
-"""Pattern of a digest at the end of an image's name. It is the digest of the registry's manifest, and only an image
-with this digest gets such a name."""
+"""Pattern of the end of an image's name that is a digest of a registry's manifest. Such a name is given only to the
+image with this digest."""
 
 OWNERS = "owners"
 
@@ -160,8 +160,8 @@ class ImageStore:
         return image
 
     def pull_file(self, reference: str) -> Path:
-        """Return the path of the file that all pulls of this reference share (see pull.py). Machines of another
-        architecture get another image of the same reference."""
+        """Return the path of the file that all pulls of this reference share (see pull.py). Each architecture has its
+        own file, because a reference may stand for one image per architecture."""
         pulled = f"{platform.machine()} {reference}"
         file = lock_file(self._folder / f"pull-{hashlib.sha256(pulled.encode()).hexdigest()}")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -186,8 +186,8 @@ class ImageStore:
                     return False
                 place = self._folder / _hex(image.digest)
                 held.enter_context(locked(place))
-                # The folder is renamed first, because a half-removed image must not be found. If this process is
-                # killed meanwhile, the next import removes the folder, which then has a draft's name.
+                # The folder first gets the name of a draft, because a half-removed image must not be found. If this
+                # process is killed before the folder is gone, the next import removes the rest as an abandoned draft.
                 gone = new_draft(place)
                 os.rename(place, gone / "image")
             remove_tree(gone)  # the removal takes seconds, and the names are not locked meanwhile
@@ -273,7 +273,7 @@ def checked_name(name: str, *, field: str = "name") -> str:
 
 
 def _check_pin(name: str, digest: str, pulled: bool) -> None:
-    """Raise InvalidField for a name with a digest that is not known to be the image's."""
+    """Raise InvalidField if the name ends with a digest, and this digest is not known to be the image's."""
     _, pinned, wanted = name.partition("@")
     if pinned and not pulled and digest != wanted:
         raise InvalidField(

@@ -45,7 +45,7 @@ Layers of real images shrink to a third. A file of zeros can shrink to a thousan
 MAX_ENTRIES = 4_000_000
 """Maximum files, folders and links of an image. The largest images for machine learning have a million."""
 KEPT_FREE, KEPT_SHARE = 1 << 30, 20
-"""An image leaves KEPT_FREE bytes of its disk free, or 1/KEPT_SHARE of a small disk, whichever is less."""
+"""An image must leave space on its disk: KEPT_FREE bytes, or 1/KEPT_SHARE of the disk if that is less."""
 COPY_BYTES = 1 << 20
 PERMISSIONS = 0o777
 """The mode bits that files and folders of an archive keep."""
@@ -133,8 +133,7 @@ class Room:
 
 
 def check_expansion(size: int, archived: int) -> None:
-    """Raise BadImage if `size` bytes, unpacked or read, are too many for an image, or for `archived` bytes of
-    archives."""
+    """Raise BadImage if an image of `size` bytes is too large, either at all or for archives of `archived` bytes."""
     if size > MAX_BYTES:
         raise BadImage(f"the image is larger than {MAX_BYTES >> 30} GiB")
     if size > ANY_RATIO_BYTES and size > RATIO * archived:
@@ -186,8 +185,8 @@ def unpack(layers: Iterable[BinaryIO], target: Path, *, owners: Mapping[str, tup
 
 class _Layer:
     """Unpacks one layer. `_own` holds the paths written by this layer, and all folders above these paths. Whiteouts of
-    the layer do not remove these paths, because a whiteout applies only to lower layers, even if it comes after a path
-    of its own layer."""
+    the layer do not remove these paths, because a whiteout applies only to lower layers, even if the whiteout comes
+    later in the archive than the path."""
 
     def __init__(self, root: Path, contents: Contents, room: Room) -> None:
         self._root = str(root)

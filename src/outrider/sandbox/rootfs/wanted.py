@@ -1,8 +1,8 @@
 """Pulls the images that sessions want and this machine lacks, if the operator allows their references.
 
-A session waits for its images before anything is set aside for the session. Invariants: an image is pulled only if its
-name begins with an allowed reference; at most one pull of an image runs in this process, and at most MAX_PULLS pulls.
-A session that is cancelled leaves its pull to the other sessions.
+A session waits for its images before any resources are set aside for the session. Invariants: an image is pulled only
+if its name begins with an allowed reference; in this process at most one pull of the same image and at most MAX_PULLS
+pulls run at once. A session that is cancelled leaves its pull to the other sessions.
 """
 
 from __future__ import annotations
