@@ -359,7 +359,7 @@ class ServiceMetrics:
             for engine in statuses
             for value in _engine_values(engine, engine.name if engine.name in named else OTHER)
         )
-        # The counts of an engine that was removed are kept, in the sum of all engines without a name.
+        # The counts of a removed engine stay in the value that all engines without a value of their own share.
         yield from _added_up(
             value
             for name, engine in counts.engines.items()

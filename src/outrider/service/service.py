@@ -278,7 +278,8 @@ class Service:
             if len(body) > LARGE:
                 try:
                     yield from BodyCapacity(None, images=True).checking(body)
-                except ContextOverflow as error:  # the body has too many values; no context length is checked
+                # No context length is checked here, so the error means that the body has too many values.
+                except ContextOverflow as error:
                     raise TooLarge(f"the request has more than {MAX_VALUES} JSON values") from error
             yield len(body)
             return parse_body(kind, body)
@@ -374,8 +375,8 @@ class Service:
         return await self.reader.view(stored)
 
     def translate_callbacks(self, system: str, translate: Translate) -> None:
-        """Send the callbacks of the groups of another system's clients in the form that `translate` makes. Call this
-        before `running`. Until then, the callbacks of these groups wait in the outbox."""
+        """Use `translate` to make the callbacks of the groups that clients of `system` have submitted. Call this method
+        before `running`: until then, these callbacks wait in the outbox."""
         self._deliverer.translate(system, translate)
 
     async def cancel(self, group_id: str, caller: Principal = LOCAL) -> GroupView:

@@ -118,7 +118,7 @@ def _span(entry: Entry) -> SpanView:
 
 
 def _cut(span: SpanView, over: float) -> SpanView:
-    """Return the span, ended at `over`, the end of its attempt, and marked as cut off."""
+    """Return the span, marked as cut off. The span ends at `over`, the end of its attempt."""
     return msgspec.structs.replace(span, end=max(over, span.start), data=span.data | {"cut_off": True})
 
 

@@ -72,8 +72,8 @@ STORE = "the store"
 STORE_SECONDS = 1.0
 """Storing a turn is overdue after this many seconds. Usually it takes milliseconds."""
 STORE_BYTES_PER_SECOND = 1 << 20
-"""Storing a turn may take one more second for each such number of bytes of text and images in the turn, because the
-agent is responsible for the size of its turns."""
+"""For each STORE_BYTES_PER_SECOND bytes of text and images in a turn, storing the turn may take one more second before
+it is overdue. The agent is responsible for the size of its turns."""
 
 
 GIVEN_UP_SECONDS = 0.25
@@ -422,9 +422,9 @@ class Conversation:
 
     @contextmanager
     def _may_be_given_up(self) -> Iterator[None]:
-        """Count a call as not begun while the block runs. If the block is cancelled or the run ends, the call is
-        recorded as given up. The end of the run counts because a hang-up may be detected late: the connection of a
-        request is not read while the request waits for an engine."""
+        """Record a call that has not begun as given up, if the block is cancelled or the run ends during the block. The
+        client of a call that waits at the end of the run may have hung up unnoticed: the connection of a request is not
+        read while the request waits for an engine."""
         key, waited = object(), self._waited()
         self._not_begun[key] = waited
         try:

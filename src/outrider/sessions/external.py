@@ -172,7 +172,7 @@ class ExternalSessions:
         return live.models
 
     async def refusal(self, key: str) -> OutriderError:
-        """Return the error for a credential to which `models` gives no access."""
+        """Return the error for a model call with a credential for which `models` returns None."""
         session_id = self._store.session_of_credential(key)
         if session_id is None:
             return Unauthorized("this session key is unknown, or its run is over")

@@ -216,7 +216,8 @@ class HarborRemoteRun:
         )
 
     def _metadata(self, folder: str) -> Mapping[str, Any]:
-        """Return the part `metadata`, without nulls. The run ends by itself at the session's limit."""
+        """Return the part `metadata` of the request, without nulls. The server ends the run at the session's time
+        limit."""
         options, seconds = self._options, self._task.limits.session_seconds
         given = options.model_dump(mode="json", exclude_none=True, exclude={"reward"})
         most = options.agent.max_timeout_sec

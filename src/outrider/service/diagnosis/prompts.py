@@ -42,8 +42,8 @@ the kind "text" if no pattern matches."""
 
 
 class ChangedLine(msgspec.Struct, frozen=True):
-    """The first line that differs between two versions of a prompt: its number, from 1, both versions, and the kind of
-    the change. Both versions are cut around the difference, and have no keys of sessions."""
+    """The first line that differs between two versions of a prompt. `number` counts lines from 1. Both versions of the
+    line are cut around the difference, and contain no session key. `kind` is the kind of the change."""
 
     number: int
     before: str

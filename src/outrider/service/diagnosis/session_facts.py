@@ -160,8 +160,8 @@ class FactsReader:
                     facts.missing.append(program)
 
     def _policy_changed(self, turn: Turn) -> bool:
-        """Return True if the policy's version rose during the call or since the session's last one: calls wait while
-        new weights are loaded."""
+        """Return True if the policy's version rose during the call, or is newer than in the session's earlier calls.
+        Calls wait while new weights are loaded."""
         versions = {span.version for span in turn.versions}
         before = self.facts.newest
         return len(versions) > 1 or (before is not None and any(version > before for version in versions))
