@@ -606,7 +606,7 @@ class Store:
     async def continue_turns(self, session_id: str, attempt: int) -> list[Turn]:
         """Move the turns of the session's earlier attempts to an attempt under way. At most one earlier attempt has
         turns. Returns the turns of the policy with the bytes of their images, in the order of their index. The turns
-        get new numbers if a turn was lost with the service before it was stored."""
+        get new numbers if a turn before them is missing, because the service was lost before the turn was stored."""
 
         async def body(tx: Connection) -> None:
             await _under_way(tx, session_id, attempt)
@@ -658,9 +658,9 @@ class Store:
         await self._db.write(body)
 
     async def keep_failed_calls(self, session_id: str, attempt: int, calls: bytes, *, model: str | None = None) -> None:
-        """Store the failed calls of a session's policy or frozen model, for which no later call has made up: a JSON
-        array of `FailedCall`. The stored failed calls of this model are replaced. Raises Conflict if the attempt is not
-        under way."""
+        """Store the failed calls of one model in a session for which no later call has made up. `calls` is a JSON array
+        of `FailedCall`, and replaces the array that is stored for the model. `model` is None for the policy. Raises
+        Conflict if the attempt is not under way."""
         sql = """INSERT INTO failed_calls (session_id, model, calls) VALUES (?, ?, ?)
             ON CONFLICT (session_id, model) DO UPDATE SET calls = excluded.calls"""
 

@@ -48,7 +48,7 @@ TASK_LABEL, HARNESS_LABEL, MODEL_LABEL, BUILDER_LABEL, ALONE_LABEL, UNGRADED_LAB
 """Labels of a group, which lists show without reading the stored request. A group with ALONE_LABEL is a session that
 was made without a task. A group with UNGRADED_LABEL has no evaluator, so its lists show no rewards."""
 SESSION_DIR = "/tmp/polar-session"
-"""The folder of a session in its sandbox, where Polar has /polar/session: the root folder of a sandbox may be
+"""The folder of a session in its sandbox. Polar's own folder is /polar/session, but the root folder of a sandbox may be
 read-only."""
 FOLDERS = {"ARTIFACTS_DIR": "artifacts", "LOGS_DIR": "logs", "AGENT_LOG_DIR": "logs/agent"}
 """Folders below SESSION_DIR, by their variables."""

@@ -334,7 +334,7 @@ def _about(kind: str, label: str, depth: int, path: Sequence[Turn]) -> PolarObje
 
 
 def messages_before(path: Sequence[Turn]) -> list[PolarObject]:
-    """Return the messages of the request of the path's last turn."""
+    """Return the messages that the model got in the request of the last turn. `path` has the turns of a branch."""
     found = []
     for turn in path:
         found += [chat_message(message) for message in turn.messages]
