@@ -223,8 +223,8 @@ def check_local(headers: dict[bytes, bytes]) -> None:
 
 
 def check_address(config: Config, *, has_token: bool) -> None:
-    """Raise InvalidField if other machines can reach the service's address, and the service has no token, or has no TLS
-    without the setting `insecure`."""
+    """Raise InvalidField for an address that other machines can reach, if the service has no token, or has neither TLS
+    nor the setting `insecure`."""
     if not config.public:
         return
     if not has_token:

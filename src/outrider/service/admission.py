@@ -291,7 +291,8 @@ def check_group(
         _check_uploads(one.prepare, paths, field=f"{field}.prepare")
     for number, later in enumerate(task.then):
         _check_uploads(later.prepare, paths, field=f"task.then.{number}.prepare")
-    # Filling in placeholders may make a file huge: a short text can repeat a long instruction.
+    # Filling in placeholders may make a file huge: a short text can contain the placeholder of a long instruction many
+    # times.
     words = {f"option.{name}": str(value) for name, value in task.harness.options.items()}
     words["instruction"] = max((step.instruction for step in steps), key=len)
     for path, text in task.harness.files.items():

@@ -108,9 +108,9 @@ class ExternalStore(AttemptStore, RunStore, Protocol):
 class ExternalSessions:
     """The `Node` of external sessions, in the service's own process. `async with` runs its watchdog.
 
-    `grader` waits until there is a node that can grade a session, and returns the node. It is called for tasks whose
-    evaluator is not `reported`. `services` run the agents of tasks with a remote harness; the files of such tasks are
-    read from `paths`. `address` returns the base URL of this service in a network, for the agents of such tasks.
+    `grader` waits until there is a node that can grade a session, and returns the node. `grader` is called for tasks
+    whose evaluator is not `reported`. `services` run the agents of tasks with a remote harness; the files of such tasks
+    are read from `paths`. `address` returns the base URL of this service in a network, for the agents of such tasks.
     """
 
     def __init__(

@@ -271,7 +271,7 @@ class Grading:
 
     async def _decide_unchanged(self, runtime: Runtime, outcome: Outcome) -> None:
         """Set the verdict and the empty patch if the agent has changed nothing in the carried repository, and the
-        evaluator needs no sandbox to know the verdict. The repository's base is known from an earlier grading."""
+        evaluator needs no sandbox for the verdict. The repository's base is known from an earlier grading."""
         host = self._sandboxes.host
         if not isinstance(self._carry, DiffSpec) or not isinstance(self._evaluator, DecidesEarly):
             return

@@ -605,8 +605,9 @@ class Store:
 
     async def continue_turns(self, session_id: str, attempt: int) -> list[Turn]:
         """Move the turns of the session's earlier attempts to an attempt under way. At most one earlier attempt has
-        turns. Returns the turns of the policy with the bytes of their images, in the order of their index. The turns
-        get new numbers if a turn before them is missing, because the service was lost before the turn was stored."""
+        turns. Returns the turns of the policy with the bytes of their images, in the order of their index. If a turn is
+        missing, because the service was lost before the turn was stored, the other turns are numbered anew without a
+        gap."""
 
         async def body(tx: Connection) -> None:
             await _under_way(tx, session_id, attempt)
@@ -946,10 +947,10 @@ class Store:
 
         A group is done with its last session. Then the group gets a cursor, an event and, if it has a callback, an
         outbox row. If `min_usable` sessions have a verdict before that, the other sessions are to end. A queued session
-        can be finished, too, for example because it was cancelled; `attempt` is then its last attempt. `under_way` is
-        set by an attempt that ends its own session: Conflict is raised if the attempt's lease has lapsed and the
-        session waits for another attempt. `of_all_turns` is for a result made from turns that were read while the
-        attempt could still add turns: MoreTurns is raised if a turn was added since.
+        can be finished, too, for example because it was cancelled; `attempt` is then its last attempt. With
+        `under_way`, which is for an attempt that ends its own session, Conflict is raised if the attempt is no longer
+        under way, for example because its lease has lapsed. With `of_all_turns`, which is for a result made from turns
+        that were read while the attempt could still add turns, MoreTurns is raised if a turn was added since.
         """
         packed = rows.pack(result)
         check = _under_way if under_way else _unfinished

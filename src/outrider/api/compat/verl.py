@@ -3,8 +3,8 @@ calls.
 
 A session of the recipe is a session for an agent that runs elsewhere (docs/external.md), found by an idempotency key
 made of its id. The recipe's trainer reads the record of a session and computes the reward itself, so Outrider never
-gets the reward. A completed session ends as cancelled, with its turns and without a verdict. Invariant: only `POST
-/sessions/{sid}` makes a session; a model call with an unknown id does not.
+gets the reward. A completed session ends as cancelled, with its turns and without a verdict. Invariant: only `create`
+makes a session; a model call with an unknown id makes none.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class DoctorOfRuns:
         while True:
             try:
                 page = await self._store.groups_before(before, limit=GROUPS_READ, since=since, tenant=tenant)
-            except NotFound:  # this group was removed meanwhile, and all older groups before it
+            except NotFound:  # this group was removed meanwhile, and all older groups had been removed before
                 return
             if not page:
                 return

@@ -1,9 +1,9 @@
 """Counts what happened in a run: each session's result, and the facts of a sample of sessions.
 
 Results are added group by group; the groups may come in any order. No result is kept, so the memory does not grow with
-the run. The groups for the trends and the sessions whose turns are read are samples. The samples are drawn by the
-digests of the groups' ids, so the same run gives the same samples. The module is pure. Invariant: each session is
-counted once.
+the run. In a large run, the trends are computed from a sample of groups, and turns are read from a sample of sessions.
+Both samples are drawn by the digests of the groups' ids, so the same run gives the same samples. The module is pure.
+Invariant: each session is counted once.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ each are sampled."""
 LEAST_SPREAD = 1e-9
 """Rewards that differ by at most this number count as equal."""
 STALE_VERSIONS = 4
-"""A session is stale if its oldest token is this many policy versions older than the newest version that any sampled
-session had seen by the session's end."""
+"""A session is stale if its oldest token is at least this many policy versions behind the newest version at the
+session's end. The newest version is the newest one of the sampled sessions that have ended by then."""
 STALL_SECONDS = 30.0
 """A stalled call waits at least this many seconds for its first token. STALL_TIMES is a second condition."""
 STALL_TIMES = 10.0

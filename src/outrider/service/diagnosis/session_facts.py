@@ -28,8 +28,8 @@ SEARCHED = 400
 LEAST_OUTPUT = 8
 """Minimum number of sampled tokens of a turn that is used to measure an engine's speed."""
 LEAST_CACHED = 256
-"""Minimum number of tokens of an earlier prompt and reply that the engine's prefix cache could have kept. Engines cache
-whole blocks, so shorter texts give no information."""
+"""The use of the prefix cache is measured only for a call whose prompt repeats at least this many tokens of an earlier
+prompt and reply. Engines cache whole blocks, so fewer tokens give no information."""
 
 FAILED = re.compile(
     r"""^[^\w{]{0,4}(?:\w+\.)*\w*(?:error|exception|fatal|failed|failure|traceback|denied|refused)\b
