@@ -256,7 +256,7 @@ class SampleFileRun:
             stop_reason=line.stop_reason,
             verdict=verdict,
             turns=len(known.sampled),
-            # Dropped turns are in no row.
+            # Dropped turns are in no row, so `dropped` stays 0.
             tokens=TokenCounts(sampled=sampled, trained=known.trained, masked=max(0, sampled - known.trained)),
             samples=len(known.places),
             labels=line.labels,

@@ -325,8 +325,8 @@ class Service:
                     hint="the operator names the address: --advertise URL, or the setting advertise",
                 )
         external = spec.task.harness.elsewhere is not None and not getattr(spec, "regrades", [])
-        # A service that runs no sessions itself depends on nodes that join. Before the first node joins, the nodes'
-        # resources are unknown.
+        # If `processes` is 0, all sessions run on nodes that join. Soon after the start, a node of any size may still
+        # join, so no session is too large yet.
         if not self.scheduler.places.may_fit(session_needs(spec.task), others=self.config.processes == 0):
             check_resources(spec.task, self.scheduler.places.stats())
 

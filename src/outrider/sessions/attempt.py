@@ -165,7 +165,7 @@ def session_result(
     other arguments are fields of `SessionResult`.
     """
     policy = {} if task is None else policy_of(task.branches)
-    order = list(BranchPolicy)  # the policy that uses most of a session comes first
+    order = list(BranchPolicy)  # from TRAIN, which uses most of a session, to DROP
     policy = {kind: max(chosen, at_most, key=order.index) for kind, chosen in policy.items()}
     counts = count_session(turns, policy)
     return SessionResult(

@@ -548,8 +548,8 @@ class Conversation:
         return self.backend.images
 
     def _readable_by_tokens(self, request: ModelRequest, form: ImageForm | None) -> ReadableMessages:
-        """Return the request's messages as a model reads them on an engine that takes token ids. `form` is the form of
-        images."""
+        """Return the request's messages as a model reads them on an engine that takes token ids. `form` is the form in
+        which the engine takes images, None if it takes no images."""
         reads_images = form is not None and self._images is not None
         grids = self._grids if reads_images else None
         pages = self._pages(pictures=reads_images)

@@ -343,7 +343,8 @@ FIELDS = (
     ("n", "num_samples"),
     ("idempotency_key", "task_id"),
 )
-"""Fields of a group, with Polar's fields from which they are made. The first row that matches is used."""
+"""Rows of a field of a group, and Polar's field from which it is made. An error about a group's field names Polar's
+field in the first row that matches."""
 
 
 polar_fields = partial(renamed_fields, FIELDS)

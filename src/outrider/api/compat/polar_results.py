@@ -254,7 +254,8 @@ def trajectory_of(turns: Sequence[Turn], result: SessionResult, *, request: Mapp
 
 
 def merged_traces(turns: Sequence[Turn], result: SessionResult) -> list[PolarObject]:
-    """Build the traces of prefix_merging: the native rows, cut where the first reply begins."""
+    """Build the traces of prefix_merging. Each trace is one of Outrider's rows, divided into prompt and response where
+    the first reply begins."""
     return [_merged_trace(sample, [turns[index] for index in sample.turns]) for sample in build_samples(turns, result)]
 
 

@@ -39,8 +39,8 @@ UNUSED = (BranchKind.RETRY, BranchKind.ABORTED)
 def result_record(
     asked: Asked, result: SessionResult, turns: Sequence[Turn], samples: Sequence[Sample], patch: str
 ) -> dict[str, Any]:
-    """Return the record. `samples` are the training rows of the session, and `patch` is the agent's diff of a
-    repository, "" without one. `turns[i].index` must be `i`."""
+    """Return the result record of a job. `samples` are the training rows of the session, and `patch` is the agent's
+    diff of a repository, "" without one. `turns[i].index` must be `i`."""
     path = main_path(turns)
     verdict = result.verdict
     report = None

@@ -526,7 +526,7 @@ def _fall(kind: str, run: str, points: Sequence[GroupPoint]) -> Measured:
 
 
 def _certain(moments: Moments) -> Moments:
-    """Return moments with the same mean and no variance. For these moments, the formula of a bound gives the estimate
+    """Return moments with the same mean and no variance, with which the formula of a bound gives the estimate
     itself."""
     return Moments(count=2, mean=moments.mean)
 
