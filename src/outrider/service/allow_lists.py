@@ -1,5 +1,5 @@
-"""Checks the Python, runtimes, images, networks and callback hosts in a task, and the addresses to which callbacks
-connect, against the operator's settings.
+"""Checks the Python code, runtimes, images, networks and callback hosts that a task names, and the addresses to which
+callbacks connect, against the operator's settings.
 
 Paths of the host are checked where they are resolved, in admission.py. This module imports nothing that a task names.
 """

@@ -242,8 +242,9 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSources:
-    """The parts of a service from which the metrics are read. `call_failures` are those of the service's own gateway;
-    `engines`, `policy` and `failing` return the present status; `queue_limit` is the setting queue.sessions."""
+    """The parts of a service from which the metrics are read. `call_failures` counts the failed calls of the service's
+    own gateway; `engines`, `policy` and `failing` return the present status; `queue_limit` is the setting
+    queue.sessions."""
 
     store: Store
     counts: ServiceCounts

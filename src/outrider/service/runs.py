@@ -50,8 +50,8 @@ End = Callable[[Sequence[SessionRow]], Awaitable[None]]
 
 
 class Runs:
-    """The service's operations on runs. `submit` and `end` are those of the service and of its scheduler; `wake` makes
-    the scheduler look at the queue."""
+    """The service's operations on runs. `submit` is the service's method, and `end` the scheduler's method; `wake`
+    makes the scheduler look at the queue."""
 
     def __init__(self, store: Store, index: RunIndex, *, submit: Submit, end: End, wake: Callable[[], None]) -> None:
         self._store = store

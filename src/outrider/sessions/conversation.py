@@ -111,8 +111,8 @@ class _Failed(msgspec.Struct, frozen=True):
 
 class FailedCalls:
     """One model's failed calls, until later calls make up for them. If the run ends while a failed call is recorded,
-    the run has the error of this call. `begin` is called when a call begins. `ended` is called with the returned number
-    when the call has ended, unless the client caused the error or gave the call up.
+    the run has the error of this call. `begin` is called when a call begins. When the call has ended, `ended` is called
+    with the number that `begin` returned, unless the client caused the error or gave the call up.
 
     A later call makes up for a failed call if the later call begins after the failure and succeeds. If the later call
     fails as well, the later failure replaces the earlier failure. A call that was already running at the time of the

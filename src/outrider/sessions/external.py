@@ -277,7 +277,7 @@ class ExternalSessions:
                 await asyncio.wait({waiting, following}, return_when=asyncio.FIRST_COMPLETED)
                 if following.done() and following.result() is None:
                     return await waiting
-                if not following.done():  # the session's clock has ended it, or a turn could not be stored.
+                if not following.done():  # the session's clock has ended the run, or a turn could not be stored
                     following.cancel()  # this comes before `run.cancel`, because a late PUT would start the run again
                     await asyncio.wait({following})
                     await run.cancel()

@@ -1,8 +1,8 @@
 """Makes replies in Polar's form from the store's rows: statuses, results, traces and completions.
 
-The traces are a pure function of a session's turns and result. A token trains in a trace exactly if it trains in the
-native rows (`tokens/samples.py`). Invariants: a session whose failure is not the agent's has the status ERROR and no
-reward; nothing trains in the traces of a session without a verdict.
+The traces are a pure function of a session's turns and result. A token trains in a trace exactly if it trains in
+Outrider's own rows (`tokens/samples.py`). Invariants: a session whose failure is not the agent's has the status ERROR
+and no reward; nothing trains in the traces of a session without a verdict.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def error_of(result: SessionResult) -> str | None:
 
 
 def timing_of(seconds: StageSeconds) -> PolarObject:
-    """Return the seconds of the four stages in whole milliseconds. The time in the state READY is in none of these
-    numbers."""
+    """Return the durations of Polar's four stages in whole milliseconds. No stage includes the time in the state
+    READY."""
     stages = {
         "register_to_init_queue_ms": seconds.queued,
         "init_ms": seconds.init,

@@ -457,7 +457,7 @@ def _of_time(stage: str, evidence: RunEvidence) -> Iterator[Measured]:
 
 
 def _of_tool_time(evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure the share of the tools, and name the programs that take longest."""
+    """Measure the share of the sessions' time that tools take, and name the programs that take longest."""
     [measured] = _of_time("tools", evidence)
     slowest = [name for name, seconds in evidence.program_seconds.most_common(MOST_PROGRAMS) if seconds >= 1]
     programs = f", most of it in {_listed(slowest)}" if slowest else ""
