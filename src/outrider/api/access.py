@@ -223,8 +223,8 @@ def check_local(headers: dict[bytes, bytes]) -> None:
 
 
 def check_address(config: Config, *, has_token: bool) -> None:
-    """Raise InvalidField for an address that other machines can reach if the service has no token. Also raise
-    InvalidField if the service has no TLS, unless the setting `insecure` allows this."""
+    """Raise InvalidField for an address that other machines can reach, if the service has no token, or has neither TLS
+    nor the setting `insecure`."""
     if not config.public:
         return
     if not has_token:

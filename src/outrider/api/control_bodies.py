@@ -41,7 +41,8 @@ parts."""
 
 
 class HeldBody(NamedTuple):
-    """Receives the body of one call. `release` gives back the memory reserved for the body before the call ends."""
+    """Receives the body of one call. `release` gives the body's reserved memory back early, while the call still
+    runs."""
 
     receive: Receive
     release: Callable[[], None]

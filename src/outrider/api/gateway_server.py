@@ -96,7 +96,7 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or ():
-            listening.listen(BACKLOG)  # asyncio has set the backlog to ACCEPTED_AT_ONCE
+            listening.listen(BACKLOG)  # asyncio has set the backlog to ACCEPTED_AT_ONCE, which is lower
         self.ready.set()
 
     def stop(self) -> None:

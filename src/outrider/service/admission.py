@@ -1,7 +1,8 @@
 """Parses the body of a request into a spec, and checks a task against the capabilities of this machine.
 
 The checks resolve every name in the task, but start nothing. Invariant: a group is stored only after it has passed the
-checks. So a session can fail for a checked reason only on another machine, or after something has changed.
+checks. If a session still fails for a reason that a check covers, it ran on another machine, or something has changed
+since the check.
 """
 
 from __future__ import annotations
@@ -78,11 +79,12 @@ MAX_DEPTH = 64
 """Maximum nesting of objects and lists in a request. JSON decoders accept values that are nested too deeply for
 encoders to write."""
 MAX_NAMES = 1024
-"""Maximum number of fields of an object outside of `options`. This is also the maximum number of variables in `env`."""
+"""Maximum number of fields of a JSON object in a request, except the objects in `options`. The maximum number of
+variables in `env` is the same."""
 
 WRITABLE = ("/root", "/tmp", "/var/tmp", "/dev", "/proc", "/run")
-"""Folders that every sandbox with its own root file system has and writes to. A read-only mount over such a folder
-would hide it."""
+"""Folders that exist in every sandbox with its own root file system, and to which programs in the sandbox write. A
+read-only mount above such a folder would hide it."""
 
 STEP_KINDS = frozenset({"Run", "Upload", "function-after[_decodable(), Write]"})
 """Parts of an error's location that name a kind of prepare step. Pydantic tries each kind of step, and adds the kind's
@@ -141,7 +143,8 @@ def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
         below: list[tuple[Location, Any]] = []
         for path, outer in level:
             if isinstance(outer, Mapping):
-                rewards = kind is ReportSpec and path in (("turns",), ("rows",))  # lists: one reward per turn or row
+                # Objects with one entry per turn or row.
+                rewards = kind is ReportSpec and path in (("turns",), ("rows",))
                 if len(outer) > MAX_NAMES and "options" not in path and not rewards:
                     raise InvalidField(
                         f"has {len(outer)} fields; no object has more than {MAX_NAMES}", field=_shown(path)
@@ -159,7 +162,8 @@ def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
         # For an invalid prepare step, pydantic reports the errors of every kind of step that it has tried. The kind
         # with the fewest errors is most likely the intended kind.
         counts = Counter(_step_kind_tried(details["loc"]) for details in errors)
-        # An unknown field comes first, because it may be the misspelt name of a missing field.
+        # An unknown field is reported before a missing field, because the unknown name may be a misspelling of the
+        # missing one.
         rank = {"extra_forbidden": 0, "missing": 2}
         chosen = min(
             errors, key=lambda details: (counts[_step_kind_tried(details["loc"])], rank.get(details["type"], 1))
@@ -193,8 +197,8 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
         return
     graded = "" if not fits(agent) else ", with the sandboxes for grading,"
     short = [name for name in RESOURCES if getattr(needs, name) > max(getattr(node.resources, name) for node in nodes)]
-    # Each resource alone may fit some node although no node has enough of all resources. Then the message names the
-    # memory.
+    # Each resource alone may fit some node, although no node has enough of all resources. In this case the error is
+    # about the memory.
     name = short[0] if short else "memory_mb"
     have = " or ".join(dict.fromkeys(total_of(node.resources).in_words() for node in nodes))
     raise InvalidField(
@@ -287,7 +291,8 @@ def check_group(
         _check_uploads(one.prepare, paths, field=f"{field}.prepare")
     for number, later in enumerate(task.then):
         _check_uploads(later.prepare, paths, field=f"task.then.{number}.prepare")
-    # Filling in placeholders may make a file huge: a short text can repeat a long instruction.
+    # Filling in placeholders may make a file huge: a short text can contain the placeholder of a long instruction many
+    # times.
     words = {f"option.{name}": str(value) for name, value in task.harness.options.items()}
     words["instruction"] = max((step.instruction for step in steps), key=len)
     for path, text in task.harness.files.items():

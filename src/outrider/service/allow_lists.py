@@ -1,5 +1,5 @@
-"""Checks the Python, runtimes, images, networks and callback hosts in a task, and the addresses to which callbacks
-connect, against the operator's settings.
+"""Checks the Python code, runtimes, images, networks and callback hosts that a task names, and the addresses to which
+callbacks connect, against the operator's settings.
 
 Paths of the host are checked where they are resolved, in admission.py. This module imports nothing that a task names.
 """
@@ -116,9 +116,9 @@ class AllowLists:
         return socket.socket(family, kind, protocol)
 
     def _refused(self, address: Address) -> bool:
-        """Return True for a sensitive address that the settings do not list: link-local, multicast, a cloud metadata
-        service (which gives credentials to any process on this machine), and this machine's own addresses if the
-        service is public."""
+        """Return True for a sensitive address that is not in the settings. Sensitive are link-local and multicast
+        addresses, cloud metadata services (which give credentials to any process on this machine) and, if the service
+        is public, this machine's own addresses."""
         return any(
             (one.is_link_local or one.is_multicast or one in METADATA or (self._config.public and is_own(one)))
             and not self._listed(one)

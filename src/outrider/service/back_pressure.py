@@ -1,10 +1,10 @@
 """Refuses new groups while the queue is full, and computes when a client should try again.
 
-The bound applies to the sessions that wait before a group is accepted, so a group of any size is accepted while the
-queue is shorter than the bound. While the queue is shorter than twice the bound, a group is also accepted if its bucket
-has less than an equal part of the bound, so that one run cannot fill the queue for all others. While the queue is
-shorter than three times the bound, a group is also accepted if its tenant has less than an equal part, so that one
-tenant cannot fill the queue with many runs. A bucket holds the sessions of one run (see `store/queue.py`).
+A group of any size is accepted while the queue is shorter than the bound: the group's own sessions are not counted.
+While the queue is shorter than twice the bound, a group is also accepted if its bucket has less than an equal part of
+the bound, so that one run cannot fill the queue for all others. While the queue is shorter than three times the bound,
+a group is also accepted if its tenant has less than an equal part, so that one tenant cannot fill the queue with many
+runs. A bucket holds the sessions of one run (see `store/queue.py`).
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ class Deliverer:
 
     async def _push(self, delivery: Delivery, body: bytes) -> Failure | None:
         """Return None if the receiver replied with a 2xx, else the failure. The body of the reply is not read."""
-        import aiohttp  # late: see `_session`
+        import aiohttp  # imported late: see `_session`
 
         assert self._http is not None  # opened before the first delivery
         if not delivery.url:

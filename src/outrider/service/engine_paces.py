@@ -1,7 +1,7 @@
 """Stores the usual paces of engines, so that the next service has them when it starts.
 
-Otherwise a service that starts while an engine is silent or slow would measure this slowness as the engine's usual
-pace, and would blame agents for the engine's fault. `engines/pool/waits.py` defines a pace.
+Without the stored paces, a service that starts while an engine is silent or slow would measure this slowness as the
+engine's usual pace, and would blame agents for the engine's fault. `engines/pool/waits.py` defines a pace.
 """
 
 from __future__ import annotations

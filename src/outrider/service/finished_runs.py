@@ -44,8 +44,8 @@ GROUPS_AT_ONCE = 100
 
 
 class FinishedRun(Protocol):
-    """A run that can be looked at. Every method raises NotFound for an unknown id, and for what the run does not
-    have."""
+    """A run that can be looked at. Every method raises NotFound for an unknown id, and for data that the run does not
+    have: a file of samples has no timelines and no images."""
 
     async def groups(self, after: str | None) -> Sequence[GroupSummary]:
         """Return up to GROUPS_AT_ONCE groups after the group `after`, newest first."""
@@ -129,7 +129,7 @@ class StoredRun:
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """The fields of a row of the file that are decoded when the file is first read."""
+    """One row of the file, with only the fields that are needed when the file is first read."""
 
     group_id: str
     session_id: str
@@ -256,7 +256,7 @@ class SampleFileRun:
             stop_reason=line.stop_reason,
             verdict=verdict,
             turns=len(known.sampled),
-            # Dropped turns are in no row.
+            # Dropped turns are in no row, so `dropped` stays 0.
             tokens=TokenCounts(sampled=sampled, trained=known.trained, masked=max(0, sampled - known.trained)),
             samples=len(known.places),
             labels=line.labels,

@@ -242,8 +242,9 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSources:
-    """The parts of a service from which the metrics are read. `call_failures` are those of the service's own gateway;
-    `engines`, `policy` and `failing` return the present status; `queue_limit` is the setting queue.sessions."""
+    """The parts of a service from which the metrics are read. `call_failures` counts the failed calls of the service's
+    own gateway; `engines`, `policy` and `failing` return the present status; `queue_limit` is the setting
+    queue.sessions."""
 
     store: Store
     counts: ServiceCounts
@@ -359,7 +360,7 @@ class ServiceMetrics:
             for engine in statuses
             for value in _engine_values(engine, engine.name if engine.name in named else OTHER)
         )
-        # The counts of an engine that was removed are kept, in the sum of all engines without a name.
+        # The counts of a removed engine stay in the value that all engines without a value of their own share.
         yield from _added_up(
             value
             for name, engine in counts.engines.items()

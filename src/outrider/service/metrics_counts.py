@@ -181,7 +181,8 @@ class ServiceCounts:
             self.stage_seconds[stage] += getattr(result.seconds, stage)
         self.samples += result.samples
         tokens = result.tokens
-        if result.regrades is None:  # a run that is graded again was counted in its first session
+        # The agent's run of a session that grades again was counted in the earlier session.
+        if result.regrades is None:
             self.model_seconds += result.model_seconds
             self.tool_seconds += max(0.0, result.seconds.run - result.model_seconds)
             self.turns.add(result.turns)

@@ -30,8 +30,8 @@ class Totals(NamedTuple):
 
 
 class RateHistory:
-    """Takes a point each STEP_SECONDS: run `run` as long as the service. `totals` returns the counts, and `states` the
-    number of sessions by state."""
+    """Adds a point every STEP_SECONDS while `run` runs. `totals` returns the counts since the service's start, and
+    `states` the number of sessions by state."""
 
     def __init__(
         self,
@@ -53,7 +53,8 @@ class RateHistory:
             await chores.begin("rates", self.take, every=STEP_SECONDS)
 
     async def take(self) -> None:
-        """Add a point. Raises the errors of `states`; the next point then includes the numbers of this point."""
+        """Add a point with the counts since the previous point. Raises the errors of `states`. In this case no point is
+        added, and the next point has these counts, too."""
         states = await self._read_states()
         now, before = self._read_totals(), self._before
         self._before = now

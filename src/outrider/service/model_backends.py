@@ -58,7 +58,8 @@ async def open_models(
     stored. With `leader`, each pool follows the pool of the same model in another process. Raises InvalidField for a
     wrong setting of a model."""
     if config.model.tokenizer is None:
-        for engine in config.engines:  # a misspelt kind may be the reason why no tokenizer is set
+        # Without a tokenizer, a misspelt engine kind is reported first: the intended kind may bring a tokenizer.
+        for engine in config.engines:
             resolve("engine", engine.kind, field="engine")
         raise InvalidField(
             "no tokenizer is set",
@@ -144,7 +145,8 @@ def _frozen_renderers(config: Config, policy: Renderer) -> list[Renderer]:
         try:
             tokenizer = policy.tokenizer if model.tokenizer is None else Tokenizer.load(model.tokenizer)
             renderers.append(make_renderer(tokenizer, model.renderer, image_tokens=config.model.image_tokens))
-        except InvalidField as error:  # renames the field, because the error names one of `config.model`
+        # The error names a field of `config.model`, and is raised again with the field of `config.frozen`.
+        except InvalidField as error:
             field = f"frozen.{at}.{(error.field or '').removeprefix('model.')}"
             raise InvalidField(error.message, field=field, hint=error.hint) from error
     return renderers

@@ -1,8 +1,8 @@
 """Calls the store again until the database accepts the call, so that a failing database delays the scheduler and the
 deliveries, but loses no result.
 
-With PostgreSQL, each call has first tried its transaction again for `PATIENCE_SECONDS`. Invariant: `retry_store`
-returns only after the work has succeeded.
+With PostgreSQL, the store itself retries a call for `PATIENCE_SECONDS` while the server cannot be reached. Invariant:
+`retry_store` returns only after the work has succeeded.
 """
 
 from __future__ import annotations

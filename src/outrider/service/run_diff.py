@@ -134,8 +134,8 @@ def _flips(a: Sequence[ListedRun], b: Sequence[ListedRun], passed: float) -> lis
 
 
 def _places(runs: Sequence[ListedRun]) -> dict[tuple[str, int], ListedRun]:
-    """Return the sessions by their task and their number among the task's sessions, in the order of their
-    submission."""
+    """Return the sessions in the order of their submission. A key is the session's task, and the session's number among
+    the sessions of this task."""
     counts: Counter[str] = Counter()
     found = {}
     for run in runs:

@@ -50,8 +50,8 @@ End = Callable[[Sequence[SessionRow]], Awaitable[None]]
 
 
 class Runs:
-    """The service's operations on runs. `submit` and `end` are those of the service and of its scheduler; `wake` makes
-    the scheduler look at the queue."""
+    """The service's operations on runs. `submit` is the service's method, and `end` the scheduler's method; `wake`
+    makes the scheduler look at the queue."""
 
     def __init__(self, store: Store, index: RunIndex, *, submit: Submit, end: End, wake: Callable[[], None]) -> None:
         self._store = store
@@ -125,10 +125,10 @@ class Runs:
         return _changed(ids, changed, skipped)
 
     async def retry(self, asked: SessionsSpec, caller: Principal) -> ChangedSessions:
-        """Submit again the sessions that match and are done: for each of their groups, a new group of the same task
-        with as many sessions, under the label RETRY_LABEL. The new groups belong to the tenant of the old. Raises
-        Conflict for more than `max_matches` sessions. Raises the errors of `Service.submit` if the only group is
-        refused, or if the first of several groups is refused because the service is busy."""
+        """Submit again the sessions that match and are done. For each of their groups, a new group of the same task is
+        submitted, with one session for each match, and with the label RETRY_LABEL. The new group belongs to the tenant
+        of the old group. Raises Conflict for more than `max_matches` sessions. Raises the errors of `Service.submit` if
+        the only group is refused, or if the first of several groups is refused because the service is busy."""
         found, skipped = await self._matching(asked, (SessionState.DONE.value,), caller)
         ids = [id for id, _ in found]
         if asked.dry_run:
@@ -242,8 +242,8 @@ def selected(selector: str, field: str) -> SessionFilter:
 
 
 def _again(spec: StoredGroupSpec, group_id: str, n: int) -> GroupSpec:
-    """Return a group of `n` sessions of an earlier group's task. The new group of a client of another system has no
-    callback, because this client has not submitted the new group."""
+    """Return a group of `n` sessions of an earlier group's task. If a client of another system submitted the earlier
+    group, the new group has no callback, because this client did not submit the new group."""
     labels = {**spec.task.labels, RETRY_LABEL: group_id}
     return GroupSpec(
         task=spec.task.model_copy(update={"labels": labels}),

@@ -303,7 +303,8 @@ class Scheduler:
         started = msgspec.structs.replace(session, attempt=number)
         attempt = Attempt(session=started, task=task, reserved=reserved)
         placement = _RunningAttempt(node, attempt, give_back, graded[session.sample_index] if graded else None)
-        if external:  # not counted in `_under_way`: the tenant's other sessions need not wait for these
+        # Not in `_under_way`: an external session takes no slot, and must not delay the tenant's other sessions.
+        if external:
             self._open_external.add(session.id)
         else:
             self._under_way[session.bucket] += 1

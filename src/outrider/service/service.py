@@ -278,7 +278,8 @@ class Service:
             if len(body) > LARGE:
                 try:
                     yield from BodyCapacity(None, images=True).checking(body)
-                except ContextOverflow as error:  # the body has too many values; no context length is checked
+                # No context length is checked here, so the error means that the body has too many values.
+                except ContextOverflow as error:
                     raise TooLarge(f"the request has more than {MAX_VALUES} JSON values") from error
             yield len(body)
             return parse_body(kind, body)
@@ -324,8 +325,8 @@ class Service:
                     hint="the operator names the address: --advertise URL, or the setting advertise",
                 )
         external = spec.task.harness.elsewhere is not None and not getattr(spec, "regrades", [])
-        # A service that runs no sessions itself depends on nodes that join. Before the first node joins, the nodes'
-        # resources are unknown.
+        # If `processes` is 0, all sessions run on nodes that join. Soon after the start, a node of any size may still
+        # join, so no session is too large yet.
         if not self.scheduler.places.may_fit(session_needs(spec.task), others=self.config.processes == 0):
             check_resources(spec.task, self.scheduler.places.stats())
 
@@ -374,8 +375,8 @@ class Service:
         return await self.reader.view(stored)
 
     def translate_callbacks(self, system: str, translate: Translate) -> None:
-        """Send the callbacks of the groups of another system's clients in the form that `translate` makes. Call this
-        before `running`. Until then, the callbacks of these groups wait in the outbox."""
+        """Use `translate` to make the callbacks of the groups that clients of `system` have submitted. Call this method
+        before `running`: until then, these callbacks wait in the outbox."""
         self._deliverer.translate(system, translate)
 
     async def cancel(self, group_id: str, caller: Principal = LOCAL) -> GroupView:

@@ -25,8 +25,8 @@ OPEN_SECONDS = 5.0
 """Maximum seconds that opening a session waits until the session takes calls. A repeated call after this time does not
 wait. Until the session takes calls, model calls get the error `session_not_running`."""
 FIELDS = (("task.harness.external.", ""), ("task.", ""))
-"""Prefixes of fields in a group's spec, each with the prefix in a `SessionSpec`: `task.limits` becomes `limits`. Errors
-about the group name the fields of the `SessionSpec` by this table."""
+"""Pairs of prefixes: a prefix of fields in a group's spec, and the prefix of the same fields in a `SessionSpec`. For
+example, `task.limits` is `limits`. Errors about the group name the fields of the `SessionSpec`."""
 
 Submit = Callable[[GroupSpec, Principal], Awaitable[GroupView]]
 """See `Service.submit`."""

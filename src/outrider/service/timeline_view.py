@@ -1,7 +1,7 @@
 """Makes the view of a session's timeline from the stored entries, turns and events.
 
-Pure. Invariants: all times of a view are seconds since the epoch by one clock, that of the service's machine or, with
-nodes on other machines, that of the session's node; each stored turn is exactly one span.
+Pure. Invariants: all times of a view are seconds since the epoch by one clock, the clock of the machine that runs the
+session's node; each stored turn is exactly one span.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def timeline_view(
     *,
     now: float,
 ) -> TimelineView:
-    """Return the view of one attempt. `parts` are the stored parts of its timeline, `turns` and `frozen` its turns, and
-    `events` the events of the session. A part that cannot be read is left out."""
+    """Return the view of one attempt. `parts` are the stored parts of its timeline, `turns` its turns of the policy,
+    and `frozen` its turns of frozen models by name. `events` are the events of the session. A part that cannot be read
+    is left out."""
     entries, stored, left_out = _read(parts)
     attempts = _attempts(session, events)
     running = session.state is not SessionState.DONE and session.attempt == attempt
@@ -94,7 +95,8 @@ def with_short_commands(view: TimelineView) -> TimelineView:
 
 
 def _read(parts: Iterable[bytes]) -> tuple[dict[int, Entry], dict[str, float], dict[str, int]]:
-    """Return the entries by number, the times at which turns were stored, and the numbers of entries left out."""
+    """Return the entries by number, the times at which turns were stored, and the number of entries that were left out,
+    by kind."""
     entries: dict[int, Entry] = {}
     stored: dict[str, float] = {}
     left_out: dict[str, int] = {}
@@ -118,7 +120,7 @@ def _span(entry: Entry) -> SpanView:
 
 
 def _cut(span: SpanView, over: float) -> SpanView:
-    """Return the span, ended at `over`, the end of its attempt, and marked as cut off."""
+    """Return the span, marked as cut off. The span ends at `over`, the end of its attempt."""
     return msgspec.structs.replace(span, end=max(over, span.start), data=span.data | {"cut_off": True})
 
 

@@ -10,8 +10,8 @@ from outrider.errors import ModelMismatch
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
 PROBE = "Outrider 0123456789 <|im_start|>user\nnaïve 测试\n\tdef f(x): return x  # 🙂<tool_call></tool_call>"
-"""Text that tokenizers of different model families split differently: digits, special tokens, accents, other scripts,
-indented code, an emoji."""
+"""Text that tokenizers of different model families split differently. It has digits, special tokens, accents, another
+script, indented code and an emoji."""
 
 
 def tokenizer_check(tokenizer: Tokenizer, frozen: str | None) -> Callable[[Engine | ChatEngine], Awaitable[None]]:

@@ -80,8 +80,8 @@ class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def make_folders(runtime: Runtime) -> None:
-    """Make the session's folders in a started sandbox. If the image's user may not write there, the folders are missing
-    and no error is raised, because the agent may not need them."""
+    """Make the session's folders in a started sandbox. Raises no error if the image's user may not create the folders,
+    because the agent may not need the folders."""
     folders = folders_in(runtime)
     try:  # writing a hidden file creates the folder; hidden files are never collected
         for folder in (folders.artifacts, folders.logs):

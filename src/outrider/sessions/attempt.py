@@ -32,8 +32,9 @@ RESERVED_PRIORITY = URGENT
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """The input of a node. `session.attempt` is the number of this attempt, from 1. `reserved` is True if the attempt
-    uses the slots reserved for evaluations. If `stored` is set, no agent runs, because the run with this result is
-    graded again. The run is that of an earlier session, or of this session if its agent ran elsewhere."""
+    uses the slots reserved for evaluations. `stored` is the result of an agent's run that this attempt grades without
+    running the agent, None for any other attempt. The agent's run belongs to an earlier session, or to this session if
+    the agent ran elsewhere."""
 
     session: SessionRow
     task: TaskSpec
@@ -164,7 +165,7 @@ def session_result(
     other arguments are fields of `SessionResult`.
     """
     policy = {} if task is None else policy_of(task.branches)
-    order = list(BranchPolicy)  # the policy that uses most of a session comes first
+    order = list(BranchPolicy)  # from TRAIN, which uses most of a session, to DROP
     policy = {kind: max(chosen, at_most, key=order.index) for kind, chosen in policy.items()}
     counts = count_session(turns, policy)
     return SessionResult(

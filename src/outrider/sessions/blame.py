@@ -114,7 +114,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ended_badly(self) -> bool:
-        """True if a late or missing reply may be the cause of the way in which the run ended."""
+        """True if the run may have ended in this way because a reply was late or missing."""
         by_model = self.limit or self.overflow
         return (
             self.hung_up

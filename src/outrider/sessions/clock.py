@@ -74,8 +74,8 @@ class _Spending:
 
 
 class Cutoff:
-    """A switch that ends a block: `async with cutoff.block():` raises TimeoutError inside when `cut` is called. A cut
-    outside of a block does nothing."""
+    """A switch that ends a block: `async with cutoff.block():` raises TimeoutError in the block when `cut` is called.
+    While no block runs, `cut` does nothing."""
 
     def __init__(self) -> None:
         self._timeout: asyncio.Timeout | None = None

@@ -72,8 +72,8 @@ STORE = "the store"
 STORE_SECONDS = 1.0
 """Storing a turn is overdue after this many seconds. Usually it takes milliseconds."""
 STORE_BYTES_PER_SECOND = 1 << 20
-"""Storing a turn may take one more second for each such number of bytes of text and images in the turn, because the
-agent is responsible for the size of its turns."""
+"""For each STORE_BYTES_PER_SECOND bytes of text and images in a turn, storing the turn may take one more second before
+it is overdue. The agent is responsible for the size of its turns."""
 
 
 GIVEN_UP_SECONDS = 0.25
@@ -111,8 +111,8 @@ class _Failed(msgspec.Struct, frozen=True):
 
 class FailedCalls:
     """One model's failed calls, until later calls make up for them. If the run ends while a failed call is recorded,
-    the run has the error of this call. `begin` is called when a call begins. `ended` is called with the returned number
-    when the call has ended, unless the client caused the error or gave the call up.
+    the run has the error of this call. `begin` is called when a call begins. When the call has ended, `ended` is called
+    with the number that `begin` returned, unless the client caused the error or gave the call up.
 
     A later call makes up for a failed call if the later call begins after the failure and succeeds. If the later call
     fails as well, the later failure replaces the earlier failure. A call that was already running at the time of the
@@ -422,9 +422,9 @@ class Conversation:
 
     @contextmanager
     def _may_be_given_up(self) -> Iterator[None]:
-        """Count a call as not begun while the block runs. If the block is cancelled or the run ends, the call is
-        recorded as given up. The end of the run counts because a hang-up may be detected late: the connection of a
-        request is not read while the request waits for an engine."""
+        """Record a call that has not begun as given up, if the block is cancelled or the run ends during the block. The
+        client of a call that waits at the end of the run may have hung up unnoticed: the connection of a request is not
+        read while the request waits for an engine."""
         key, waited = object(), self._waited()
         self._not_begun[key] = waited
         try:
@@ -548,8 +548,8 @@ class Conversation:
         return self.backend.images
 
     def _readable_by_tokens(self, request: ModelRequest, form: ImageForm | None) -> ReadableMessages:
-        """Return the request's messages as a model reads them on an engine that takes token ids. `form` is the form of
-        images."""
+        """Return the request's messages as a model reads them on an engine that takes token ids. `form` is the form in
+        which the engine takes images, None if it takes no images."""
         reads_images = form is not None and self._images is not None
         grids = self._grids if reads_images else None
         pages = self._pages(pictures=reads_images)

@@ -108,9 +108,9 @@ class ExternalStore(AttemptStore, RunStore, Protocol):
 class ExternalSessions:
     """The `Node` of external sessions, in the service's own process. `async with` runs its watchdog.
 
-    `grader` waits until there is a node that can grade a session, and returns the node. It is called for tasks whose
-    evaluator is not `reported`. `services` run the agents of tasks with a remote harness; the files of such tasks are
-    read from `paths`. `address` returns the base URL of this service in a network, for the agents of such tasks.
+    `grader` waits until there is a node that can grade a session, and returns the node. `grader` is called for tasks
+    whose evaluator is not `reported`. `services` run the agents of tasks with a remote harness; the files of such tasks
+    are read from `paths`. `address` returns the base URL of this service in a network, for the agents of such tasks.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class ExternalSessions:
         return live.models
 
     async def refusal(self, key: str) -> OutriderError:
-        """Return the error for a credential to which `models` gives no access."""
+        """Return the error for a model call with a credential for which `models` returns None."""
         session_id = self._store.session_of_credential(key)
         if session_id is None:
             return Unauthorized("this session key is unknown, or its run is over")
@@ -277,7 +277,7 @@ class ExternalSessions:
                 await asyncio.wait({waiting, following}, return_when=asyncio.FIRST_COMPLETED)
                 if following.done() and following.result() is None:
                     return await waiting
-                if not following.done():  # the session's clock has ended it, or a turn could not be stored.
+                if not following.done():  # the session's clock has ended the run, or a turn could not be stored
                     following.cancel()  # this comes before `run.cancel`, because a late PUT would start the run again
                     await asyncio.wait({following})
                     await run.cancel()

@@ -98,8 +98,8 @@ class Grading:
     `keep` stores a file of carried data as an artifact of the given name. `log` takes the output of the evaluator. The
     records of the networks of new sandboxes are added to `records`. `numbers` yields a new number for each of the
     session's sandboxes for grading. `field` is the evaluator's field in the task. `goes_on` is True if another step
-    follows in the agent's sandbox. This sandbox is then stopped only if the agent is to be blamed, and the session's
-    resources are enough for a second sandbox beside it.
+    follows in the agent's sandbox. In this case the agent's sandbox is stopped only if the agent is to be blamed, and
+    the session's resources are enough for a sandbox for grading beside the agent's.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Grading:
 
         The sandbox that grades the last step cannot start ahead if it has GPUs, because the agent has the session's
         GPUs until the end of the run. A sandbox that grades an earlier step gets no GPUs, and its other resources are
-        part of the session's.
+        in the amount that is set aside for the session.
         """
         needs = required(self._graders.runtime)
         if not isinstance(self._carry, list | DiffSpec) or (needs.gpus and not self._goes_on):
@@ -271,7 +271,7 @@ class Grading:
 
     async def _decide_unchanged(self, runtime: Runtime, outcome: Outcome) -> None:
         """Set the verdict and the empty patch if the agent has changed nothing in the carried repository, and the
-        evaluator needs no sandbox to know the verdict. The repository's base is known from an earlier grading."""
+        evaluator needs no sandbox for the verdict. The repository's base is known from an earlier grading."""
         host = self._sandboxes.host
         if not isinstance(self._carry, DiffSpec) or not isinstance(self._evaluator, DecidesEarly):
             return
@@ -388,12 +388,12 @@ class Grading:
         """Return the verdict on an agent that broke its sandbox or made grading impossible. The agent's sandbox has
         been stopped. `failure` occurred in a sandbox made from `place`.
 
-        Untouched sandboxes, without any agent's work, must start, take a file, run a command, open the shell that was
-        missing, and carry their files. If they cannot, `failure` is raised.
+        Untouched sandboxes, in which no agent has worked, must start, take a file, run a command, open a shell (if
+        `failure` is NoShell), and carry the task's files. If an untouched sandbox fails, `failure` is raised.
 
-        `outcome` is then evaluated in an untouched sandbox, where nothing was done. The reward is this evaluation's
-        reward, but at most 0. If the evaluation raises EvaluatorError, a `failure` that is an EvaluatorError is raised;
-        for any other `failure` the reward is 0.
+        `outcome` is then evaluated in an untouched sandbox, as if the agent had done nothing. The reward is this
+        evaluation's reward, but at most 0. If the evaluation raises EvaluatorError, a `failure` that is an
+        EvaluatorError is raised; for any other `failure` the reward is 0.
         """
         reward, reason = 0.0, storable(f"{EXCESS}: {failure.message}")
         shell = failure.kind if isinstance(failure, NoShell) else None
@@ -558,7 +558,7 @@ class GraderSandbox:
     """A sandbox for grading. A task of `owner` makes and starts the sandbox, as soon as this object is made.
 
     The slots of `starts` bound the number of such sandboxes that start at once. A start takes at most `seconds`, not
-    counting the waits for a slot and for the service of a runtime elsewhere.
+    counting the wait for a slot and the time for which a service such as E2B queues the start.
     """
 
     def __init__(
@@ -626,7 +626,7 @@ class GraderSandbox:
 
 @asynccontextmanager
 async def mark_inside_failures(runtime: Runtime) -> AsyncIterator[None]:
-    """Set `inside` on an error of the block that came from inside the sandbox.
+    """Set `inside` on an OutriderError that the block raises, if the error came from inside the sandbox.
 
     The block must not stop the sandbox. Other errors, such as an engine's, stay as they are.
     """

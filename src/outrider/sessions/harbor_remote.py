@@ -175,7 +175,8 @@ class HarborRemoteRun:
                 await asyncio.sleep(self._service.poll_seconds)
 
     async def cancel(self) -> None:
-        """Do nothing: a run server has no request that ends a run. The run's model calls are refused from now on."""
+        """Do nothing, because a run server has no request that ends a run. The key of a cancelled session is invalid,
+        so the run's model calls fail."""
 
     async def _submit(self, archive: bytes) -> str:
         """Start the run, and return the server's id of the run. Raises RemoteRunFailed, and RemoteRunUnclear if the run
@@ -216,7 +217,8 @@ class HarborRemoteRun:
         )
 
     def _metadata(self, folder: str) -> Mapping[str, Any]:
-        """Return the part `metadata`, without nulls. The run ends by itself at the session's limit."""
+        """Return the part `metadata` of the request, without nulls. The server ends the run at the session's time
+        limit."""
         options, seconds = self._options, self._task.limits.session_seconds
         given = options.model_dump(mode="json", exclude_none=True, exclude={"reward"})
         most = options.agent.max_timeout_sec

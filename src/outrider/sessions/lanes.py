@@ -12,7 +12,7 @@ from outrider.sessions.priority_semaphore import URGENT, PrioritySemaphore, Slot
 
 
 class Lane:
-    """A stage of the session coroutine with `size` slots, named as in settings and statistics."""
+    """A stage of sessions, with `size` slots. `name` is the stage's name in settings and statistics."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name = name

@@ -37,9 +37,9 @@ MAX_NAME = 100
 
 
 class FailureCounts:
-    """Counts an attempt's model calls that were answered with an error. The kinds that are counted separately are named
-    by the error's code and the field of the request or, if nothing is served at the call's path, by the code, method
-    and path."""
+    """Counts an attempt's model calls that were answered with an error. A kind of failed call is named by the error's
+    code and the field of the request, if there is one. If nothing is served at the call's path, the kind is named by
+    the code, the method and the path."""
 
     def __init__(self) -> None:
         self.counted: dict[str, int] = {}

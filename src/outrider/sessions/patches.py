@@ -63,8 +63,8 @@ rm -r .git/outrider-aside
 """
 LIST = """git apply --numstat -z .git/outrider-patch > .git/outrider-paths
 """
-# Untracked files at the paths of the patch are removed first. The preparation may have left a file at such a path that
-# git ignores, and the agent may have added the same file: then the patch would not apply.
+# Untracked files at the paths of the patch are removed first. The preparation may have left an ignored file at such a
+# path, and the agent may have added the same file. Without the removal, the patch would not apply.
 CLEAR = """xargs -0 git -c safe.directory='*' --literal-pathspecs clean -ffdxq --
 """
 APPLY = """git apply --whitespace=nowarn .git/outrider-patch

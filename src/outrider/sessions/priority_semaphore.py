@@ -177,7 +177,7 @@ class PrioritySemaphore:
             _, _, turn, quantities, owner = entry
             if turn.done():  # the wait was cancelled, and its task has not yet removed the entry
                 continue
-            if not self._may_have(owner, quantities):  # except in `_urgent`, one owner has all of the line
+            if not self._may_have(owner, quantities):  # except in `_urgent`, all requests of a line have the same owner
                 passed.append((line, entry))
                 if line is not self._urgent and line.waiters:
                     waiting.remove(line)

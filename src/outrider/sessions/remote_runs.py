@@ -1,8 +1,8 @@
-"""Has agents run by services of the operator's, and follows their runs.
+"""Requests runs of agents from the operator's services, and follows the runs.
 
 The contract of an agent service is four requests below its URL (docs/external.md): PUT the files of a run, PUT the run,
-GET its state, DELETE it. A run's id is its session's id and the number of failed attempts. So every request may be
-repeated, and the next service process continues a run that it finds. Requests are signed like callbacks.
+GET its state, DELETE it. A run's id consists of its session's id and the number of failed attempts. So every request
+may be repeated, and the next service process continues a run that it finds. Requests are signed like callbacks.
 
 Invariants: a run is started once, however often it is requested; a run that is lost or fails is an error, never a
 reward.
@@ -98,9 +98,8 @@ def has_files(task: TaskSpec) -> bool:
 
 
 def archive_of(task: TaskSpec, paths: HostPaths) -> bytes | None:
-    """Return the files of the task's prepare steps as a tar archive with gzip, None without files. The names are those
-    of the steps' `to`, relative to the working directory or, without their first slash, absolute. Blocks. Raises
-    RuntimeFailure for an upload that cannot be read."""
+    """Return the files of the task's prepare steps as a tar archive with gzip, None without files. A file's name is its
+    step's `to`, without a slash at the beginning. Blocks. Raises RuntimeFailure for an upload that cannot be read."""
     if not has_files(task):
         return None
     written = io.BytesIO()

@@ -40,8 +40,8 @@ KEPT = (CARRIED, PATCH)
 
 
 class KeepsArtifacts(Protocol):
-    """The methods of `ArtifactStore` that an attempt uses. All methods raise OSError. Implementations for other
-    processes also raise OutriderError."""
+    """The methods of `ArtifactStore` that an attempt uses. All methods raise OSError. An implementation that calls the
+    store of another process also raises OutriderError."""
 
     async def keep(self, session_id: str, attempt: int, data: bytes) -> str: ...
     async def keep_index(self, listed: ArtifactList) -> None: ...

@@ -58,7 +58,7 @@ class Database(Protocol):
         """Run a body, isolated from all other writes. The body may still be committed after its caller was cancelled.
 
         The committed changes survive a loss of power. The exception is a `volatile` body: its changes survive the end
-        of any process, but they survive a loss of power only once a later write that is not volatile has been
+        of any process, but a loss of power may undo the changes until a later write that is not volatile has been
         committed.
         """
         ...

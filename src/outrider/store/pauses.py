@@ -135,7 +135,7 @@ def _about(tenant: str, labels: str, harness: str) -> tuple[str, dict[str, str],
 
 
 async def _set(tx: Connection, groups: Sequence[str], change: str, where: str) -> int:
-    """Change the sessions of `groups` that match `where` and whose end is not yet decided. Returns the number of
+    """Change those sessions of `groups` that match `where`, except sessions whose end is decided. Returns the number of
     changed sessions."""
     return sum(
         [

@@ -191,8 +191,9 @@ def _removable(force: bool) -> str:
 
 
 async def _bound(tx: Connection, force: bool) -> tuple[int, ...]:
-    """Return the value of the placeholder in ACKNOWLEDGED: the lowest position among the consumers that see all
-    tenants. Returns an empty tuple with `force`, because the condition then has no placeholder."""
+    """Return the values of the placeholders in `_removable(force)`. Without `force`, this is one value for
+    ACKNOWLEDGED: the lowest position among the consumers that see all tenants. With `force`, there is no
+    placeholder."""
     if force:
         return ()
     slowest: int | None = (await tx.fetch("SELECT MIN(cursor) FROM consumers WHERE tenant = ''"))[0][0]

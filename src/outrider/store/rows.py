@@ -120,7 +120,7 @@ class PolicyRow(msgspec.Struct, frozen=True):
 
 
 class PackedResult(NamedTuple):
-    """The result of a session of a group, as stored (`result_from`)."""
+    """A session's result as stored, and the id of the session's group. `result_from` decodes `packed`."""
 
     group_id: str
     packed: bytes

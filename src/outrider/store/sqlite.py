@@ -53,8 +53,8 @@ SHRINK_PAGES = 64
 """Maximum number of pages (256 KiB) that one call of `shrink` frees. The call occupies the writer for a few
 milliseconds."""
 SPARE = 10
-"""One of this many pages is left free for later rows, because writes are slower in a file that shrinks and grows again
-and again."""
+"""`shrink` leaves one free page in the file for each SPARE pages, because writes are slower in a file that shrinks and
+grows again and again."""
 
 HINTS: dict[int, str] = {
     sqlite3.SQLITE_BUSY: "another program holds the database: is a second service using the same data folder?",

@@ -605,8 +605,9 @@ class Store:
 
     async def continue_turns(self, session_id: str, attempt: int) -> list[Turn]:
         """Move the turns of the session's earlier attempts to an attempt under way. At most one earlier attempt has
-        turns. Returns the turns of the policy with the bytes of their images, in the order of their index. The turns
-        get new numbers if a turn was lost with the service before it was stored."""
+        turns. Returns the turns of the policy with the bytes of their images, in the order of their index. If a turn is
+        missing, because the service was lost before the turn was stored, the other turns are numbered anew without a
+        gap."""
 
         async def body(tx: Connection) -> None:
             await _under_way(tx, session_id, attempt)
@@ -658,9 +659,9 @@ class Store:
         await self._db.write(body)
 
     async def keep_failed_calls(self, session_id: str, attempt: int, calls: bytes, *, model: str | None = None) -> None:
-        """Store the failed calls of a session's policy or frozen model, for which no later call has made up: a JSON
-        array of `FailedCall`. The stored failed calls of this model are replaced. Raises Conflict if the attempt is not
-        under way."""
+        """Store the failed calls of one model in a session for which no later call has made up. `calls` is a JSON array
+        of `FailedCall`, and replaces the array that is stored for the model. `model` is None for the policy. Raises
+        Conflict if the attempt is not under way."""
         sql = """INSERT INTO failed_calls (session_id, model, calls) VALUES (?, ?, ?)
             ON CONFLICT (session_id, model) DO UPDATE SET calls = excluded.calls"""
 
@@ -946,10 +947,10 @@ class Store:
 
         A group is done with its last session. Then the group gets a cursor, an event and, if it has a callback, an
         outbox row. If `min_usable` sessions have a verdict before that, the other sessions are to end. A queued session
-        can be finished, too, for example because it was cancelled; `attempt` is then its last attempt. `under_way` is
-        set by an attempt that ends its own session: Conflict is raised if the attempt's lease has lapsed and the
-        session waits for another attempt. `of_all_turns` is for a result made from turns that were read while the
-        attempt could still add turns: MoreTurns is raised if a turn was added since.
+        can be finished, too, for example because it was cancelled; `attempt` is then its last attempt. With
+        `under_way`, which is for an attempt that ends its own session, Conflict is raised if the attempt is no longer
+        under way, for example because its lease has lapsed. With `of_all_turns`, which is for a result made from turns
+        that were read while the attempt could still add turns, MoreTurns is raised if a turn was added since.
         """
         packed = rows.pack(result)
         check = _under_way if under_way else _unfinished

@@ -1,4 +1,4 @@
-"""Stores the times of a trainer's phases: one record for each step of each epoch. The records of a tenant are its own.
+"""Stores the times of a trainer's phases: one record for each step of each epoch. Each tenant has its own records.
 
 Invariant: a tenant has at most MOST_TIMINGS records. The oldest records are dropped to make room for new ones.
 """

@@ -35,8 +35,8 @@ SYSTEM = "harbor"
 JOB_LABEL, TASK_LABEL, AGENT_LABEL, MODEL_LABEL, BOUND_LABEL, UNGRADED_LABEL = (
     f"{SYSTEM}.{name}" for name in ("job_id", "task_id", "agent", "model", "session", "ungraded")
 )
-"""Labels of a run's group. A group with BOUND_LABEL is a run whose turns belong to a session of the verl recipe's
-proxy. A group with UNGRADED_LABEL is a run without a verifier."""
+"""Labels of a run's group. A group with BOUND_LABEL is a run whose turns belong to a session of verl's session proxy
+(`verl.py`). A group with UNGRADED_LABEL is a run without a verifier."""
 PROXY_KWARGS = ("model_base_url", "api_base")
 """Settings of an agent that contain the URL of the model proxy."""
 
@@ -142,7 +142,8 @@ FIELDS = (
     ("task.labels", "task_id"),
     ("task", ARCHIVE),
 )
-"""Fields of a group, with the fields of the request from which they are made. The first row that matches is used."""
+"""Rows of a field of a group, and the field of the request from which it is made. An error about a group's field names
+the request's field in the first row that matches."""
 
 
 harbor_fields = partial(renamed_fields, FIELDS, whole=(ARCHIVE,))
@@ -152,9 +153,9 @@ harbor_fields = partial(renamed_fields, FIELDS, whole=(ARCHIVE,))
 def run_group(
     asked: HarborRunRequest, folder: Path, *, session: str | None = None, idempotency_key: str | None = None
 ) -> StoredGroupSpec:
-    """Return the group that runs the task in an unpacked folder. `session` is the id of the recipe's session whose
-    turns are those of the run. Blocks. Raises InvalidField with the request's field for a request or a folder that
-    cannot be translated, and TooLarge."""
+    """Return the group that runs the task in an unpacked folder. `session` is the id of the session of verl's session
+    proxy whose turns are those of the run. Blocks. Raises InvalidField with the request's field for a request or a
+    folder that cannot be translated, and TooLarge."""
     overrides = _overrides(asked)
     task = _task(folder, image=overrides.pop("image"), offline=overrides.pop("offline"))
     harness, sampling, turns = _harness(asked.agent)

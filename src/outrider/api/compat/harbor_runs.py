@@ -1,7 +1,7 @@
 """Harbor's run API: a run is a group of one session, made of an uploaded task folder.
 
 A run's id is its group's id, so that a run outlives its caller's connection and the service process. A run whose model
-proxy is a session of the recipe's proxy (`verl.py`) is bound to that session (`verl_runs.py`). Invariants: a run is
+proxy is a session of verl's session proxy (`verl.py`) is bound to that session (`verl_runs.py`). Invariants: a run is
 stored before its id is returned; a run without a verdict has no rewards.
 """
 
@@ -58,8 +58,8 @@ RunObject = dict[str, Any]
 
 
 class HarborRunApi:
-    """The handlers of the run API. A caller sees only runs of the caller's own tenant. `find` returns a session of the
-    recipe's proxy by the id that its client has chosen, and raises NotFound."""
+    """The handlers of the run API. A caller sees only runs of the caller's own tenant. `find` returns a session of
+    verl's session proxy (`verl.py`) by the id that its client has chosen, and raises NotFound."""
 
     def __init__(
         self, service: Service, bound: BoundRuns, find: Callable[[str, Principal], Awaitable[SessionRow]]

@@ -99,8 +99,8 @@ class _Named(NamedTuple):
 
 
 class _TaskNames:
-    """Finds the names of groups, and keeps the results for the groups used last. The result for a group that no client
-    of Polar has submitted is None."""
+    """Finds the `_Named` of a group, or None for a group that no client of Polar has submitted. Remembers the answers
+    for the last REMEMBERED groups that were read from the store."""
 
     def __init__(self, service: Service, caller: Principal) -> None:
         self._service = service

@@ -407,7 +407,7 @@ def _field_of(body: bytes, name: str) -> Any:
 
 
 def _without_field(body: bytes, name: str) -> tuple[Any, bytes]:
-    """Return a field of a JSON object, and the object without the field, whose other values are unchanged to the byte.
+    """Return a field of a JSON object, and the object without this field. The bytes of all other values are unchanged.
     A body without the field is returned as given."""
     if name.encode() not in body or (found := _field_of(body, name)) is None:
         return None, body

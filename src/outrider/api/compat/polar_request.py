@@ -48,7 +48,7 @@ TASK_LABEL, HARNESS_LABEL, MODEL_LABEL, BUILDER_LABEL, ALONE_LABEL, UNGRADED_LAB
 """Labels of a group, which lists show without reading the stored request. A group with ALONE_LABEL is a session that
 was made without a task. A group with UNGRADED_LABEL has no evaluator, so its lists show no rewards."""
 SESSION_DIR = "/tmp/polar-session"
-"""The folder of a session in its sandbox, where Polar has /polar/session: the root folder of a sandbox may be
+"""The folder of a session in its sandbox. Polar's own folder is /polar/session, but the root folder of a sandbox may be
 read-only."""
 FOLDERS = {"ARTIFACTS_DIR": "artifacts", "LOGS_DIR": "logs", "AGENT_LOG_DIR": "logs/agent"}
 """Folders below SESSION_DIR, by their variables."""
@@ -343,7 +343,8 @@ FIELDS = (
     ("n", "num_samples"),
     ("idempotency_key", "task_id"),
 )
-"""Fields of a group, with Polar's fields from which they are made. The first row that matches is used."""
+"""Rows of a field of a group, and Polar's field from which it is made. An error about a group's field names Polar's
+field in the first row that matches."""
 
 
 polar_fields = partial(renamed_fields, FIELDS)

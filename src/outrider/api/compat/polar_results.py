@@ -1,8 +1,8 @@
 """Makes replies in Polar's form from the store's rows: statuses, results, traces and completions.
 
-The traces are a pure function of a session's turns and result. A token trains in a trace exactly if it trains in the
-native rows (`tokens/samples.py`). Invariants: a session whose failure is not the agent's has the status ERROR and no
-reward; nothing trains in the traces of a session without a verdict.
+The traces are a pure function of a session's turns and result. A token trains in a trace exactly if it trains in
+Outrider's own rows (`tokens/samples.py`). Invariants: a session whose failure is not the agent's has the status ERROR
+and no reward; nothing trains in the traces of a session without a verdict.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def error_of(result: SessionResult) -> str | None:
 
 
 def timing_of(seconds: StageSeconds) -> PolarObject:
-    """Return the seconds of the four stages in whole milliseconds. The time in the state READY is in none of these
-    numbers."""
+    """Return the durations of Polar's four stages in whole milliseconds. No stage includes the time in the state
+    READY."""
     stages = {
         "register_to_init_queue_ms": seconds.queued,
         "init_ms": seconds.init,
@@ -254,7 +254,8 @@ def trajectory_of(turns: Sequence[Turn], result: SessionResult, *, request: Mapp
 
 
 def merged_traces(turns: Sequence[Turn], result: SessionResult) -> list[PolarObject]:
-    """Build the traces of prefix_merging: the native rows, cut where the first reply begins."""
+    """Build the traces of prefix_merging. Each trace is one of Outrider's rows, divided into prompt and response where
+    the first reply begins."""
     return [_merged_trace(sample, [turns[index] for index in sample.turns]) for sample in build_samples(turns, result)]
 
 
@@ -334,7 +335,7 @@ def _about(kind: str, label: str, depth: int, path: Sequence[Turn]) -> PolarObje
 
 
 def messages_before(path: Sequence[Turn]) -> list[PolarObject]:
-    """Return the messages of the request of the path's last turn."""
+    """Return the messages that the model got in the request of the last turn. `path` has the turns of a branch."""
     found = []
     for turn in path:
         found += [chat_message(message) for message in turn.messages]

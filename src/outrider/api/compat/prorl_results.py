@@ -39,8 +39,8 @@ UNUSED = (BranchKind.RETRY, BranchKind.ABORTED)
 def result_record(
     asked: Asked, result: SessionResult, turns: Sequence[Turn], samples: Sequence[Sample], patch: str
 ) -> dict[str, Any]:
-    """Return the record. `samples` are the training rows of the session, and `patch` is the agent's diff of a
-    repository, "" without one. `turns[i].index` must be `i`."""
+    """Return the result record of a job. `samples` are the training rows of the session, and `patch` is the agent's
+    diff of a repository, "" without one. `turns[i].index` must be `i`."""
     path = main_path(turns)
     verdict = result.verdict
     report = None
@@ -114,8 +114,9 @@ def critical_error(result: SessionResult) -> str | None:
 
 
 def _trains(result: SessionResult, path: Sequence[Turn], samples: Sequence[Sample]) -> bool:
-    """Return whether a native trainer would get rows of the job to train on. An engine that reports no ids gives no
-    rows; then the task's policy for the main conversation decides."""
+    """Return True if a trainer that uses Outrider's own rows would get tokens of the job to train on. Turns of an
+    engine that reports no ids give no rows. For such turns, the task's branch policy for the main conversation
+    decides."""
     if result.verdict is None:
         return False
     if path and all(turn.mode is TokenMode.TEXT for turn in path):

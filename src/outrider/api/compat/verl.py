@@ -3,8 +3,8 @@ calls.
 
 A session of the recipe is a session for an agent that runs elsewhere (docs/external.md), found by an idempotency key
 made of its id. The recipe's trainer reads the record of a session and computes the reward itself, so Outrider never
-learns the reward: a completed session ends as cancelled, with its turns and without a verdict. Invariant: only a
-request for its creation makes a session; a call with an unknown id does not.
+gets the reward. A completed session ends as cancelled, with its turns and without a verdict. Invariant: only `create`
+makes a session; a model call with an unknown id makes none.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ TAKEN = {PREFIX.strip("/"): "the model gateway"}
 """Ids that no session may have, because another part of the service has the path `/ID/v1/chat/completions`. The value
 names this part."""
 SESSION_SECONDS = 86_400.0
-"""Maximum seconds of a session. The recipe closes its sessions itself; a client that dies must not keep a session open
-for ever."""
+"""Maximum seconds of a session. A client of verl's recipe closes its sessions itself; a client that dies must not keep
+a session open for ever."""
 LIMITS = Limits(session_seconds=SESSION_SECONDS, turns=100_000, response_tokens=1 << 30)
 MOST_LISTED = 100
 MOST_PAGES = 100
@@ -72,7 +72,7 @@ def routes(service: Service) -> list[CompatRoute]:
 
 
 class VerlProxy:
-    """The handlers of the recipe's routes. A caller sees only sessions of the caller's own tenant."""
+    """The handlers of the routes of verl's recipe. A caller sees only sessions of the caller's own tenant."""
 
     def __init__(self, service: Service) -> None:
         self.bound = BoundRuns(service)
@@ -114,7 +114,7 @@ class VerlProxy:
 
     async def record(self, request: Request, caller: Principal) -> Any:
         """Return the session's record. Replies that the agent did not use, such as a reply that was cut off, are not in
-        the record, because the recipe's trainer trains on every reply in the record."""
+        the record, because verl's trainer trains on every reply in the record."""
         sid = _sid(request)
         session = await self.session(sid, caller)
         turns = await self.bound.turns(session, caller)
@@ -187,7 +187,7 @@ class VerlProxy:
 
     async def _group(self, sid: str, caller: Principal) -> GroupRow | None:
         """Return the group of the session with an id, None if there is none. A group of another kind with the session's
-        idempotency key is not a session of the recipe."""
+        idempotency key counts as none."""
         group = await self._service.store.keyed_group(caller.tenant, _idempotency_key(sid))
         return None if group is None or group.labels.get(LABEL) != sid else group
 
@@ -213,8 +213,8 @@ def _idempotency_key(sid: str) -> str:
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
-    """Return a turn in the recipe's form. Its messages are the messages that the request added. If the worker has not
-    sent the prompt's ids, the ids of the reply are taken from the worker's report."""
+    """Return a turn in the form of verl's recipe. Its messages are the messages that the request added. If the worker
+    has not sent the prompt's ids, the ids of the reply are taken from the worker's report."""
     reply = turn.reply or Message(role=Role.ASSISTANT)
     calls = [*map(tool_call_object, reply.tool_calls)]
     report = turn.report or WorkerReport()

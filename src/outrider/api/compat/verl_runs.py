@@ -1,4 +1,5 @@
-"""Binds runs of Harbor's run API to sessions of the recipe's proxy: the session's record has the turns of the run.
+"""Binds runs of Harbor's run API to sessions of verl's session proxy (`verl.py`): the session's record has the turns of
+the run.
 
 Invariant: a session has at most one current run, also after a restart.
 """
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")
-"""The ids of sessions that clients of the recipe's proxy may choose."""
+"""Matches the session ids that clients of verl's session proxy may choose."""
 RESET_SECONDS = 2 * 86_400.0
-"""Seconds for which a reset is remembered: this is longer than the maximum duration of a session of the recipe."""
+"""Seconds for which a reset is remembered. A session of verl's session proxy cannot last as long."""
 
 
 class BoundRuns:
-    """The runs of the sessions of the recipe's proxy.
+    """The runs of the sessions of verl's session proxy.
 
     The runs of a session are numbered 1, 2, ... in their idempotency keys. A reset takes the next number, which no run
     can then have. Only a run with a number above that of the last reset belongs to the session, also after a restart.

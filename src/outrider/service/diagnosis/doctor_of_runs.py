@@ -56,9 +56,9 @@ class DoctorOfRuns:
         tenant: str | None = None,
         most_sessions: int = MOST_SESSIONS,
     ) -> RunDiagnosis:
-        """Diagnose the groups in `groups`, or all groups if it is empty, that have all of `labels` and were created at
-        `since` (seconds since the epoch) or later. Raises NotFound for an unknown group in `groups` and, if `tenant` is
-        given, for a group of another tenant."""
+        """Diagnose the groups with the ids `groups`, or all groups if `groups` is empty. Groups that lack one of
+        `labels` or were created before `since` (seconds since the epoch) are left out. Raises NotFound for an unknown
+        group in `groups` and, if `tenant` is given, for a group of another tenant."""
         async with self._one:
             evidence = RunEvidence()
             truncated = False
@@ -98,7 +98,7 @@ class DoctorOfRuns:
         while True:
             try:
                 page = await self._store.groups_before(before, limit=GROUPS_READ, since=since, tenant=tenant)
-            except NotFound:  # this group was removed meanwhile, and all older groups before it
+            except NotFound:  # this group was removed meanwhile, and all older groups had been removed before
                 return
             if not page:
                 return
@@ -187,8 +187,8 @@ def _read(reader: FactsReader, turns: Sequence[bytes], timeline: Sequence[bytes]
 
 
 def _pieces(packed: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Divide packed rows into pieces, each of which the thread processes at once. A piece has several rows, because a
-    change of threads takes longer than the work for most rows."""
+    """Divide packed rows into pieces. The offload thread processes a piece in one step. A piece has several rows,
+    because a change of threads takes longer than the work for most rows."""
     piece: list[bytes] = []
     size = 0
     for row in packed:
@@ -202,5 +202,7 @@ def _pieces(packed: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 def _findings(evidence: RunEvidence) -> Steps[list[RunFinding]]:
-    yield INLINE_BYTES + 1  # a step of this size runs in the thread: the rules take some milliseconds
+    # The rules take some milliseconds. A step of this size runs in the offload thread, and smaller steps in the event
+    # loop.
+    yield INLINE_BYTES + 1
     return diagnose(evidence)

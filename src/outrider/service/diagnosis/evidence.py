@@ -1,9 +1,9 @@
 """Counts what happened in a run: each session's result, and the facts of a sample of sessions.
 
 Results are added group by group; the groups may come in any order. No result is kept, so the memory does not grow with
-the run. The groups for the trends and the sessions whose turns are read are samples. The samples are drawn by the
-digests of the groups' ids, so the same run gives the same samples. The module is pure. Invariant: each session is
-counted once.
+the run. In a large run, the trends are computed from a sample of groups, and turns are read from a sample of sessions.
+Both samples are drawn by the digests of the groups' ids, so the same run gives the same samples. The module is pure.
+Invariant: each session is counted once.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ each are sampled."""
 LEAST_SPREAD = 1e-9
 """Rewards that differ by at most this number count as equal."""
 STALE_VERSIONS = 4
-"""A session is stale if its oldest token is this many policy versions older than the newest version that any sampled
-session had seen by the session's end."""
+"""A session is stale if its oldest token is at least this many policy versions behind the newest version at the
+session's end. The newest version is the newest one of the sampled sessions that have ended by then."""
 STALL_SECONDS = 30.0
 """A stalled call waits at least this many seconds for its first token. STALL_TIMES is a second condition."""
 STALL_TIMES = 10.0
@@ -66,13 +66,14 @@ REWRITES = (
     ForkCause.TEMPLATE_HISTORY,
     ForkCause.CAPTURE_DRIFT,
 )
-"""Causes of forks after which the engine must compute a history again that it has already computed."""
+"""Causes of forks that cost computation: the engine must compute a history that it has already computed."""
 STAGES = ("waiting", "preparing", "model", "tools", "grading", "stopping")
 """The parts into which a session's time is divided, without the wait in the queue."""
 
 
 class SessionTally:
-    """A ratio that is summed over sessions, and the sessions that contribute most to the ratio."""
+    """A share summed over sessions, such as the share of failed results among the results of a tool. Also has the
+    sessions that contribute most to the share."""
 
     def __init__(self) -> None:
         self.ratio = ClusterShare()
@@ -103,9 +104,9 @@ class NamedTallies(dict[str, SessionTally]):
 
 class GroupPoint(msgspec.Struct, frozen=True):
     """The averages of a group, from which the trends of a run (`run_of`) are computed. `reward` is the mean reward.
-    `tokens` is the mean logarithm of a session's sampled tokens, and `tests` that of a session's number of tests; nan
-    if no session has such a number. Of the sessions with the group's best reward, `fewest_tests` ran the fewest tests,
-    and `shortest` sampled the fewest tokens."""
+    `tokens` is the mean over sessions of the logarithm of the number of sampled tokens, and `tests` the mean of the
+    logarithm of the number of tests. Each is nan if no session has such a number. Of the sessions with the group's best
+    reward, `fewest_tests` ran the fewest tests, and `shortest` sampled the fewest tokens."""
 
     run: str
     created: float
@@ -143,7 +144,7 @@ class VersionUse(msgspec.Struct, frozen=True):
 
 class CallWaits(msgspec.Struct, frozen=True):
     """The usual wait for a first token in a session, the wait of the first call, and the longest wait of the later
-    calls, in seconds. None if there is no such call."""
+    calls, in seconds. The last two are None if there is no such call."""
 
     session_id: str
     usual: float
@@ -400,7 +401,7 @@ def _count(counts: Counter[str], more: Mapping[str, float]) -> None:
 
 
 def _keep_lowest(heap: list[tuple[int, str, T]], entry: tuple[int, str, T], most: int) -> None:
-    """Add an entry to a heap that keeps the `most` entries with the lowest marks. An entry is (-mark, id, value)."""
+    """Add `entry`, which is (-mark, id, value), to a heap. The heap keeps the `most` entries with the lowest marks."""
     if len(heap) < most:
         heapq.heappush(heap, entry)
     elif entry[:2] > heap[0][:2]:

@@ -1,8 +1,8 @@
 """Compares the beginnings of two conversations line by line, and names the first line that differs.
 
-A prompt with a date, a folder or an id near its beginning differs between the sessions of a group, so the engine's
-prefix cache is of no use from this line on. The module is pure. Invariant: the time is linear in the length of the
-texts.
+A prompt with a date, a folder or an id near its beginning differs between the sessions of a group, so the sessions
+share the engine's prefix cache only up to the first line that differs. The module is pure. Invariant: the time is
+linear in the length of the texts.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ the kind "text" if no pattern matches."""
 
 
 class ChangedLine(msgspec.Struct, frozen=True):
-    """The first line that differs between two versions of a prompt: its number, from 1, both versions, and the kind of
-    the change. Both versions are cut around the difference, and have no keys of sessions."""
+    """The first line that differs between two versions of a prompt. `number` counts lines from 1. Both versions of the
+    line are cut around the difference, and contain no session key. `kind` is the kind of the change."""
 
     number: int
     before: str

@@ -89,7 +89,8 @@ class RunRule(msgspec.Struct, frozen=True, kw_only=True):
         return _number(self.threshold, self.percent)
 
     def found(self, measured: Measured) -> RunFinding:
-        subject = " ".join(measured.subject.split())[:MOST_SUBJECT]  # a model may invent the names of its tools
+        # The subject may be a tool's name. A model may invent such names, with any length and any characters.
+        subject = " ".join(measured.subject.split())[:MOST_SUBJECT]
         shown = {
             "value": _number(measured.value, self.percent),
             "bound": _number(measured.bound, self.percent),
@@ -411,8 +412,8 @@ def diagnose(evidence: RunEvidence, rules: Sequence[RunRule] = RULES) -> list[Ru
 
 
 def _of_all(tallies: Callable[[RunEvidence], NamedTallies], evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure the share of each of the tallies' names, such as an error code, among the sessions that were not ended by
-    a person or the group."""
+    """For each name in the tallies, such as an error code, measure the share of its sessions among all sessions, except
+    those that a person or the group ended."""
     for name, tally in sorted(tallies(evidence).items()):
         yield _measured(tally, ratio=tally.ratio.padded(evidence.counted), subject=name)
 
@@ -456,7 +457,7 @@ def _of_time(stage: str, evidence: RunEvidence) -> Iterator[Measured]:
 
 
 def _of_tool_time(evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure the share of the tools, and name the programs that take longest."""
+    """Measure the share of the sessions' time that tools take, and name the programs that take longest."""
     [measured] = _of_time("tools", evidence)
     slowest = [name for name, seconds in evidence.program_seconds.most_common(MOST_PROGRAMS) if seconds >= 1]
     programs = f", most of it in {_listed(slowest)}" if slowest else ""
@@ -490,9 +491,9 @@ def _commonest_line(evidence: RunEvidence) -> ChangedLine | None:
 
 
 def _of_trend(kind: Literal["tests", "tokens"], evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure, for each run, the fall of a number from the first to the last third of the groups; `given` is the rise
-    of the reward. The number of tokens is measured only for groups that report no number of tests, because shorter
-    sessions with the same number of tests are not a fault."""
+    """Measure how far the number of tests or tokens (`kind`) falls from the first to the last third of a run's groups.
+    `given` is the rise of the reward. The number of tokens is measured only for groups that report no number of tests,
+    because shorter sessions with the same number of tests are not a fault."""
     runs: dict[str, list[GroupPoint]] = {}
     for point in evidence.points:
         if isnan(point.tests) == (kind == "tokens") and not isnan(getattr(point, kind)):
@@ -525,7 +526,7 @@ def _fall(kind: str, run: str, points: Sequence[GroupPoint]) -> Measured:
 
 
 def _certain(moments: Moments) -> Moments:
-    """Return moments with the same mean and no variance. For these moments, the formula of a bound gives the estimate
+    """Return moments with the same mean and no variance, with which the formula of a bound gives the estimate
     itself."""
     return Moments(count=2, mean=moments.mean)
 

@@ -28,8 +28,8 @@ SEARCHED = 400
 LEAST_OUTPUT = 8
 """Minimum number of sampled tokens of a turn that is used to measure an engine's speed."""
 LEAST_CACHED = 256
-"""Minimum number of tokens of an earlier prompt and reply that the engine's prefix cache could have kept. Engines cache
-whole blocks, so shorter texts give no information."""
+"""The use of the prefix cache is measured only for a call whose prompt repeats at least this many tokens of an earlier
+prompt and reply. Engines cache whole blocks, so fewer tokens give no information."""
 
 FAILED = re.compile(
     r"""^[^\w{]{0,4}(?:\w+\.)*\w*(?:error|exception|fatal|failed|failure|traceback|denied|refused)\b
@@ -160,8 +160,8 @@ class FactsReader:
                     facts.missing.append(program)
 
     def _policy_changed(self, turn: Turn) -> bool:
-        """Return True if the policy's version rose during the call or since the session's last one: calls wait while
-        new weights are loaded."""
+        """Return True if the policy's version rose during the call, or is newer than in the session's earlier calls.
+        Calls wait while new weights are loaded."""
         versions = {span.version for span in turn.versions}
         before = self.facts.newest
         return len(versions) > 1 or (before is not None and any(version > before for version in versions))

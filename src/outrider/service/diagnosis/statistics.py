@@ -20,7 +20,8 @@ Z = 3.09
 
 
 class ClusterShare:
-    """A share `part / whole`, summed over independent units, such as cut replies of all replies, by session.
+    """A share `part / whole`, summed over independent units. An example is the share of cut replies among all replies,
+    with sessions as units.
 
     The parts of one unit may depend on each other: the interval is computed for a ratio of clusters. The unit is a
     session or a group, never a call or a token.
@@ -141,5 +142,5 @@ def least_fall(first: Moments, second: Moments) -> float:
 
 
 def least_times(slow: Moments, others: Moments) -> float:
-    """Return the lower bound of the factor from `others` to `slow`, whose values are logarithms."""
+    """Return the lower bound of the ratio of `slow` to `others`. The values of both are logarithms."""
     return exp(least_difference(others, slow))

@@ -89,7 +89,8 @@ class Intake:
         self._arriving: dict[Body, None] = {}
 
     def add(self, body: Body, size: int) -> None:
-        """Count `size` more bytes of a body as held. Raises TooMuchAtOnce if the body to be given up is this one."""
+        """Count `size` more bytes of a body as held. If a body must be given up (see the class), and it is this body,
+        raises TooMuchAtOnce."""
         self.size += size
         self._arriving.setdefault(body)
         while self.size > MAX_IN_ALL and self._arriving:

@@ -242,8 +242,8 @@ class CapturedTurns:
         asked for, because the digest of a long conversation takes milliseconds."""
 
     def restore(self, turns: Sequence[Turn]) -> None:
-        """Record the stored turns of an earlier attempt, in the order of their index. Indexes may be missing, because
-        turns may not have been stored."""
+        """Record the stored turns of an earlier attempt, in the order of their index. Some indexes may be missing,
+        because some turns may not have been stored."""
         said: dict[int, tuple[Message, ...]] = {}
         for turn in turns:
             for _ in range(len(self._ends), turn.index):
@@ -283,16 +283,16 @@ class CapturedTurns:
         reply: Message | None = None,
     ) -> TurnPosition:
         """Record a turn and return its position. `shown[n]` is a digest of the images in the request's first `n`
-        messages. Requests with the same `opening` belong to one conversation. A request continues another conversation,
-        with changed tools or a changed system prompt, if the request has the same first message and quotes a `reply` of
-        the other conversation."""
+        messages. Requests with the same `opening` belong to one conversation. A request with another `opening`
+        continues a conversation, with changed tools or a changed system prompt, if it has the conversation's first
+        message and quotes a `reply` of the conversation."""
         index = len(self._ends)
         packed = pack_ids(prompt)
         conversation = self._conversations.setdefault(opening, len(self._conversations))
         before = self._newest.get(conversation)
         self._newest[conversation] = index
-        # The prompt begins with all ids of each turn in `fitting`. The turns in `same` also have the same images as the
-        # request in this part.
+        # `fitting` has the turns with whose ids the prompt begins. `same` has the turns in `fitting` whose images are
+        # also equal to the images in the beginning of the request.
         fitting = [at for at, ids in enumerate(self._ends) if ids and len(ids) < len(packed) and packed.startswith(ids)]
         same = [at for at in fitting if shown[min(self._messages[at], len(shown) - 1)] == self._images[at]]
         parent = max(same, key=lambda earlier: len(self._ends[earlier]), default=None)
@@ -348,9 +348,9 @@ class CapturedTurns:
         )
 
     def _quoted(self, messages: Sequence[Message], opening: ConversationStart) -> int | None:
-        """Return the index of the turn whose reply is the last quoted one in `messages`. Only turns count whose
-        conversation has the same first message as `opening`. Returns None if no reply is quoted, or if a turn with this
-        `opening` gave the same reply."""
+        """Find the last message in `messages` that is a recorded reply of a conversation with the same first message as
+        `opening`. Return the index of the newest turn that gave this reply. Returns None if there is no such message,
+        or if a turn with this `opening` gave the same reply."""
         for message in reversed(messages):
             if message.role is Role.ASSISTANT:
                 said = self._replies.get((opening.first, message_key(message).body))

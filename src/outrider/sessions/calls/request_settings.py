@@ -46,9 +46,9 @@ def sampling_for(
     stop_ids: tuple[int, ...],
 ) -> SamplingParams:
     """Return the sampling of a call. Each setting has the task's value, or else the client's value, or else the neutral
-    value. Settings that a task does not have are taken from the client. `unsampled` is the number of tokens that the
-    session has left. `context` is the model's context in tokens (None: unknown), of which the prompt takes
-    `prompt_tokens`. `stop_ids` end every reply."""
+    value. Settings that no task can have, such as stop strings, have the client's value. `unsampled` is the number of
+    tokens that the session has left. `context` is the model's context in tokens (None: unknown), of which the prompt
+    takes `prompt_tokens`. `stop_ids` end every reply."""
     room = unsampled if context is None else min(unsampled, context - prompt_tokens)
     unnamed = room if context is not None else UNNAMED_TOKENS
     return SamplingParams(
@@ -198,7 +198,7 @@ def recorded(sampling: SamplingParams, thinking: bool | None) -> dict[str, Any]:
 
 
 def described_notes(described: Mapping[int, Sequence[str]], *, first: int) -> tuple[str, ...]:
-    """Return the notes about files that tools returned and that the model read as texts: for each file, RESULT and the
-    media type. `described` has the media types of these files by message number. Only messages from number `first` on
-    count, because a turn notes the files of its own messages."""
+    """Return one note for each file that a tool returned and that the model read as text. A note is RESULT followed by
+    the file's media type. `described` has the media types of these files by message number. Messages before number
+    `first` are left out, because a turn notes only the files of its own messages."""
     return bounded_notes(RESULT + kind for at in sorted(described) if at >= first for kind in described[at])

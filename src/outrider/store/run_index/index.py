@@ -228,8 +228,8 @@ class RunIndex:
         self._cursor, self._cursor_at, self._filled = 0, 0.0, False
 
     async def _step_of_turns(self, last: int | None) -> bool:
-        """Write the turns of some sessions. Only sessions up to the position `last` in `unread_turns` count. Returns
-        True if there may be more such sessions."""
+        """Write the turns of some sessions. Sessions behind the position `last` in `unread_turns` are left out. Returns
+        True if there may be more sessions up to this position."""
         async with self._one_at_a_time:
             found = await self._on_writer(lambda db: _unread(db, last))
             if not found:

@@ -166,8 +166,8 @@ class QueryGuard:
                 return sqlite3.SQLITE_OK
             if first in TABLE_FUNCTIONS:
                 return sqlite3.SQLITE_OK
-            # SQLite reports a common table expression in this way if the query reads none of its columns, as in `SELECT
-            # count(*) FROM ...`.
+            # A common table expression of which the query reads no column, as in `SELECT count(*) FROM ...`, is
+            # reported without a column and without a schema.
             if (
                 first
                 and not second
