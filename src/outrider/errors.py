@@ -168,7 +168,7 @@ class OutriderError(Exception):
 
 def renamed_field(old: str, new: str) -> AbstractContextManager[None]:
     """Within the block, an error about the field `old`, or about a field below `old`, names the field `new` instead. So
-    one check serves every place of a request that has a part of this kind."""
+    one check of a sandbox, for example, serves all fields of a request that have a sandbox."""
     return renamed_fields(((old, new),))
 
 

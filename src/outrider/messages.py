@@ -120,8 +120,8 @@ def message_of_parts(
     role: Role, parts: Sequence[Part], *, tool_call_id: str | None = None, name: str | None = None
 ) -> Message:
     """Build a message from texts, images and attachments. The message has `parts` only if there is an image or an
-    attachment. Adjacent texts are then joined and empty texts dropped, so the message does not depend on how the client
-    splits the text."""
+    attachment. In `parts`, adjacent texts are joined and empty texts dropped, so the message does not depend on how the
+    client splits the text."""
     text = joined_text(parts)
     kept: list[Part] = []
     if any(isinstance(part, Image | Attachment) for part in parts):

@@ -235,10 +235,10 @@ class NetworkSpec(Spec):
     """The network of a sandbox: an HTTP proxy that reaches the listed destinations (`HOST`, `HOST:PORT`, `*.HOST`, `*`,
     `mirror:pip`) and nothing else. The operator must allow each.
 
-    `allow` applies to every phase that has no list of its own: `prepare` (the prepare steps), `agent` (the agent's
-    run) and `verifier` (the grading). An empty list is no network. `record` keeps the replies to plain HTTP requests
-    with the session. `replay` is such a record, a file below the service's `files` folder: requests are answered from
-    the record, and no server is reached.
+    The phases are `prepare` (the prepare steps), `agent` (the agent's run) and `verifier` (the grading). `allow`
+    applies to every phase that has no list of its own. An empty list is no network. `record` keeps the replies to plain
+    HTTP requests with the session. `replay` is such a record, a file below the service's `files` folder: requests are
+    answered from the record, and no server is reached.
     """
 
     allow: Destinations = []
@@ -476,10 +476,11 @@ class EvaluatorSpec(Spec):
 
     The reward of a command is the number (or JSON object with "reward") that the command writes to $OUTRIDER_VERDICT.
     If nothing is written, the reward is 1.0 for exit code 0 and 0.0 for exit code 1. Any other exit code is an error,
-    in both cases. Without `carry`, the outcome is graded in the agent's sandbox. With `carry`, it is graded in a new
-    sandbox, which gets only the listed paths of the agent's sandbox, everything written there ("all"), or the changes
-    to a repository. The new sandbox uses the agent's runtime, or the evaluator's own `runtime`. With `keep`, the
-    carried files are kept as an artifact, so that they can be graded again; changes to a repository are always kept.
+    whether a reward is written or not. Without `carry`, the outcome is graded in the agent's sandbox. With `carry`, it
+    is graded in a new sandbox, which gets only the listed paths of the agent's sandbox, everything written there
+    ("all"), or the changes to a repository. The new sandbox uses the agent's runtime, or the evaluator's own `runtime`.
+    With `keep`, the carried files are kept as an artifact, so that they can be graded again; changes to a repository
+    are always kept.
     """
 
     kind: Name = "command"
@@ -952,8 +953,8 @@ class QuerySpec(Spec):
 
 class SessionsSpec(Spec):
     """The sessions to cancel or to submit again: those for which every given field holds, with the same meaning as in
-    the list of sessions. `all` must be true if no field is given. `max_matches` refuses more sessions than expected:
-    raise it to change more than 1,000 at once. With `dry_run` nothing is changed."""
+    the list of sessions. `all` must be true if no field is given. If more than `max_matches` sessions match, nothing is
+    changed and the request is refused. With `dry_run` nothing is changed."""
 
     ids: Annotated[list[Name], Field(max_length=1000)] = []
     groups: Annotated[list[Name], Field(max_length=1000)] = []
@@ -973,8 +974,9 @@ class SessionsSpec(Spec):
 
 
 class PauseSpec(Spec):
-    """A pause of the queue: no session starts whose group has all `labels` and the `harness`. Without both, no session
-    of the caller's tenant starts, or of any tenant for an admin. An admin may name one `tenant`."""
+    """A pause of the queue: no session starts whose group has all `labels` and the `harness`. If neither is given, no
+    session of the caller's tenant starts; if the caller is an admin, no session of any tenant. An admin may name one
+    `tenant`."""
 
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
     harness: Name | None = None

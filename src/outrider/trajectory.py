@@ -617,5 +617,5 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def run_ending(self) -> StopReason | None:
         """The reason why the agent's run ended. None if the grading of the run never began, for example because the run
-        failed or was cancelled: then there is nothing to grade."""
+        failed or was cancelled. Such a run has no outcome to grade."""
         return self.run_reason if self.verdict is None else self.stop_reason
