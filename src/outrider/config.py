@@ -692,7 +692,9 @@ def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], named: Map
     path = ".".join(map(str, location))
     having = [name for name, values in reversed(sources) if _has_value(values, location)]
     if len(having) > 1 and having[0] == sources[-1][0] and ".".join(map(str, location[:2])) in ADDED:
-        having = having[1:]  # the values of a flag are always texts, so the wrong value is from an earlier source
+        # The list is merged from several sources. The flag adds only texts, which are valid here, so the wrong value is
+        # from another source.
+        having = having[1:]
     source = having[0] if having else "nowhere"
     hint = None
     if source == "the environment":

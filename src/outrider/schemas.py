@@ -696,8 +696,8 @@ class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
     groups, sessions: the numbers of groups and of done sessions that were read. not_done: the number of sessions of
         these groups that are not done.
     truncated: true if there are more groups, which are older and were not read.
-    read_sessions, read_turns: the numbers of sessions whose turns and timelines were read, and of their model calls.
-        These sessions are a sample.
+    read_sessions, read_turns: the size of the sample whose turns and timelines were read, in sessions and in model
+        calls.
     """
 
     groups: int

@@ -953,8 +953,8 @@ class QuerySpec(Spec):
 
 class SessionsSpec(Spec):
     """The sessions to cancel or to submit again: those for which every given field holds, with the same meaning as in
-    the list of sessions. `all` must be true if no field is given. If more than `max_matches` sessions match, nothing is
-    changed and the request is refused. With `dry_run` nothing is changed."""
+    the list of sessions. `all` must be true if no field is given. With `dry_run` nothing is changed. Any other request
+    is refused if more than `max_matches` sessions match."""
 
     ids: Annotated[list[Name], Field(max_length=1000)] = []
     groups: Annotated[list[Name], Field(max_length=1000)] = []

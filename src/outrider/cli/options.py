@@ -138,8 +138,8 @@ FOR_ANY_HARNESS = ("mcp_servers", "skills")
 def with_harness(
     task: Mapping[str, Any], harness: str | None, agent: str | None, *, default: str | None = None
 ) -> dict[str, Any]:
-    """Return the task with the preset `harness` or the Python agent `agent`, if one of them is given. Otherwise a task
-    without a harness gets `default`."""
+    """Return the task with the preset `harness`, if it is given, in place of the task's own harness. Otherwise, a task
+    without a harness gets the Python agent `agent`, or `default` if no agent is given."""
     own = task.get("harness") or {}
     given = {name: own[name] for name in FOR_ANY_HARNESS if name in own}
     if harness:

@@ -127,7 +127,8 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ValueError("the first package must be the program, in its 'version'")
 
     def at_version(self, version: str) -> Install:
-        """Return the installation of another version: of every package that has the same version as the program."""
+        """Return the installation of another version of the program. Every package that has the same version as the
+        program also gets the other version."""
         ends = (f"=={self.version}", f"@{self.version}")
         packages = tuple(
             package.removesuffix(self.version) + version if package.endswith(ends) else package
