@@ -318,8 +318,8 @@ class GraderConfig(NamedServer):
     """A judge model or a grading service.
 
     `url`: address of an OpenAI-compatible API with its `/v1`, or of a grader. `more_urls`: addresses of further servers
-    with the same model or grader; a call goes to the one with the fewest calls under way, and its retries to the
-    others. `model`: the model named in a judge's requests.
+    with the same model or grader; a call goes to the server with the fewest calls under way, and the call's retries go
+    to the other servers. `model`: the model named in a judge's requests.
     """
 
     more_urls: tuple[str, ...] = ()

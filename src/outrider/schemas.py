@@ -284,9 +284,9 @@ class RunSide(msgspec.Struct, frozen=True, kw_only=True):
 
     `done` of the sessions are done, `graded` have a reward, and `solved` have a reward of at least the comparison's
     `passed`. `reward` is the mean over tasks of a task's mean reward, `pass_at` the unbiased estimates of pass@k by k;
-    both are None or empty without a graded session. `turns`, `tokens_sampled`, `tokens_trained`, `seconds` and
-    `model_seconds` are means over the sessions that are done. `failures` counts the done sessions without a reward, by
-    error code, or by stop reason if they have no error.
+    without a graded session, `reward` is None and `pass_at` is empty. `turns`, `tokens_sampled`, `tokens_trained`,
+    `seconds` and `model_seconds` are means over the sessions that are done. `failures` counts the done sessions without
+    a reward, by error code, or by stop reason if they have no error.
     """
 
     selector: str

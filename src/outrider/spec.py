@@ -390,7 +390,7 @@ HARNESS_KINDS = ("preset", "command", "agent", "external", "remote")
 
 class HarnessSpec(Spec):
     """The agent: a `preset` by name, a `command` to run in the sandbox, an in-process `agent`, or an agent that runs
-    elsewhere: `external` agents are started by others, `remote` agents by a service of the operator's.
+    elsewhere. An agent elsewhere is `remote` if a service of the operator's starts it, and else `external`.
 
     The placeholders {base_url}, {api_key}, {model} and {instruction} are replaced in `command`, the values of `env` and
     the texts of `files`. `files` of a command, by path (absolute or relative to the sandbox's HOME), are written before
@@ -738,18 +738,18 @@ class TranslatedSpec(Spec):
 
 
 class StoredGroupSpec(GroupSpec):
-    """A group as stored. `regrades` are the ids of the sessions whose runs this group grades again, one for each of its
-    samples. `regrades` is empty for a group that runs agents. `translated` is set for the group of another system's
-    client."""
+    """A group as stored. `regrades` has one id for each sample of the group: the id of the session whose run the sample
+    grades again. `regrades` is empty for a group that runs agents. `translated` is set for the group of another
+    system's client."""
 
     regrades: list[str] = []
     translated: TranslatedSpec | None = None
 
 
 class SessionSpec(Spec):
-    """Opens a session for an agent that runs elsewhere: a session of an existing group whose harness is `external`, by
-    `group_id` and `sample_index`; or a new group of one session, made of the other fields, which are as in a task. The
-    default evaluator takes the reward from the session's completion.
+    """Opens a session for an agent that runs elsewhere. `group_id` and `sample_index` select a session of an existing
+    group whose harness is `external`. Without `group_id`, a new group of one session is made of the other fields, which
+    are as in a task. The default evaluator takes the reward from the session's completion.
     """
 
     group_id: Name | None = None

@@ -2,7 +2,7 @@
 
 A parameter of a command is declared by an annotation, such as `Annotated[int | None, CliOption("-n", metavar="N")]`.
 The module does not depend on any command. It uses click and not Typer, because Typer imports pydantic as soon as it
-reads an option, and both imports together take a fifth of a second of processor time.
+reads an option. The imports of Typer and pydantic together take a fifth of a second of processor time.
 """
 
 from __future__ import annotations

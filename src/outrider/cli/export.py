@@ -1,5 +1,5 @@
-"""`outrider export`: writes the samples of done groups, or the same data as conversations, to a file with the images in
-a folder beside it, or as JSON lines to standard output."""
+"""`outrider export`: writes the samples of done groups, or the same data as conversations. The output is a file with
+the images in a folder beside the file, or JSON lines on standard output."""
 
 from __future__ import annotations
 

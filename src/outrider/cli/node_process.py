@@ -82,7 +82,7 @@ async def _serve(end: socket.socket) -> None:
 
 
 class Starter:
-    """The program that has started this process, if that is not the service."""
+    """The program that has started this process, if this program is not the service."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe

@@ -225,11 +225,11 @@ class DynamicSampler:
 
     `max_age`: the maximum age of a trained token, in policy versions before the version that the batch is trained with.
     None sets no limit. `groups_per_version`: the number of groups that the trainer trains on before it raises the
-    version by one (by default `target`). At most (`max_age` + 1) * `groups_per_version` groups run or wait for a
-    batch, so that a finished group is never too old; with 0, nothing runs while the trainer trains. `overdue`: the
-    treatment of groups that still run when the next version would make them too old. "wait" holds a full batch back
+    version by one (by default `target`). At most (`max_age` + 1) * `groups_per_version` groups run or wait for a batch,
+    so that a finished group is never too old. With a `max_age` of 0, nothing runs while the trainer trains. `overdue`:
+    the treatment of groups that still run when the next version would make them too old. "wait" holds a full batch back
     until these groups are done (`Batch.held`). "train" lets these groups run on and uses them when they are done, with
-    the version of each token; then only the number of groups is limited, and slow groups have tokens older than
+    the version of each token. In this case only the number of groups is limited, and slow groups have tokens older than
     `max_age` (`Counts.overdue`).
 
     `min_usable` and `expires_seconds` are fields of the submitted groups (`spec.GroupSpec`). With `min_usable` below

@@ -33,9 +33,9 @@ class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     are set, and `text` is merged into `file`.
 
     In the following texts, {server} is replaced by the name of a server. `name` is the name under which the server is
-    written into the file. It differs from "{server}" if the program itself uses some names. `tool` is the name of the
-    server's tool {tool} in the program's requests. `allowed` is the entry for all tools of the server in the program's
-    list of allowed tools. It is empty if the list does not apply to the tools of servers.
+    written into the file. It differs from "{server}" for a program that itself uses some names. `tool` is the name of
+    the server's tool {tool} in the program's requests. `allowed` is the entry for all tools of the server in the
+    program's list of allowed tools. It is empty if the list does not apply to the tools of servers.
     """
 
     file: str
