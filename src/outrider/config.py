@@ -77,8 +77,8 @@ class Section(BaseModel):
 
 
 class Setting(NamedTuple):
-    """Describes a setting on the command line. `option` is the option, such as "--port PORT". `default` is a text about
-    the default, for a field whose value does not show the default."""
+    """Describes a setting on the command line. `option` is the option, such as "--port PORT". `default` is the text
+    that is shown as the default, for a field whose own default explains nothing, such as None."""
 
     option: str | None = None
     default: str | None = None

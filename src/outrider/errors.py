@@ -103,8 +103,8 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class FailingChore(msgspec.Struct, frozen=True, kw_only=True):
     """Background work that fails and is retried: it has failed `count` times, first at `since` and last at `last`
-    (seconds since the epoch), the last time with `error`. `node` is the node of the work, None for the service. The
-    work is listed until it succeeds."""
+    (seconds since the epoch). `error` is the error of the last time. `node` is the node of the work, None for the
+    service. The work is listed until it succeeds."""
 
     name: str
     node: str | None = None

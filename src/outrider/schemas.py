@@ -423,7 +423,7 @@ class Redelivered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GcReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a removal, or with `dry_run` of a trial: the number of removed `groups` and of their `sessions`,
+    """The result of a removal, or, with `dry_run`, of a trial: the number of removed `groups` and of their `sessions`,
     and the `bytes` of their tasks, turns, results and artifacts.
 
     Some groups are old enough, but are kept: `unacknowledged` is the number of groups that a consumer has not

@@ -630,8 +630,8 @@ class TaskSpec(Spec):
 
 
 def steps_of(task: TaskSpec) -> list[TaskSpec]:
-    """Return the steps of a task, each as a separate task. The sandbox of a later step has the prepare steps of this
-    step and of all steps before it."""
+    """Return the steps of a task, each as a separate task. The task of a later step has the prepare steps of all
+    earlier steps, too."""
     steps = [task.model_copy(update={"then": []})]
     for step in task.then:
         runtime, limits = steps[-1].runtime, task.limits

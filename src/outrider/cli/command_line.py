@@ -30,8 +30,8 @@ the value to be used instead."""
 
 
 class CliArgument:
-    """Declares an argument: a value without a name. `show_default` is shown in the help in place of the default; False
-    shows none. A number must be at least `min`."""
+    """Declares an argument: a value without a name. `show_default` is shown in the help in place of the default. If it
+    is False, no default is shown. A number must be at least `min`."""
 
     def __init__(
         self, *, metavar: str | None = None, help: str = "", show_default: str | bool = True, min: float | None = None

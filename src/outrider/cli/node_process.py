@@ -99,7 +99,7 @@ class Starter:
         await self._tell(Ready())
 
     async def note_failure(self, error: OutriderError) -> None:
-        """Report to the starting program the error for which this process cannot work for the service."""
+        """Report to the starting program the error that keeps this process from working for the service."""
         await self._tell(Ready(error=error.record()))
 
     async def read_orders(self) -> None:

@@ -162,8 +162,8 @@ def _made(kind: Any, ctx: click.Context, given: Mapping[str, Any]) -> Any:
     return read_settings(given)
 
 
-# The modules of the clients and of the settings are compared by their names, and are not imported here: a service needs
-# no client, a client needs no settings and no pydantic, and these imports take most of a start.
+# The next two functions recognise a class by the name of its module, without an import: a service needs no client, a
+# client needs no settings and no pydantic, and these imports take most of the time of a start.
 
 
 def _is_client(hint: Any) -> bool:

@@ -434,7 +434,7 @@ class AsyncClient:
         return (await self._call("GET", _path("sessions", session_id, "turns"), TurnList, query=query)).turns
 
     async def timeline(self, session_id: str, attempt: int | None = None) -> TimelineView:
-        """Return what happened when in one attempt of a session (default: the newest)."""
+        """Return the timeline of one attempt of a session (default: the newest)."""
         query = {"attempt": attempt}
         return await self._call("GET", _path("sessions", session_id, "timeline"), TimelineView, query=query)
 
@@ -1015,7 +1015,7 @@ class Client:
             loop.__exit__(None, None, None)
 
     def impatient(self) -> Client:
-        """Return another client of the same service, to be opened, which sends each call once."""
+        """Return another client of the same service, which sends each call once. The caller opens this client."""
         return Client(**self._arguments, patience=0)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

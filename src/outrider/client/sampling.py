@@ -142,7 +142,8 @@ class PendingPrompt(msgspec.Struct, frozen=True, array_like=True):
 
 class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
     """A sampler's state between two batches, for a checkpoint. `delivered` is the number of delivered groups that the
-    trainer has not trained on yet, as far as the raised versions show."""
+    trainer has not trained on yet. Each raise of the version by one counts as training on `groups_per_version`
+    groups."""
 
     run: str
     next: int

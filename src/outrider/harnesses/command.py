@@ -172,7 +172,8 @@ class CommandHarness:
             command,
             env=environment,
             stdin=fill(self._preset.stdin, words).encode(),
-            # The session's own time limit ends the run earlier, and excludes time in which the service was suspended.
+            # The run ends earlier, by the session's own time limit, which does not count time in which the service was
+            # suspended.
             seconds=context.task.runtime.lifetime_seconds,
         )
         log_tail = result.log_tail()

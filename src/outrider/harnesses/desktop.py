@@ -253,7 +253,8 @@ class Desktop:
     async def _tree(self) -> Text:
         """Return the accessibility tree of the screen."""
         options, script = self._options, f"{self._folder}/{SCRIPT.name}"
-        # Half of the time is for the start of the script, and for the reply of the program that is queried last.
+        # Half of the call's time is left for the start of the script, and for the reply of the program that is queried
+        # last.
         words = [PYTHON, script, str(options.width), str(options.height), f"{min(TREE_SECONDS, self._seconds / 2):g}"]
         done = await self._execute(words, self._seconds)
         if done.timed_out:

@@ -147,7 +147,7 @@ class McpCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Facts about a program that `outrider harness check` needs and cannot learn from the program's requests.
+    """Facts about a program that `outrider harness check` needs, and that are not in the program's requests.
 
     `shell` is the tool for running a command. `finish_command` is a command that ends the run.
     `subagent_arguments` are arguments for the tool that starts a sub-agent. `wait` is the tool that waits for the
