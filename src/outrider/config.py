@@ -77,8 +77,8 @@ class Section(BaseModel):
 
 
 class Setting(NamedTuple):
-    """Describes a setting on the command line. `option` is the option, such as "--port PORT". `default` is a text about
-    the default, for a field whose value does not show the default."""
+    """Describes a setting on the command line. `option` is the option, such as "--port PORT". `default` is the text
+    that is shown as the default, for a field whose own default explains nothing, such as None."""
 
     option: str | None = None
     default: str | None = None
@@ -318,8 +318,8 @@ class GraderConfig(NamedServer):
     """A judge model or a grading service.
 
     `url`: address of an OpenAI-compatible API with its `/v1`, or of a grader. `more_urls`: addresses of further servers
-    with the same model or grader; a call goes to the one with the fewest calls under way, and its retries to the
-    others. `model`: the model named in a judge's requests.
+    with the same model or grader; a call goes to the server with the fewest calls under way, and the call's retries go
+    to the other servers. `model`: the model named in a judge's requests.
     """
 
     more_urls: tuple[str, ...] = ()
@@ -358,10 +358,10 @@ class ProrlHandlerConfig(Section):
     """Translates the instances of some data sources to tasks.
 
     `task`: TOML file with a task, relative to the settings file. In the file, `{row.NAME}` is replaced by the column
-    NAME of the instance. `rows`: kind of data set whose adapter makes the task of an instance; the fields of the file
-    override the fields of this task, with `image` and `test_command` as for a data set. `data_sources`: further data
-    sources of the handler; a name that ends with `*` stands for all names with this beginning. `ignored`: sampling
-    parameters that are accepted without effect, because the task's own agent decides.
+    NAME of the instance. `rows`: kind of data set. The adapter of this kind then makes the task of an instance, with
+    `image` and `test_command` as for a data set, and the fields of the TOML file override the fields of this task.
+    `data_sources`: further data sources of the handler; a name that ends with `*` stands for all names with this
+    beginning. `ignored`: sampling parameters that are accepted without effect, because the task's own agent decides.
     """
 
     task: Path
@@ -382,8 +382,8 @@ class ProrlConfig(Section):
 
 
 class VerlProxyConfig(Section):
-    """The interface of verl's recipe (`compat = ["verl"]`). The name is not `verl`, because the trainer's bridge reads
-    OUTRIDER_VERL."""
+    """The interface of verl's recipe (`compat = ["verl"]`). The section is not named `verl`, because the trainer's
+    bridge reads the variable OUTRIDER_VERL."""
 
     call_seconds: Annotated[Seconds, Setting("--relay-timeout SECONDS")] = 300.0
     """Maximum seconds of a model call at a [worker of verl's recipe](compat/verl.md#workers-that-dial-in); a declared
@@ -391,9 +391,9 @@ class VerlProxyConfig(Section):
 
 
 class CallbacksConfig(Section):
-    """Callbacks. `allow` has host names, `*.domain`, addresses, and networks such as 10.0.0.0/8. If empty, all
-    destinations are permitted except link-local, multicast and cloud metadata addresses, and this machine's own
-    addresses if other machines can reach the service."""
+    """Callbacks. `allow` has host names, `*.domain`, addresses, and networks such as 10.0.0.0/8. If `allow` is empty,
+    all destinations are permitted except link-local, multicast and cloud metadata addresses. If other machines can
+    reach the service, this machine's own addresses are not permitted either."""
 
     secret: Annotated[SecretStr | None, Setting(default="callbacks are not signed")] = None
     """Key of the [signatures](api.md#signatures) of callbacks, at least 16 characters."""
@@ -523,8 +523,8 @@ class Config(Section):
         return copy
 
     def for_nodes(self) -> Self:
-        """Return a copy without the secrets that nodes do not need, and without the engines: the service sends the
-        states of its pools to the nodes."""
+        """Return a copy without the secrets that nodes do not need. The copy has no engines, because the service sends
+        the states of its engine pools to the nodes."""
         frozen = tuple(model.model_copy(update={"engines": ()}) for model in self.frozen)
         secrets = {"token": None, "store": None, "task_key": None, "callbacks": CallbacksConfig()}
         return self.model_copy(update={"engines": (), "frozen": frozen, **secrets})
@@ -577,8 +577,8 @@ RECIPE_VARIABLES = {
 """Maps each variable of verl's recipe, such as PROXY_PORT, to the path of a setting. The variables are read if `compat`
 has `verl`. OUTRIDER_* variables override these variables."""
 ADDED = {"plugins.allow": PluginsConfig().allow}
-"""Lists to which a flag adds its values, with the defaults of these lists, by path. A flag adds to the list from the
-environment or the file, or to the default if neither sets the list."""
+"""The settings whose flag adds values to a list, by path, each with the default of its list. The flag adds to the list
+from the environment or the file, or to the default if neither sets the list."""
 OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds", "near", "log_format"})
 """Settings and sections that a machine sets for itself when it joins a service. All other settings come from the
 service."""
@@ -692,7 +692,9 @@ def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], named: Map
     path = ".".join(map(str, location))
     having = [name for name, values in reversed(sources) if _has_value(values, location)]
     if len(having) > 1 and having[0] == sources[-1][0] and ".".join(map(str, location[:2])) in ADDED:
-        having = having[1:]  # the values of a flag are always texts, so the wrong value is from an earlier source
+        # The list is merged from several sources. The flag adds only texts, which are valid here, so the wrong value is
+        # from another source.
+        having = having[1:]
     source = having[0] if having else "nowhere"
     hint = None
     if source == "the environment":
@@ -705,9 +707,9 @@ def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], named: Map
 
 
 def _value(variable: str, text: str) -> Any:
-    """Return a variable's value: lists and objects are JSON; pydantic converts other texts. Raises InvalidField for a
-    broken list or object. The value of a setting that is no list is then taken as text, because a text such as a path
-    may begin with a bracket."""
+    """Return a variable's value. A text that begins with a bracket is read as JSON; pydantic converts any other text.
+    Invalid JSON stays a text if the setting is no list, because a text such as a path may begin with a bracket. Raises
+    InvalidField for invalid JSON in any other variable."""
     if text[0] not in "[{":
         return text
     try:

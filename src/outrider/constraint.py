@@ -41,9 +41,10 @@ class Constraint(msgspec.Struct, frozen=True):
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The tools that a reply must call, or may call, by the client's choice.
 
-    With `required`, the reply consists of calls only, and of at least one; otherwise the reply may have text and no
-    call. Every call is of a tool in `names`, the model's names of tools (at least one). With `single`, the reply has at
-    most one call. `field` is the path of the choice in the client's request, for errors.
+    With `required`, the reply consists of one or more calls, and nothing else. Without `required`, the reply may have
+    text, and may have no call. Every call is of a tool in `names`, which has at least one tool, by its name for the
+    model. With `single`, the reply has at most one call. `field` is the path of the choice in the client's request, for
+    errors.
     """
 
     names: tuple[str, ...]

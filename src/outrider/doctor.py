@@ -126,8 +126,8 @@ def _runtime(name: str) -> Finding:
 
 
 def _tried(name: str, runtime: RuntimeKind, can: Availability) -> Availability:
-    """Run commands in a new sandbox. Returns `can` if all commands succeed, or else an availability that describes the
-    fault."""
+    """Run commands in a new sandbox. `can` is the availability of this kind of sandbox without such a trial. Returns
+    `can` if all commands succeed, or else an availability that describes the fault."""
     with tempfile.TemporaryDirectory(prefix="outrider-doctor-") as folder:
         for part in ("sandbox", "gateway"):
             Path(folder, part).mkdir()
@@ -144,8 +144,8 @@ def _tried(name: str, runtime: RuntimeKind, can: Availability) -> Availability:
 
 
 async def _try(name: str, runtime: RuntimeKind, folder: Path) -> bool:
-    """Run commands in a sandbox, whose files are kept in `folder`. Returns True if a program in a namespace sandbox can
-    write to /usr; False for other kinds. Raises OutriderError."""
+    """Run commands in a sandbox, whose files are kept in `folder`. Returns True for a namespace sandbox in which a
+    program can write to /usr, and False for all others. Raises OutriderError."""
     async with Host(folder) as host:
         context = SandboxContext(
             session_id="doctor",

@@ -103,8 +103,8 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class FailingChore(msgspec.Struct, frozen=True, kw_only=True):
     """Background work that fails and is retried: it has failed `count` times, first at `since` and last at `last`
-    (seconds since the epoch), the last time with `error`. `node` is the node of the work, None for the service. The
-    work is listed until it succeeds."""
+    (seconds since the epoch). `error` is the error of the last time. `node` is the node of the work, None for the
+    service. The work is listed until it succeeds."""
 
     name: str
     node: str | None = None
@@ -168,7 +168,7 @@ class OutriderError(Exception):
 
 def renamed_field(old: str, new: str) -> AbstractContextManager[None]:
     """Within the block, an error about the field `old`, or about a field below `old`, names the field `new` instead. So
-    one check serves every place of a request that has a part of this kind."""
+    one check of a sandbox, for example, serves all fields of a request that have a sandbox."""
     return renamed_fields(((old, new),))
 
 

@@ -63,8 +63,8 @@ def complaints(error: ValidationError) -> list[ErrorDetails]:
 
 
 def fault_text(fault: ErrorDetails, kind: type[BaseModel] | None = None) -> str:
-    """Return a fault in plain words. `kind` is the model that refused the values: with it, the words for an unknown
-    field name the known field that was probably meant."""
+    """Return a fault in plain words. `kind` is the model that refused the values. If `kind` is given, the text about an
+    unknown field also has the known field that was probably meant."""
     if (words := WORDS.get(fault["type"])) is None:
         return fault["msg"].removeprefix("Value error, ")
     text = words(fault.get("ctx", {}))
@@ -91,7 +91,7 @@ def known_names(kind: type[BaseModel], place: Sequence[int | str]) -> list[str]:
     models = [kind]
     for part in place:
         fields = [field.annotation for model in models for name, field in model.model_fields.items() if name == part]
-        # A part that is not a field is the position in a list, or pydantic's name for one alternative.
+        # A part that is not the name of a field is the position in a list, or pydantic's name for one alternative.
         models = [model for annotation in fields for model in _models_in(annotation)] or models
     return sorted({name for model in models for name in model.model_fields})
 

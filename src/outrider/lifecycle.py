@@ -50,7 +50,7 @@ MOVES: dict[SessionState, frozenset[SessionState]] = {
     # A move back to QUEUED is a retry as a new attempt. A move to DONE that skips EVALUATING is a cancellation, an
     # early stop, an expiry, a timeout, or the error of the last attempt. Two moves of this kind have a verdict: a task
     # of several steps may end before its last step, and a verdict that blames the agent is kept if the run is graded
-    # again. A session that grades an earlier run again runs no agent, and goes from INITIALIZING to EVALUATING.
+    # again. A session that only grades an earlier run again has no agent, and goes from INITIALIZING to EVALUATING.
     SessionState.QUEUED: frozenset({SessionState.INITIALIZING, SessionState.DONE}),
     SessionState.INITIALIZING: frozenset(
         {SessionState.READY, SessionState.EVALUATING, SessionState.QUEUED, SessionState.DONE}

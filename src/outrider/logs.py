@@ -1,7 +1,7 @@
 """The lines of the log: as text for people or as JSON for programs, each with the session that it belongs to.
 
-Invariant: no line contains a secret of these kinds: keys and tokens of Outrider, the given token, the secrets of the
-session's task, and values in the usual places of secrets.
+Invariant: no line contains a secret of these kinds: keys and tokens of Outrider, the token given to the formatter, the
+secrets of the session's task, and values in the usual places of secrets.
 """
 
 from __future__ import annotations

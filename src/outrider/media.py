@@ -1,5 +1,5 @@
-"""What a model is shown of images and other files: the pages of documents, and texts that replace files in a tool's
-result that the model cannot read.
+"""What a model is shown of images and other files: the pages of documents, and, for a file that comes from a tool and
+cannot be read by the model, a text in the file's place.
 
 The module fetches nothing, and reads an image's size from the image's first bytes, without a library. Invariant: what
 is shown depends on the file, its media type and its address only, so a history that a client sends again is shown in
@@ -164,8 +164,8 @@ class ReadableMessages:
     With `grids`, the model reads images of known grid: `grids` maps the digest of an image to its grid, or to the
     reason why the image cannot be decoded. A tool's image that cannot be decoded is replaced by a text.
 
-    With `pages`, documents are replaced by their pages. A tool's document that cannot be read is replaced by a text,
-    and so is every document of a tool without `pages`; a document of the user is refused."""
+    With `pages`, documents are replaced by their pages. If `pages` is None, or a document cannot be read, a tool's
+    document is replaced by a text, and a document of the user is refused."""
 
     __slots__ = ("_grids", "_images", "_messages", "_pages", "described")
 

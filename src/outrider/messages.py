@@ -17,9 +17,9 @@ import msgspec
 
 ToolSpec = dict[str, Any]
 
-# A request may contain tens of thousands of some structs, here and in the dialects. These structs have gc=False: the
-# garbage collector skips them, because a pass stops all threads while it visits objects. This is safe because these
-# structs cannot be part of a cycle.
+# Some classes of structs, in this module and in the dialects, may have tens of thousands of instances in one request.
+# These classes have gc=False: the garbage collector skips the instances, because a pass stops all threads while it
+# visits objects. This is safe because the instances cannot be part of a cycle.
 
 
 class Role(StrEnum):
@@ -55,8 +55,8 @@ class Attachment(Text, frozen=True, tag="attachment", gc=False):
 
 class Document(Attachment, frozen=True, tag="document", gc=False):
     """A PDF document, identified by `digest`, the SHA-256 (hex) of its bytes `data`. `media.py` replaces the document
-    by its pages if the pages can be read, and otherwise treats the document as an attachment. `head` is a text about
-    the document that the model is shown."""
+    by its pages if the pages can be read, and otherwise treats the document as an attachment. The model is shown
+    `head`, a text about the document, before the pages."""
 
     digest: str
     data: bytes
@@ -120,8 +120,8 @@ def message_of_parts(
     role: Role, parts: Sequence[Part], *, tool_call_id: str | None = None, name: str | None = None
 ) -> Message:
     """Build a message from texts, images and attachments. The message has `parts` only if there is an image or an
-    attachment. Adjacent texts are then joined and empty texts dropped, so the message does not depend on how the client
-    splits the text."""
+    attachment. In `parts`, adjacent texts are joined and empty texts dropped, so the message does not depend on how the
+    client splits the text."""
     text = joined_text(parts)
     kept: list[Part] = []
     if any(isinstance(part, Image | Attachment) for part in parts):

@@ -71,8 +71,8 @@ def plugin_code() -> Iterator[None]:
     """Within the block, turn SystemExit from a plugin's code into a PluginFailure, and also a CancelledError if nobody
     has cancelled the task.
 
-    Otherwise a plugin that calls sys.exit() would end the service, and a plugin that cancels itself would end its
-    session without a result.
+    Outside of such a block, a plugin that calls sys.exit() would end the service, and a plugin that cancels itself
+    would end its session without a result.
     """
     try:
         yield

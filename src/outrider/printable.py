@@ -25,7 +25,8 @@ def printable(text: str) -> str:
 
 
 def printable_json(text: str) -> str:
-    """Return the JSON document `text` with its control characters escaped, so that its value is the same."""
+    """Return the JSON document `text` with its control characters escaped. The escapes do not change the document's
+    value."""
     return _CONTROL.sub(_escaped_in_json, text)
 
 

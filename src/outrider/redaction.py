@@ -22,8 +22,8 @@ _PLACES = re.compile(
 )
 _NAMES_OF_SECRETS = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 SHORTEST = 8
-"""Minimum characters of a variable's value that counts as a secret. Otherwise values such as `1` or `true` would be
-removed from every text."""
+"""Minimum characters of a variable's value that counts as a secret. Without this minimum, values such as `1` or `true`
+would be removed from every text."""
 
 
 def without_keys(text: str) -> str:

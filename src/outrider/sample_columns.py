@@ -155,8 +155,8 @@ class PackedColumn(Column):
 
 
 class SpanColumn(Column):
-    """A column with a list of structs of int32 for each row. `make` returns the value of a struct from its numbers, and
-    `split` the numbers from the value."""
+    """A column with a list of structs of int32 for each row. `make` makes the value of a struct from its numbers, and
+    `split` returns the numbers of a value."""
 
     def __init__(
         self,

@@ -40,7 +40,8 @@ RETRY_LABEL = "outrider.retry"
 
 
 def reply_of(kind: type[R], row: msgspec.Struct, /, **others: Any) -> R:
-    """Return a reply with the fields of `row` that have the same names, and with `others`."""
+    """Return a reply of the type `kind`. Its fields are `others` and, for every other name, the field of `row` with
+    this name."""
     return kind(**{name: getattr(row, name) for name in kind.__struct_fields__ if name not in others}, **others)
 
 
@@ -283,9 +284,9 @@ class RunSide(msgspec.Struct, frozen=True, kw_only=True):
 
     `done` of the sessions are done, `graded` have a reward, and `solved` have a reward of at least the comparison's
     `passed`. `reward` is the mean over tasks of a task's mean reward, `pass_at` the unbiased estimates of pass@k by k;
-    both are None or empty without a graded session. `turns`, `tokens_sampled`, `tokens_trained`, `seconds` and
-    `model_seconds` are means over the sessions that are done. `failures` counts the done sessions without a reward, by
-    error code, or by stop reason if they have no error.
+    without a graded session, `reward` is None and `pass_at` is empty. `turns`, `tokens_sampled`, `tokens_trained`,
+    `seconds` and `model_seconds` are means over the sessions that are done. `failures` counts the done sessions without
+    a reward, by error code, or by stop reason if they have no error.
     """
 
     selector: str
@@ -422,7 +423,7 @@ class Redelivered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GcReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a removal, or with `dry_run` of a trial: the number of removed `groups` and of their `sessions`,
+    """The result of a removal, or, with `dry_run`, of a trial: the number of removed `groups` and of their `sessions`,
     and the `bytes` of their tasks, turns, results and artifacts.
 
     Some groups are old enough, but are kept: `unacknowledged` is the number of groups that a consumer has not
@@ -454,9 +455,9 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True):
 class TurnView(msgspec.Struct, frozen=True, kw_only=True):
     """One model call as text: `context` is the text added to the prompt by this turn, `sampled` is the model's output.
 
-    `model` is the frozen model that was called, None for the policy; `index` and `parent` count the turns of one model.
-    `kind`, `label` and `depth` describe the turn's branch; `step`, `altered` and `ignored` are as in `trajectory.Turn`.
-    `tokens` is set if it was requested.
+    `model` is the frozen model that was called, None for the policy; `index` and `parent` are numbers of turns, counted
+    for each model separately. `kind`, `label` and `depth` describe the turn's branch; `step`, `altered` and `ignored`
+    are as in `trajectory.Turn`. `tokens` is set if it was requested.
     """
 
     index: int
@@ -529,10 +530,10 @@ class TimelineView(msgspec.Struct, frozen=True, kw_only=True):
 
 class SessionEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """A session whose agent runs elsewhere, and how the agent reaches its model. `key` is the session's credential: the
-    agent's API key. `model` is the name of the model. `base_urls` are the addresses under which the agent may reach
-    the service, by the name of its network; `base_url` is the first of them. `instruction` is that of the session's
-    task. `variables` are environment variables for agent programs of all vendors, for `base_url`. `running`: the
-    session takes calls now."""
+    agent's API key. `model` is the name of the model. `base_urls` are the addresses under which the agent may reach the
+    service, by the name of each address's network; `base_url` is the first address. `instruction` is that of the
+    session's task. `variables` are environment variables for agent programs of all vendors, for `base_url`. `running`:
+    the session takes calls now."""
 
     session: SessionView
     running: bool
@@ -553,11 +554,11 @@ class SessionList(msgspec.Struct, frozen=True, kw_only=True):
 
 class TurnTokens(msgspec.Struct, frozen=True, kw_only=True):
     """A turn's tokens and messages. The turn's prompt is its parent's prompt, its parent's output, then `prompt_delta`.
-    `logprobs` has one number for each of `output_ids`. `messages` are the messages that the request added to its
-    parent's conversation (all messages without a parent), and `reply` is the message that the client was given; None if
-    it had hung up. `prompt_pieces` and `output_pieces` are the texts of the single tokens of `prompt_delta` and
-    `output_ids`, if they were requested and the model's tokenizer is known. A character of several tokens is in the
-    text of its last token."""
+    `logprobs` has one number for each of `output_ids`. `messages` are the messages that the request added to the
+    conversation of the turn's parent; if the turn has no parent, all messages. `reply` is the message that the client
+    was given, None if the client had hung up. `prompt_pieces` and `output_pieces` are the texts of the single tokens of
+    `prompt_delta` and `output_ids`, if they were requested and the model's tokenizer is known. A character of several
+    tokens is in the text of its last token."""
 
     prompt_delta: list[int]
     output_ids: list[int]
@@ -641,8 +642,8 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The status of the service. `model` is the policy's name, `frozen` the names of the models beside it. `sessions`
     counts the sessions of the caller's tenant by state, or of all tenants for an admin; `cursor` is the cursor of the
-    newest result of the same tenants, from which later results can be followed. `failing` is the background work of the
-    service and of its nodes that fails now. `may` has the roles that the caller may act in."""
+    newest result of the same tenants, from which later results can be followed. `failing` is the background work that
+    fails now, of the service and of its nodes. `may` has the roles that the caller may act in."""
 
     version: str
     model: str
@@ -692,10 +693,11 @@ class RunSeconds(msgspec.Struct, frozen=True, kw_only=True):
 class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """The report of the doctor of runs: the amount of data that was read, and the findings, the most severe first.
 
-    groups, sessions: the groups and the done sessions that were read. not_done: the number of sessions of these groups
-        that are not done.
+    groups, sessions: the numbers of groups and of done sessions that were read. not_done: the number of sessions of
+        these groups that are not done.
     truncated: true if there are more groups, which are older and were not read.
-    read_sessions, read_turns: the sessions and model calls of the sample whose turns and timelines are read.
+    read_sessions, read_turns: the size of the sample whose turns and timelines were read, in sessions and in model
+        calls.
     """
 
     groups: int

@@ -235,10 +235,10 @@ class NetworkSpec(Spec):
     """The network of a sandbox: an HTTP proxy that reaches the listed destinations (`HOST`, `HOST:PORT`, `*.HOST`, `*`,
     `mirror:pip`) and nothing else. The operator must allow each.
 
-    `allow` applies to every phase that has no list of its own: `prepare` (the prepare steps), `agent` (the agent's
-    run) and `verifier` (the grading). An empty list is no network. `record` keeps the replies to plain HTTP requests
-    with the session. `replay` is such a record, a file below the service's `files` folder: requests are answered from
-    the record, and no server is reached.
+    The phases are `prepare` (the prepare steps), `agent` (the agent's run) and `verifier` (the grading). `allow`
+    applies to every phase that has no list of its own. An empty list is no network. `record` keeps the replies to plain
+    HTTP requests with the session. `replay` is such a record, a file below the service's `files` folder: requests are
+    answered from the record, and no server is reached.
     """
 
     allow: Destinations = []
@@ -390,7 +390,7 @@ HARNESS_KINDS = ("preset", "command", "agent", "external", "remote")
 
 class HarnessSpec(Spec):
     """The agent: a `preset` by name, a `command` to run in the sandbox, an in-process `agent`, or an agent that runs
-    elsewhere: `external` agents are started by others, `remote` agents by a service of the operator's.
+    elsewhere. An agent elsewhere is `remote` if a service of the operator's starts it, and else `external`.
 
     The placeholders {base_url}, {api_key}, {model} and {instruction} are replaced in `command`, the values of `env` and
     the texts of `files`. `files` of a command, by path (absolute or relative to the sandbox's HOME), are written before
@@ -476,10 +476,11 @@ class EvaluatorSpec(Spec):
 
     The reward of a command is the number (or JSON object with "reward") that the command writes to $OUTRIDER_VERDICT.
     If nothing is written, the reward is 1.0 for exit code 0 and 0.0 for exit code 1. Any other exit code is an error,
-    in both cases. Without `carry`, the outcome is graded in the agent's sandbox. With `carry`, it is graded in a new
-    sandbox, which gets only the listed paths of the agent's sandbox, everything written there ("all"), or the changes
-    to a repository. The new sandbox uses the agent's runtime, or the evaluator's own `runtime`. With `keep`, the
-    carried files are kept as an artifact, so that they can be graded again; changes to a repository are always kept.
+    whether a reward is written or not. Without `carry`, the outcome is graded in the agent's sandbox. With `carry`, it
+    is graded in a new sandbox, which gets only the listed paths of the agent's sandbox, everything written there
+    ("all"), or the changes to a repository. The new sandbox uses the agent's runtime, or the evaluator's own `runtime`.
+    With `keep`, the carried files are kept as an artifact, so that they can be graded again; changes to a repository
+    are always kept.
     """
 
     kind: Name = "command"
@@ -629,8 +630,8 @@ class TaskSpec(Spec):
 
 
 def steps_of(task: TaskSpec) -> list[TaskSpec]:
-    """Return the steps of a task, each as a separate task. The sandbox of a later step has the prepare steps of this
-    step and of all steps before it."""
+    """Return the steps of a task, each as a separate task. The task of a later step has the prepare steps of all
+    earlier steps, too."""
     steps = [task.model_copy(update={"then": []})]
     for step in task.then:
         runtime, limits = steps[-1].runtime, task.limits
@@ -737,18 +738,18 @@ class TranslatedSpec(Spec):
 
 
 class StoredGroupSpec(GroupSpec):
-    """A group as stored. `regrades` are the ids of the sessions whose runs this group grades again, one for each of its
-    samples. `regrades` is empty for a group that runs agents. `translated` is set for the group of another system's
-    client."""
+    """A group as stored. `regrades` has one id for each sample of the group: the id of the session whose run the sample
+    grades again. `regrades` is empty for a group that runs agents. `translated` is set for the group of another
+    system's client."""
 
     regrades: list[str] = []
     translated: TranslatedSpec | None = None
 
 
 class SessionSpec(Spec):
-    """Opens a session for an agent that runs elsewhere: a session of an existing group whose harness is `external`, by
-    `group_id` and `sample_index`; or a new group of one session, made of the other fields, which are as in a task. The
-    default evaluator takes the reward from the session's completion.
+    """Opens a session for an agent that runs elsewhere. `group_id` and `sample_index` select a session of an existing
+    group whose harness is `external`. Without `group_id`, a new group of one session is made of the other fields, which
+    are as in a task. The default evaluator takes the reward from the session's completion.
     """
 
     group_id: Name | None = None
@@ -952,8 +953,8 @@ class QuerySpec(Spec):
 
 class SessionsSpec(Spec):
     """The sessions to cancel or to submit again: those for which every given field holds, with the same meaning as in
-    the list of sessions. `all` must be true if no field is given. `max_matches` refuses more sessions than expected:
-    raise it to change more than 1,000 at once. With `dry_run` nothing is changed."""
+    the list of sessions. `all` must be true if no field is given. With `dry_run` nothing is changed. Any other request
+    is refused if more than `max_matches` sessions match."""
 
     ids: Annotated[list[Name], Field(max_length=1000)] = []
     groups: Annotated[list[Name], Field(max_length=1000)] = []
@@ -973,8 +974,9 @@ class SessionsSpec(Spec):
 
 
 class PauseSpec(Spec):
-    """A pause of the queue: no session starts whose group has all `labels` and the `harness`. Without both, no session
-    of the caller's tenant starts, or of any tenant for an admin. An admin may name one `tenant`."""
+    """A pause of the queue: no session starts whose group has all `labels` and the `harness`. If neither is given, no
+    session of the caller's tenant starts; if the caller is an admin, no session of any tenant. An admin may name one
+    `tenant`."""
 
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
     harness: Name | None = None

@@ -62,9 +62,9 @@ def read_toml_file(path: Path, *, field: str, limit: int = MAX_TOML, what: str =
 
 
 def toml_line(text: str, field: str) -> int | None:
-    """Return the number, from 1, of the line that sets `field` in valid TOML, or else of the header of its table.
-    Returns None if neither has a line of its own, as in an inline table. `field` is a dotted path, in which a number
-    counts the tables of a list."""
+    """Return the number, from 1, of the line that sets `field` in valid TOML, alone or within an inline table. If there
+    is no such line, returns the number of the header of the field's table, or None without a header. `field` is a
+    dotted path, in which the tables of a list have numbers from 0."""
     counts: dict[str, int] = {}
     table, found = "", None
     for number, line in enumerate(text.split("\n"), 1):

@@ -129,8 +129,8 @@ class Timeline:
         return number
 
     def note_failed_call(self, error: OutriderError, began: float, *, action: str, dialect: str, status: int) -> None:
-        """Note a model call that began at a time and has failed now. `action` is what the client asked for, `status`
-        the HTTP status of the reply."""
+        """Note a model call that began at the time `began` and has failed now. `action` is the kind of the request,
+        such as "generate", and `status` the HTTP status of the reply."""
         about = {"action": action, "dialect": dialect, "status": status, "message": self._clean(error.message)}
         self.add(EntryKind.FAILED_CALL, error.code, began, self._clock(), **about)
 

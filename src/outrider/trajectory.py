@@ -185,9 +185,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     altered: true if more than temperature and truncation shaped the distribution of the sampled tokens (penalties, a
         bias, a minimum length, a required form of the reply).
     ignored: names of the request's fields and tools that had no effect.
-    messages: the messages that the request added to its parent's conversation; without a parent, all messages.
+    messages: the messages that the request added to the conversation of the turn's parent; if the turn has no parent,
+        all messages.
     images: the places of the images of `messages` in the turn's prompt, if the engine was given them with the ids.
-    reply: the message that the client was given; None if it had hung up.
+    reply: the message that the client was given; None if the client had hung up.
     tool_specs: the tools of a turn without a parent; other turns have the tools of the turn that their conversation
         begins with.
     report: what the worker that made the reply has reported of the call; None for engines without such workers.
@@ -269,8 +270,8 @@ def path_to(turn: TurnType, turns: Sequence[TurnType]) -> list[TurnType]:
 
 
 def without_gaps(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns, numbered from 0 in the order of their index. The parent of each turn is among the turns.
-    `forked_from` is None if the turn that it names is missing."""
+    """Return the turns, numbered from 0 in the order of their index. `turns` must contain the parent of each turn. A
+    `forked_from` that names a turn outside of `turns` becomes None."""
     places = {turn.index: place for place, turn in enumerate(turns)}
     return [
         msgspec.structs.replace(
@@ -617,5 +618,5 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def run_ending(self) -> StopReason | None:
         """The reason why the agent's run ended. None if the grading of the run never began, for example because the run
-        failed or was cancelled: then there is nothing to grade."""
+        failed or was cancelled. Such a run has no outcome to grade."""
         return self.run_reason if self.verdict is None else self.stop_reason

@@ -2,7 +2,7 @@
 
 A parameter of a command is declared by an annotation, such as `Annotated[int | None, CliOption("-n", metavar="N")]`.
 The module does not depend on any command. It uses click and not Typer, because Typer imports pydantic as soon as it
-reads an option, and both imports together take a fifth of a second of processor time.
+reads an option. The imports of Typer and pydantic together take a fifth of a second of processor time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ the value to be used instead."""
 
 
 class CliArgument:
-    """Declares an argument: a value without a name. `show_default` is shown in the help in place of the default; False
-    shows none. A number must be at least `min`."""
+    """Declares an argument: a value without a name. `show_default` is shown in the help in place of the default. If it
+    is False, no default is shown. A number must be at least `min`."""
 
     def __init__(
         self, *, metavar: str | None = None, help: str = "", show_default: str | bool = True, min: float | None = None

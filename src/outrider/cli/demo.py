@@ -76,8 +76,8 @@ def demo(
 
         outrider demo --model outrider-demo/policy-0
     """
-    # The imports are in the function, because the help of the program imports this module, and must not wait for the
-    # server's libraries.
+    # The imports are in the function, because the help of the program imports this module, too, and the server's
+    # libraries load slowly.
     from outrider.lab.demo.dialogue import POLICY
     from outrider.lab.demo.run import run_demo
     from outrider.lab.demo.summary import sample_faults, write_files

@@ -59,8 +59,8 @@ def dial(
         terminal.out.print(f"{worker} serves {url}")
 
     async def serve_calls() -> None:
-        # The imports are in the function, because the help of the program imports this module, and must not wait for
-        # them.
+        # The imports are in the function, because the help of the program imports this module, too, and these modules
+        # load slowly.
         from outrider.engines.base import EngineOptions
         from outrider.plugins import resolve
         from outrider.relay.verl import ProxyWorker
@@ -99,7 +99,7 @@ def dial(
                 terminal.note("stopping: the calls that run go to the proxy's other workers")
                 running.cancel()
                 attached.cancel()
-        except ExceptionGroup as group:  # holds the error for which the worker gave up
+        except ExceptionGroup as group:  # the group holds the error that ended the worker
             raise group.exceptions[0] from None
         except asyncio.CancelledError:
             if not signals.came:

@@ -13,7 +13,7 @@ from outrider.cli.terminal import Terminal
 from outrider.doctor import Finding, diagnose
 
 NAMES = {"gpus": "GPUs"}
-"""Headings in the report for fields of a `Diagnosis` whose own name is not shown."""
+"""Headings in the report, by field of a `Diagnosis`. Any other field has its own name as its heading."""
 
 
 @command

@@ -35,8 +35,8 @@ def run_service(work: Coroutine[Any, Any, T]) -> T:
 
 def _started_threads() -> ThreadPoolExecutor:
     """Return the thread pool for blocking calls, with all threads started. Python would start each thread for the first
-    call that needs it. At a limit on threads such a start fails; but the call is already queued, and another thread may
-    still run it later. Raises RuntimeError if a thread cannot be started."""
+    call that needs it. If the machine has no room for another thread, such a start fails, although the call is already
+    queued and another thread may still run it later. Raises RuntimeError if a thread cannot be started."""
     number = min(32, (os.cpu_count() or 1) + 4)  # the number of threads in asyncio's own executor
     threads = ThreadPoolExecutor(number, thread_name_prefix="outrider-blocking")
     all_started = threading.Barrier(number)

@@ -1,5 +1,5 @@
-"""`outrider export`: writes the samples of done groups, or the same data as conversations, to a file with the images in
-a folder beside it, or as JSON lines to standard output."""
+"""`outrider export`: writes the samples of done groups, or the same data as conversations. The output is a file with
+the images in a folder beside the file, or JSON lines on standard output."""
 
 from __future__ import annotations
 
@@ -214,8 +214,8 @@ def _groups(service: Client, only: str | None, after: int, *, samples: bool) -> 
 
 @asynccontextmanager
 async def _reading(client: AsyncClient, after: int, *, samples: bool) -> AsyncIterator[asyncio.Future[ResultsPage]]:
-    """Read the page of results after a cursor in the background while the block runs. The block can meanwhile write the
-    page before, which takes longer than reading. Yields a future with the page or the error."""
+    """While the block runs, read the page of results after a cursor in the background. Meanwhile the block can write
+    the previous page, which takes longer than reading. Yields a future with the page or the error."""
     page: asyncio.Future[ResultsPage] = asyncio.get_running_loop().create_future()
 
     async def read() -> None:

@@ -50,14 +50,15 @@ def update_and_print(
     """Try the newest version of a preset's program and return the exit code. Without `only_check`, the version becomes
     the preset's pin if its certificate holds.
 
-    Raises InvalidField for a preset without a program and, without `only_check`, outside of a checkout of the source;
-    HarnessUnavailable if the registry does not reply or the program cannot be installed.
+    Raises InvalidField for a preset without a program. Without `only_check`, also raises InvalidField if Outrider does
+    not run from a checkout of its source. Raises HarnessUnavailable if the registry does not reply or the program
+    cannot be installed.
     """
     preset = load_preset(name, field="preset")
     if not only_check and preset.install is not None:
         pin_file(preset)
     newest = newest_version(preset, terminal.note)
-    assert preset.install is not None  # otherwise there would be no newest version
+    assert preset.install is not None  # `newest_version` raises an error for such a preset
     pinned = preset.install.version
     update = TriedUpdate(harness=name, pinned=pinned, newest=newest, ok=True)
     if newest == pinned:

@@ -74,8 +74,8 @@ def join(
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidField(f"{address!r} is no address of a service", field="url", hint=f"such as {DEFAULT_URL}")
-    # The import is in the function, because the help of the program imports this module, and must not wait for the
-    # renderers.
+    # The import is in the function, because the help of the program imports this module, too, and `nodes.messages`
+    # imports the renderers, which load slowly.
     from outrider.nodes.messages import NAMING, NODE_NAME
 
     name = name or platform.node() or "node"
@@ -94,8 +94,8 @@ def join(
             seconds = f"{settings.stop_seconds:g} s"
             terminal.note(f"stopping: the sessions that run have {seconds} to end (Ctrl-C again interrupts them)")
 
-        # The imports are in the function, because the help of the program imports this module, and must not wait for
-        # them.
+        # The imports are in the function, because the help of the program imports this module, too, and these modules
+        # load slowly.
         try:
             if ray is None:
                 from outrider.nodes.joining import JoiningMachine

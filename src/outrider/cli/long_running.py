@@ -16,7 +16,8 @@ def start_log(level: int, *, token: str | None = None, process: str = "", as_jso
     log = logging.StreamHandler()
     log.setFormatter((JsonLogFormatter if as_json else LogFormatter)(token, process=process))
     logging.basicConfig(level=level, handlers=[log])
-    if level > logging.DEBUG:  # hides the start and end of each server, and each request to mcp
+    if level > logging.DEBUG:
+        # Uvicorn logs the start and end of each of our servers, and the package mcp each request: hide these lines.
         for name in ("uvicorn.error", "mcp"):
             logging.getLogger(name).setLevel(max(level, logging.WARNING))
 

@@ -82,7 +82,7 @@ async def _serve(end: socket.socket) -> None:
 
 
 class Starter:
-    """The program that has started this process, if that is not the service."""
+    """The program that has started this process, if this program is not the service."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
@@ -99,7 +99,7 @@ class Starter:
         await self._tell(Ready())
 
     async def note_failure(self, error: OutriderError) -> None:
-        """Report to the starting program the error for which this process cannot work for the service."""
+        """Report to the starting program the error that keeps this process from working for the service."""
         await self._tell(Ready(error=error.record()))
 
     async def read_orders(self) -> None:

@@ -138,8 +138,8 @@ FOR_ANY_HARNESS = ("mcp_servers", "skills")
 def with_harness(
     task: Mapping[str, Any], harness: str | None, agent: str | None, *, default: str | None = None
 ) -> dict[str, Any]:
-    """Return the task with the preset `harness` or the Python agent `agent`, if one of them is given. Otherwise a task
-    without a harness gets `default`."""
+    """Return the task with the preset `harness`, if it is given, in place of the task's own harness. Otherwise, a task
+    without a harness gets the Python agent `agent`, or `default` if no agent is given."""
     own = task.get("harness") or {}
     given = {name: own[name] for name in FOR_ANY_HARNESS if name in own}
     if harness:
@@ -162,8 +162,8 @@ def _made(kind: Any, ctx: click.Context, given: Mapping[str, Any]) -> Any:
     return read_settings(given)
 
 
-# The modules of the clients and of the settings are compared by their names, and are not imported here: a service needs
-# no client, a client needs no settings and no pydantic, and these imports take most of a start.
+# The next two functions recognise a class by the name of its module, without an import: a service needs no client, a
+# client needs no settings and no pydantic, and these imports take most of the time of a start.
 
 
 def _is_client(hint: Any) -> bool:

@@ -90,8 +90,8 @@ def _evaluator(path: Path) -> Mapping[str, Any]:
 
 
 def _graded(session: SessionView) -> str:
-    """Return the id of the session whose agent ran: for a session that regrades another session, the id of that
-    session."""
+    """Return the id of the session whose agent ran. If this session only grades an earlier session again, this is the
+    id of the earlier session."""
     return session.result.regrades or session.id if session.result else session.id
 
 

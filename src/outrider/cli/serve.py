@@ -35,7 +35,7 @@ def serve(terminal: Terminal, settings: Config, verbose: Verbose = False) -> Non
             (each.model for each in settings.engines if each.kind == "embedded" and each.serves is None), None
         )
         settings = settings.model_copy(update={"model": settings.model.model_copy(update={"tokenizer": folder})})
-    if terminal.err.is_terminal:  # programs that read the output expect an error in its first line
+    if terminal.err.is_terminal:  # a program that reads this output expects an error in the first line
         terminal.note(f"starting a service on the data folder {settings.data}")
     # The imports are here, because the help and `outrider slurm` also import this module. The first import comes before
     # the event loop starts threads, because this import takes longer in a process with threads.

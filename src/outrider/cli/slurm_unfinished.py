@@ -1,5 +1,5 @@
-"""`python -m outrider.cli.slurm_unfinished SERVE FLAGS`: writes the number of unfinished sessions of a stopped
-service with these flags to standard output.
+"""`python -m outrider.cli.slurm_unfinished FLAGS`: writes the number of unfinished sessions of a stopped service to
+standard output. FLAGS are the flags of `outrider serve` with which the service ran.
 
 A batch job runs this module when its time limit is reached.
 """

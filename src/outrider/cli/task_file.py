@@ -23,7 +23,7 @@ from outrider.text_files import read_toml_file
 Step = dict[str, Any]
 
 ROWS = "rows"
-"""The table of a TOML file that names the rows for which the file's task is a template."""
+"""Name of the table in a task's TOML file that names a file of rows. The task is a template for these rows."""
 
 
 def is_one_task(path: Path) -> bool:

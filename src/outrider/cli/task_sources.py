@@ -127,7 +127,8 @@ def _examples_in(
 
 
 def examples_in_file(path: Path) -> list[Example]:
-    """Return the task of a TOML file, the tasks of its rows if it is a template, or the tasks of a file of tasks."""
+    """Return the tasks in a file: those of a JSON Lines file, the only task of a TOML file, or a task for each row if
+    the task of the TOML file is a template."""
     if not path.exists():
         raise InvalidField(f"cannot read {path}: there is no such file", field="source", hint=SOURCES)
     if path.name.endswith(TASK_LINES):

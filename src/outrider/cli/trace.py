@@ -70,7 +70,7 @@ def trace(
             file: BinaryIO = sys.stdout.buffer if output is None else stack.enter_context(output.open("wb"))
             events = _write(file, _timelines(service, sessions))
     except BrokenPipeError:
-        raise  # a program such as `head` reads no more, and the command ends without a word
+        raise  # a program such as `head` reads no more, and the command ends without a message
     except OSError as error:
         raise ServiceError(f"cannot write {output or 'standard output'}: {error.strerror}") from error
     if terminal.json:

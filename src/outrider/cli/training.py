@@ -95,7 +95,7 @@ def _first_ctrl_c(terminal: Terminal) -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _progress(terminal: Terminal, seed: int, seeds: int, most: int) -> Iterator[Callable[[TrainStep], None]]:
-    """Show the curve and the number of steps, of at most `most`, on a terminal. Write lines to any other output."""
+    """On a terminal, show the curve, and how many of at most `most` steps are done. Write lines to any other output."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -68,7 +68,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _group(path: Path) -> tuple[dict[Any, Any], dict[str, int]]:
-    """Return the group, and the lines of its keys, from 1; the key "" has the line of the group itself."""
+    """Return the group, and the number of the line of each key, from 1. The key "" has the line of the group itself."""
     try:
         import yaml
     except ModuleNotFoundError as error:

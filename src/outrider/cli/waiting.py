@@ -1,4 +1,4 @@
-"""Notes with the reason for which sessions wait, written while nothing happens."""
+"""Notes with the reason why sessions wait, written while the sessions make no progress."""
 
 from __future__ import annotations
 

@@ -385,8 +385,8 @@ class AsyncClient:
 
     async def wait(self, group_ids: Iterable[str], watch: Watch | None = None) -> list[GroupView]:
         """Return the groups in the order of `group_ids`, once all are done. `watch` is called with all groups at first,
-        at the end, and about every 0.2 seconds in between (less often for more than ten groups). Once all groups were
-        read, the service may restart meanwhile (see `patiently`)."""
+        at the end, and about every 0.2 seconds in between (less often for more than ten groups). After all groups have
+        been read once, a restart of the service does not end the wait (see `patiently`)."""
         groups = {group_id: await self.group(group_id) for group_id in group_ids}
         while True:
             if watch is not None:
@@ -413,7 +413,7 @@ class AsyncClient:
                         refusal = _refusal(await reply.whole(), reply)
                         if reply.status not in UNAVAILABLE or clock() >= give_up_at:
                             raise refusal
-                    async for line in _lines(reply):  # no lines for an error reply, whose body is already read
+                    async for line in _lines(reply):  # after an error no line is left, because the body is read
                         give_up_at, tries = clock() + PATIENCE, 0
                         if line.startswith(b"data: "):
                             event = msgspec.json.decode(line[6:], type=EventView)
@@ -434,7 +434,7 @@ class AsyncClient:
         return (await self._call("GET", _path("sessions", session_id, "turns"), TurnList, query=query)).turns
 
     async def timeline(self, session_id: str, attempt: int | None = None) -> TimelineView:
-        """Return what happened when in one attempt of a session (default: the newest)."""
+        """Return the timeline of one attempt of a session (default: the newest)."""
         query = {"attempt": attempt}
         return await self._call("GET", _path("sessions", session_id, "timeline"), TimelineView, query=query)
 
@@ -473,7 +473,7 @@ class AsyncClient:
         limit: int = 100,
     ) -> SessionList:
         """Return one page of the sessions for which every given field holds, newest group first. `after` is the `after`
-        of the page before. `error` is an error's code. `since` and `until` are times of submission, in seconds since
+        of the previous page. `error` is an error's code. `since` and `until` are times of submission, in seconds since
         the epoch. `text` is searched for in the error, the end of the agent's output and the answer."""
         wanted = {
             "state": state,
@@ -818,10 +818,11 @@ async def _lines(reply: Response) -> AsyncIterator[bytes]:
 
 
 async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE, *, unreachable: bool = True) -> T:
-    """Call the service. While the service is busy or, unless `unreachable` is False, cannot be reached, retry after a
-    wait, for up to `patience` seconds. A call that is repeated when the service cannot be reached must be repeatable: a
-    read, or a submission with an idempotency key. A submission that has already waited that long for a busy service is
-    not repeated. Nothing is retried after an error that another try does not change, such as ServiceUnusable.
+    """Call the service, and retry for up to `patience` seconds, with pauses, while the service is busy or cannot be
+    reached. If `unreachable` is False, retry only while the service is busy. If `unreachable` is True, `call` must be
+    repeatable: a read, or a submission with an idempotency key. The `patience` seconds include the time of the calls,
+    so a submission that has itself waited this long for a busy service is not repeated. Nothing is retried after an
+    error that another try does not change, such as ServiceUnusable.
 
     If the retries take REPORT_AFTER seconds or more, the reason is logged as a warning."""
     clock = asyncio.get_running_loop().time
@@ -1014,7 +1015,7 @@ class Client:
             loop.__exit__(None, None, None)
 
     def impatient(self) -> Client:
-        """Return another client of the same service, to be opened, which sends each call once."""
+        """Return another client of the same service, which sends each call once. The caller opens this client."""
         return Client(**self._arguments, patience=0)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

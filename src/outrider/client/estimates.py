@@ -11,8 +11,8 @@ from statistics import fmean, stdev
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 MOST_RESAMPLED = 500
-"""For more values than this, an interval is computed by the normal approximation, which is then as good and needs no
-resamples."""
+"""Maximum number of values for which an interval is computed from resamples. For more values, the normal approximation
+is as good."""
 NORMAL_QUANTILE = 1.959964
 """The quantile of the normal distribution for CONFIDENCE."""
 

@@ -142,7 +142,8 @@ class PendingPrompt(msgspec.Struct, frozen=True, array_like=True):
 
 class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
     """A sampler's state between two batches, for a checkpoint. `delivered` is the number of delivered groups that the
-    trainer has not trained on yet, as far as the raised versions show."""
+    trainer has not trained on yet. Each raise of the version by one counts as training on `groups_per_version`
+    groups."""
 
     run: str
     next: int
@@ -154,8 +155,9 @@ class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Prompt(msgspec.Struct):
     """A prompt in progress. `version` is the policy version under which its group was submitted, or None before the
-    submission. `protected` is True if the prompt was submitted before; its group is then not stopped when a batch is
-    full. Otherwise the prompts of slow tasks would be stopped again and again, and never be delivered."""
+    submission. `protected` is True if the prompt was submitted before. The group of a protected prompt is not stopped
+    when a batch is full. Without this protection, the groups of a slow task would be stopped again and again, and its
+    prompt would never be delivered."""
 
     number: int
     attempt: int = 0
@@ -224,11 +226,11 @@ class DynamicSampler:
 
     `max_age`: the maximum age of a trained token, in policy versions before the version that the batch is trained with.
     None sets no limit. `groups_per_version`: the number of groups that the trainer trains on before it raises the
-    version by one (by default `target`). At most (`max_age` + 1) * `groups_per_version` groups run or wait for a
-    batch, so that a finished group is never too old; with 0, nothing runs while the trainer trains. `overdue`: the
-    treatment of groups that still run when the next version would make them too old. "wait" holds a full batch back
+    version by one (by default `target`). At most (`max_age` + 1) * `groups_per_version` groups run or wait for a batch,
+    so that a finished group is never too old. With a `max_age` of 0, nothing runs while the trainer trains. `overdue`:
+    the treatment of groups that still run when the next version would make them too old. "wait" holds a full batch back
     until these groups are done (`Batch.held`). "train" lets these groups run on and uses them when they are done, with
-    the version of each token; then only the number of groups is limited, and slow groups have tokens older than
+    the version of each token. In this case only the number of groups is limited, and slow groups have tokens older than
     `max_age` (`Counts.overdue`).
 
     `min_usable` and `expires_seconds` are fields of the submitted groups (`spec.GroupSpec`). With `min_usable` below
@@ -506,8 +508,8 @@ class DynamicSampler:
             return False
         running = [*self._running.values(), *([self._submitting] if self._submitting else [])]
         # After this batch, `left` more groups are delivered until the version has risen by `steps`. All groups with a
-        # version below `oldest` must be among these groups. A trainer that does not raise the version waits for all
-        # running groups.
+        # version below `oldest` must be among these groups. If the trainer takes batches without raising the version,
+        # `left` falls to 0, and a batch waits for all running groups.
         for steps in range(1, self._max_age + 2):
             oldest = self._version + steps - self._max_age
             left = max(0, steps * self._groups_per_version - self._delivered - self._target)
@@ -524,7 +526,8 @@ class DynamicSampler:
             return self._target - running - ready if self._wanted else 0
         allowed = self._inflight
         if self._surplus == "cancel":
-            # the batch needs one group less for each ready group, and what it does not need would be cancelled
+            # For each ready group the batch needs one running group less. A group that the batch does not need would
+            # be cancelled.
             allowed = max(self._inflight - ready, min(self._inflight, self._target - ready))
         if self._max_age is not None:
             trainable = (self._max_age + 1) * self._groups_per_version - self._delivered
@@ -574,7 +577,7 @@ class DynamicSampler:
             self._counts.submitted += 1
             self._running[group.id] = prompt
             group = self._early.get(group.id, group)
-        except BaseException:  # also a cancellation on exit: the prompt is put back for a sampler that continues
+        except BaseException:  # also for a cancellation on exit, so that `state()` keeps the prompt
             if prompt.number < self._next:
                 self._waiting.appendleft(prompt)
             raise
@@ -622,8 +625,8 @@ class DynamicSampler:
                 self._early[group.id] = group
             return
         rewards = rewards_of(group)
-        # A group may end before the sampler can stop it, and a group may be cancelled by a user or by an update of the
-        # policy.
+        # Only `group.cancelled` shows whether the group was stopped. A group may end before the sampler can stop it,
+        # and a user or an update of the policy may cancel a group that the sampler did not stop.
         stopped = (prompt.stopping or "stopped") if group.cancelled else None
         choice: Choice = False
         if len(rewards) < min(self._n, 2):

@@ -135,6 +135,6 @@ class Harness(Protocol):
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         """Run the agent to its end. Raises ProgramExit if the program fails and the outcome can still be graded, and
-        HarnessError for other failures. A time limit cancels this call. Every process started by the call must then
-        end."""
+        HarnessError for other failures. A time limit cancels this call. If the call is cancelled, every process that it
+        has started must end."""
         ...

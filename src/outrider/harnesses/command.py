@@ -142,7 +142,7 @@ class CommandHarness:
         except FileNotFoundError:
             return
         except (IsADirectoryError, RuntimeFailure):
-            pass  # the path has no file with this content
+            pass  # the path has a folder, or a file that cannot be read
         raise InvalidField(
             f"{path} is in the sandbox, and harness {self._preset.name!r} writes a file of its own there",
             field="task.runtime.prepare",
@@ -172,7 +172,8 @@ class CommandHarness:
             command,
             env=environment,
             stdin=fill(self._preset.stdin, words).encode(),
-            # The session's own time limit ends the run earlier, and excludes time in which the service was suspended.
+            # The run ends earlier, by the session's own time limit, which does not count time in which the service was
+            # suspended.
             seconds=context.task.runtime.lifetime_seconds,
         )
         log_tail = result.log_tail()
@@ -237,7 +238,8 @@ class CommandHarness:
         return words | options | dialect | places
 
     def _of_servers(self) -> list[str]:
-        """Return the names that let the tools of the task's MCP servers through the program's list of allowed tools."""
+        """Return the entries of the program's list of allowed tools that allow the tools of the task's MCP servers: one
+        entry for each server."""
         allowed = self._preset.mcp.allowed if self._preset.mcp else ""
         return [allowed.format(server=server.name) for server in self._servers] if allowed else []
 

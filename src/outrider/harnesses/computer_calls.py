@@ -316,8 +316,8 @@ def _key(keys: str | list[str]) -> Key:
 
 
 def _x_name(key: str, *, alone: bool) -> str:
-    """Return the X name of a key. A letter that is pressed together with other keys is in lower case, because this is
-    the key's X name."""
+    """Return the X name of a key. The X name of a letter's key is the letter in lower case, so a letter that is pressed
+    together with other keys becomes lower case."""
     return _KEYS.get(key.lower()) or (key if alone or len(key) > 1 else key.lower())
 
 

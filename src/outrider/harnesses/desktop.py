@@ -43,7 +43,7 @@ OPEN_SECONDS = 120.0
 SETTLE_SECONDS = 0.5
 """The pause between a vendor's action and the screenshot that is its result."""
 TREE_SECONDS = 10.0
-"""Time limit for reading the accessibility tree. What has been read by then is the result."""
+"""Time limit for reading the accessibility tree. The result is the part that was read within this time."""
 TREE_BYTES = 64_000
 """Maximum size of an accessibility tree, in bytes of UTF-8. The output of `screen_tree.py` is never larger."""
 BUS = "a11y-bus"
@@ -253,7 +253,8 @@ class Desktop:
     async def _tree(self) -> Text:
         """Return the accessibility tree of the screen."""
         options, script = self._options, f"{self._folder}/{SCRIPT.name}"
-        # Half of the time is for the start of the script, and for the reply of the program that is queried last.
+        # Half of the call's time is left for the start of the script, and for the reply of the program that is queried
+        # last.
         words = [PYTHON, script, str(options.width), str(options.height), f"{min(TREE_SECONDS, self._seconds / 2):g}"]
         done = await self._execute(words, self._seconds)
         if done.timed_out:

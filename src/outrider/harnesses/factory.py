@@ -83,8 +83,8 @@ def mcp_tool_names(spec: HarnessSpec) -> dict[str, str]:
 
 
 def check_written(task: TaskSpec) -> None:
-    """Raise InvalidField for a prepare step that writes a file which the task's preset writes, too. The HOME of the
-    sandbox is the task's own, or root's; a sandbox with another HOME is checked when a session begins."""
+    """Raise InvalidField for a prepare step that writes a file which the task's preset writes, too. The check assumes
+    the HOME that the task sets, or else root's HOME. A sandbox with another HOME is checked when a session begins."""
     if task.harness.preset is None:
         return
     home = task.harness.env.get("HOME") or task.runtime.env.get("HOME") or ROOTS_HOME

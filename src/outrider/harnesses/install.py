@@ -49,7 +49,7 @@ class _PackageJson(msgspec.Struct, frozen=True):
 
 
 def installed(name: str, version: str | None = None) -> Path | None:
-    """Return the folder of a preset's program on this node, or None if the program is not installed. `version` is
+    """Return the folder of a preset's program on this node, or None if the program is not installed. `version` selects
     another version than the pinned one."""
     found = installation(load_preset(name).at_version(version))
     return found.prefix if found else None
@@ -83,7 +83,7 @@ def installation(preset: Preset) -> Installation | None:
 
 def install(name: str, progress: Progress | None = None, *, version: str | None = None) -> Path:
     """Install a preset's program if it is missing, and return its folder. `progress` is called with a line for each
-    step. `version` is another version than the pinned one. Other installed versions are kept.
+    step. `version` selects another version than the pinned one. Other installed versions are kept.
 
     Raises InvalidField if the preset has no program to install, and HarnessUnavailable if a step fails.
     """

@@ -29,11 +29,13 @@ class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     `entries` has the form of an entry for each transport that the program supports. In a form, the values "{name}",
     "{command}", "{args}", "{argv}" (the command and its arguments), "{env}", "{url}" and "{headers}" are replaced. If
-    the forms have "{name}", `key` is a list of entries, and no table. `name`, with {server}, is a server's name in the
-    file, for a program in which some names have a meaning of their own. `tool` is the name of a server's tool in the
-    program's requests, with {server} and {tool}. `allowed`, with {server}, is the name of all tools of a server in the
-    program's list of allowed tools, for a program in which the list applies to these tools, too. For a task with
-    servers, the variables `env` are set, and `text` is merged into `file`.
+    the forms have "{name}", `key` is a list of entries instead of a table. For a task with servers, the variables `env`
+    are set, and `text` is merged into `file`.
+
+    In the following texts, {server} is replaced by the name of a server. `name` is the name under which the server is
+    written into the file. It differs from "{server}" for a program that itself uses some names. `tool` is the name of
+    the server's tool {tool} in the program's requests. `allowed` is the entry for all tools of the server in the
+    program's list of allowed tools. It is empty if the list does not apply to the tools of servers.
     """
 
     file: str

@@ -1,7 +1,8 @@
 """Finds out why a program could not be started in a sandbox: which file is missing, and how to change the task.
 
 This module changes nothing. Invariant: a program, an interpreter or a loader is reported as missing only after a check
-in the sandbox, and a library only if the dynamic loader has printed this; for an unknown cause the result is None.
+in the sandbox, and a library only if the dynamic loader has printed that the library is missing. For an unknown cause
+the result is None.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ _COMPLAINTS = (
 """Messages of bash, dash and env for a program that is not found."""
 
 _LIBRARY = re.compile(r"error while loading shared libraries: (?P<name>[^:\n]+): cannot open shared object file")
-"""Message of the dynamic loader of the GNU C library for a missing library. The loader then also exits with 127."""
+"""Message of the dynamic loader of the GNU C library for a missing library. Like a shell that does not find a program,
+the loader exits with 127."""
 
 OTHER_ROOT = (
     "the program was built for another root file system: build it for the sandbox's, or link it statically, or install "
@@ -148,7 +150,7 @@ class _Sandbox:
             await self._runtime.read(path, limit=0)
         except FileNotFoundError:
             return False
-        # the path exists, but is a folder, cannot be read, or is a file larger than 0 bytes
+        # The path exists: it is a folder, or a file that cannot be read or has more bytes than the limit, which is 0.
         except (RuntimeFailure, OSError):
             return True
         return True

@@ -58,7 +58,8 @@ def fill_file(path: str, text: str, words: Mapping[str, str]) -> str:
 
 
 def merged(path: str, text: str, added: Iterable[str]) -> str:
-    """Return a file's filled text with `added` filled texts merged into it. Without `added`, the text is unchanged.
+    """Return the text of a file with the texts in `added` merged into it. The placeholders of all texts are filled in
+    already. If `added` is empty, the text is unchanged.
 
     Objects and lists of a .json file are joined at every depth, and the later text wins. Lines added to a .toml file
     come first, where they are settings of the file and of no table. Any other text is appended.

@@ -127,7 +127,8 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ValueError("the first package must be the program, in its 'version'")
 
     def at_version(self, version: str) -> Install:
-        """Return the installation of another version: of every package that has the same version as the program."""
+        """Return the installation of another version of the program. Every package that has the same version as the
+        program also gets the other version."""
         ends = (f"=={self.version}", f"@{self.version}")
         packages = tuple(
             package.removesuffix(self.version) + version if package.endswith(ends) else package
@@ -146,7 +147,7 @@ class McpCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Facts about a program that `outrider harness check` needs and cannot learn from the program's requests.
+    """Facts about a program that `outrider harness check` needs, and that are not in the program's requests.
 
     `shell` is the tool for running a command. `finish_command` is a command that ends the run.
     `subagent_arguments` are arguments for the tool that starts a sub-agent. `wait` is the tool that waits for the

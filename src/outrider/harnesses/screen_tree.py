@@ -271,7 +271,7 @@ class Accessible:
 
     def text(self) -> str:
         """Return the beginning of the element's own text. Returns "" for an element without a text, and for an element
-        with children that cannot be edited."""
+        that has children and cannot be edited."""
         interfaces = self._interfaces()
         if "Text" not in interfaces or ("EditableText" not in interfaces and self.count() > 0):
             return ""

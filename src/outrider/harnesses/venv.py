@@ -104,8 +104,8 @@ def read_venv(path: str) -> Venv:
 
 
 def stray_links(venv: Venv, shown: Sequence[Path]) -> list[Path]:
-    """Return the symbolic links in the environment whose targets are outside of `shown` and `venv.shown`, and so
-    missing in a sandbox."""
+    """Return the symbolic links in the environment whose targets are outside of `shown` and `venv.shown`. In a sandbox
+    these targets are missing."""
     roots = [Path(os.path.realpath(path)) for path in (*venv.shown, *shown)]
     leaving = _leaving(venv.prefix, venv.stamp)
     return [link for link, goal in leaving if not any(goal.is_relative_to(root) for root in roots)]

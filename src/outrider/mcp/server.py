@@ -35,9 +35,9 @@ INSTRUCTIONS = (
 
 
 def mcp_server(client: AsyncClient, may: Callable[[Role], bool] | None = None) -> Server[Any]:
-    """Return a server whose tools call the service through `client`. Tools for whose role `may` is false are not
-    listed, and are refused. Without `may`, the caller's roles are requested from the service, which also refuses calls
-    itself."""
+    """Return a server whose tools call the service through `client`. `may` returns whether the caller may act in a
+    role. A tool with a role that the caller may not act in is not listed, and its calls are refused. If `may` is None,
+    the service reports the caller's roles for the list, and only the service refuses calls."""
     tools = {tool.name: tool for tool in TOOLS}
 
     async def list_tools(context: Any, asked: Any) -> types.ListToolsResult:

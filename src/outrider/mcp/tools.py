@@ -1,4 +1,5 @@
-"""The tools of the MCP server: the arguments of each, the role that it needs, and the call of the service behind it.
+"""The tools of the MCP server: for each, its arguments, the role that it needs, and the call of the service that it
+makes.
 
 The tools use the client of the control API only, so that the service checks the token, role and tenant of each call
 like those of any other call. The module does not depend on the package `mcp`.
