@@ -73,7 +73,8 @@ class ToolSocket:
     this object on, so start the container afterwards. Always call `close`, but not while `connect` runs."""
 
     def __init__(self, folder: Path, gateway: Path) -> None:
-        """`folder` is to be mounted at TOOLS_AT. It is created, with the gateway's socket in it. Raises OSError."""
+        """Create `folder`, which the caller mounts at TOOLS_AT, with this socket and the gateway's socket in it. Raises
+        OSError."""
         self.folder = folder
         share_gateway(gateway, folder)
         self._listener = _listening(folder)

@@ -58,7 +58,7 @@ class HostConnection:
             self.loop.unwatch(self.out)
 
     def _writable(self, events: int) -> None:
-        """Handle events of a pipe for writing, including the end of its reader."""
+        """Handle events of the pipe for writing: the pipe has room, or its reader is gone."""
         self._flush()
         if self.open:
             self._watch()

@@ -269,7 +269,8 @@ def sweep() -> int:
         try:
             _remove_node(parents, name)
             ended += 1
-        except OSError as error:  # for example, another user's groups; the groups of other nodes are still removed
+        # An error, for example for another user's groups, must not keep the groups of the other nodes from removal.
+        except OSError as error:
             log.warning("the control groups of the dead node %s cannot be removed: %s", name, error)
     return ended
 

@@ -300,7 +300,8 @@ class ToolClient(asyncio.Protocol):
         elif reply.status == "part":
             data = msgspec.msgpack.decode(reply.fields, type=ToolPart).data
             call.room -= max(len(data), PART_MIN)
-            if call.room < -PART_MIN:  # a small last part also counts as PART_MIN
+            # The last part may be small but counts as PART_MIN, and so may bring `room` below 0 by this much.
+            if call.room < -PART_MIN:
                 self._lose("the tool server sent more than it was asked for", "wrong")
             elif call.on_part is not None:
                 call.on_part(data)
