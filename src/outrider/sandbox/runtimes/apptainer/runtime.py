@@ -58,7 +58,7 @@ OWN_PROCESSES = 48
 OWN_MEMORY_MB = 64
 PREFIXES = ("APPTAINER_", "SINGULARITY_", "LD_", "OUTRIDER_")
 NAMES = frozenset(("HOME", "PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "SHLVL", "TERM", "USER", "_"))
-"""Prefixes and names of the variables that Apptainer itself sets, whatever the image."""
+"""PREFIXES and NAMES match the variables that Apptainer itself sets, whichever image it starts."""
 
 
 class ApptainerRuntime:

@@ -45,8 +45,8 @@ def command(file_bytes: int, memory: int) -> list[str]:
     """Return a container's command, which needs the portable interpreter and the shared folder mounted. `memory` is
     `ToolServerSetup.memory`.
 
-    No file written in the container can exceed `file_bytes`: the rlimit replaces a bound on the container's file
-    system, which not every daemon supports."""
+    The command sets rlimits. With them, no file written in the container can exceed `file_bytes`, even if the daemon
+    cannot bound the container's file system."""
     limits = [f"RLIMIT_FSIZE={file_bytes}", *([f"RLIMIT_DATA={memory}"] if memory else [])]
     return [*portable_command(), *FLAGS, "-c", CONNECT + BOOT, f"memory={memory}", *limits]
 

@@ -197,7 +197,7 @@ class E2BApi:
             data = await bounded(answer)
             if answer.status >= 300:
                 raise refusal(answer, data)
-            value: T = None if reply is None else msgspec.json.decode(data, type=reply)  # type: ignore[assignment]  # a call without a reply has no value
+            value: T = None if reply is None else msgspec.json.decode(data, type=reply)  # type: ignore[assignment]  # a call without a `reply` type has no value
             return ApiReply(value, answer.headers.get(NEXT_TOKEN, ""))
 
 

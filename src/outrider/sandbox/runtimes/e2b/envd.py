@@ -44,7 +44,7 @@ SILENCE_SECONDS = 120.0
 """Seconds without a frame after which the stream counts as broken. The client asks for a keep-alive every PING_SECONDS;
 a service that ignores this request sends a keep-alive every 90 seconds."""
 BUSY = RetryPolicy(first=0.2, longest=10.0, attempts=20)
-"""Waits after the status 429. A call that gets this status has not been carried out."""
+"""Waits before a call is repeated after a reply with status 429. A call with this reply has not been carried out."""
 END_SECONDS = 2.0
 """Seconds to wait for the end of the process after its input has failed."""
 COMPRESSED, LAST = 1, 2

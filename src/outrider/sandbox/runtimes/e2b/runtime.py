@@ -154,7 +154,8 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
 
 
 async def _check_size(tools: ToolClient, spec: RuntimeSpec) -> None:
-    """Raise RuntimeUnavailable, naming the field, if the task asks for more than the template has."""
+    """Raise RuntimeUnavailable, naming the field, if the task asks for more processors or memory than the template
+    has."""
     asked = spec.resources
     if asked.cpus is None and asked.memory_mb is None:
         return

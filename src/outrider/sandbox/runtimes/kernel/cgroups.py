@@ -33,14 +33,14 @@ UNIFIED = ""
 CONTROLLERS = ("cpu", "memory", "pids")
 CPU_PERIOD = 100_000
 SOCKET_BYTES = 64 << 20
-"""Maximum bytes that the kernel may hold for the sockets of one sandbox. Only version 1 has this limit. All sockets of
-the host share `net.ipv4.tcp_mem` and `udp_mem`, a tenth of the host's memory, and slow down when this memory is used
-up."""
+"""Maximum bytes that the kernel may hold for the sockets of one sandbox. Only version 1 of control groups has this
+limit. All sockets of the host share `net.ipv4.tcp_mem` and `udp_mem`, a tenth of the host's memory, and slow down when
+this memory is used up."""
 REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002
 OWN = "outrider-service"
-"""Name of the group into which this process moves with version 2, because a group with members cannot pass controllers
-on to inner groups."""
+"""Name of the group into which this process moves with version 2 of control groups: there, a group with members cannot
+pass controllers on to inner groups."""
 
 
 class Hierarchies(msgspec.Struct, frozen=True):
@@ -217,7 +217,8 @@ class Cgroups:
         await asyncio.to_thread(_remove_node, self.hierarchies.parents, self._name)
 
     def make(self, sandbox: str, resources: Resources) -> ControlGroup:
-        """Make a group with the limits of `resources` that have a controller. Raises RuntimeFailure."""
+        """Make the group of a sandbox. Of the limits in `resources`, the group gets those for which this process has a
+        controller. Raises RuntimeFailure."""
         wanted = settings(self.hierarchies.version, resources)
         folders: dict[Path, None] = {}
         try:

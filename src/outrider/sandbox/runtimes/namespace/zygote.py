@@ -147,7 +147,7 @@ class ZygoteClient:
                     return
         except (BrokenPipeError, ConnectionResetError):
             self._give_up()
-        except BaseException:  # after a cancellation, too, the partial request is undone
+        except BaseException:  # BaseException includes CancelledError
             self._waiting.pop(number, None)
             if self._spares:
                 os.close(self._spares.pop())

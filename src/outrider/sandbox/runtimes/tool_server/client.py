@@ -25,8 +25,8 @@ FRAME_MAX = 2 * MAX_OUTPUT + (4 << 20)
 PART_MIN = 1 << 10
 """A part of a reply counts as at least this many bytes, because many small parts cost more than their bytes."""
 STRAY_MAX = 64 << 20
-"""Maximum bytes received, between two replies, for calls that are no longer awaited. A cancelled call may have sent
-parts that are still on their way."""
+"""Maximum bytes that the server may send for calls that are no longer awaited, such as parts that were under way when
+their call was cancelled. The count begins anew at each reply to an awaited call."""
 TEXT_MAX = 4096
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """Errors of decoding: bytes of another type, text that is not UTF-8, and deep nesting."""
@@ -158,7 +158,7 @@ class ToolClient(asyncio.Protocol):
         end, self._end = self._end, None
         try:
             self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=end)
-        except BaseException:  # also a cancellation; the loop itself closes an incomplete transport
+        except BaseException:  # BaseException includes CancelledError; the loop closes an incomplete transport itself
             self._lose("the connection to the tool server was not opened", "closed")
             raise
         if self._lost is not None:

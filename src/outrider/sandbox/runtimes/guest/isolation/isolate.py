@@ -221,7 +221,7 @@ def mount_layer(number: int, lower: str, target: str, bare: int | None) -> None:
 
 def give_owners(listed: bytes, plan: Plan) -> None:
     """Give the files of an image to their owners. `listed` has the form of sandbox/rootfs/owners.py: `UID GID PATH`
-    and a NUL for each file. An owner whose id the sandbox does not have is left out.
+    and a NUL for each file. A file is skipped if its owner's id does not exist in the sandbox.
 
     Each file is copied to the writable layer. No program of the sandbox runs yet, and no path leads through a link."""
     users, groups = (max(inside + count for inside, _, count in plan[kind]) for kind in ("uids", "gids"))

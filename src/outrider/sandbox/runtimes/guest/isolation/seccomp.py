@@ -64,7 +64,8 @@ TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 F_SETPIPE_SZ = 1031
 F_SETLEASE, F_SETDELEG = 1024, 1040
 """The commands for leases, which are refused. A program that opens a leased file waits up to 45 seconds until the lease
-ends. The owner of a file may lease it, and so block a file of the host that is shown in sandboxes."""
+ends. The owner of a file may lease it. A program that owns a file of the host, shown in its sandbox, could so block the
+host's programs."""
 RLIMIT_CORE = 4
 NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 
@@ -96,9 +97,8 @@ namespaces all programs of the host share these objects, and an object remains w
 `shmdt` is not in the list, because it only releases memory."""
 
 UNCOUNTED = {"x86_64": (216, 278, 319, 447), "aarch64": (75, 234, 279, 447)}
-"""Numbers of `remap_file_pages`, `vmsplice`, `memfd_create` and `memfd_secret`. memory_watch.py
-cannot count the memory that these calls give: it belongs to a descriptor or pipe, or the process's files in /proc do
-not list it."""
+"""Numbers of `remap_file_pages`, `vmsplice`, `memfd_create` and `memfd_secret`. memory_watch.py cannot count the memory
+that these calls give: it belongs to a descriptor or pipe, or the process's files in /proc do not list it."""
 
 CLONE3 = 435
 """Number of the call clone3. The call is refused with ENOSYS, because its flags are in memory, which a filter cannot
