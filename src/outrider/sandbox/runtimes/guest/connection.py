@@ -43,7 +43,7 @@ class HostConnection:
         self.outgoing += b"\0\0\0\0"  # after packing, these bytes are replaced by the length
         pack(message, self.outgoing)
         self.outgoing[start : start + 4] = (len(self.outgoing) - start - 4).to_bytes(4, "big")
-        if start == 0:  # otherwise the descriptor is full, and the loop already waits for room
+        if start == 0:  # if bytes were left, the descriptor is full, and the loop waits for room
             self._flush()
 
     def _watch(self) -> None:

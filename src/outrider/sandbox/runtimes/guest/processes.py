@@ -232,8 +232,8 @@ def fork_with_pipe(work: Callable[[int], object], *, reads: bool = False) -> tup
 def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], tty: bool = False) -> int:
     """Fork, and execute a program in a session of its own. `fds` maps descriptors of the program to descriptors of this
     process. The program inherits no other descriptor. If the program cannot be executed, the fork prints the error
-    on the program's standard error. The exit code is then 126 for an OSError, but 127 for a missing program or folder
-    and for any other error."""
+    on the program's standard error. The exit code is then 127, but 126 for an OSError other than a missing program or
+    folder."""
     pid = posix.fork()
     if pid:
         return pid

@@ -217,7 +217,8 @@ class Server:
             restore.cancel()
 
     def do_tunnel(self, call: int, args: dict[str, Any]) -> None:
-        """Carry connections to the model gateway through this connection, until the call is cancelled."""
+        """Carry the clients' connections to the model gateway through the connection to the host, until the call is
+        cancelled."""
         self.tunnel = Tunnel(self.loop, args["port"], self.calls, call)
 
     def do_tunnel_data(self, call: int, args: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Control groups of a node, with which the kernel enforces the limits of the node's sandboxes.
 
 With version 2, a node can make groups in a delegated unit or container. With version 1, the node must be root or own
-the folders. Otherwise there are no groups. Invariants: a group is named after its node and sandbox, so that a dead
-node's groups can be recognised; when `remove` returns, the group is gone.
+the folders. Where neither holds, there are no groups. Invariants: a group is named after its node and sandbox, so that
+a dead node's groups can be recognised; when `remove` returns, the group is gone.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def _skeleton(folder: Path) -> Path:
             try:
                 made.rename(skeleton)
             except OSError:
-                if not skeleton.exists():  # otherwise another process was faster
+                if not skeleton.exists():  # if it exists, another process has made it meanwhile
                     raise
     return skeleton
 

@@ -213,8 +213,8 @@ class ToolClient(asyncio.Protocol):
         on_part: Callable[[bytes], None] | None = None,
         room: int = 0,
     ) -> T:
-        """Call a method and wait for the reply. Raises FileNotFoundError, IsADirectoryError and RuntimeFailure, the
-        latter also for arguments that cannot be sent.
+        """Call a method and wait for the reply. Raises FileNotFoundError, IsADirectoryError and RuntimeFailure. For
+        arguments that cannot be sent, RuntimeFailure is raised, too.
 
         `seconds` is the call's own limit in the sandbox. GRACE_SECONDS after this limit the server counts as stuck.
         `room` is the maximum size of all parts together, in bytes. If the server sends more, the connection is dropped.

@@ -39,17 +39,17 @@ USER_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18})
 """Capabilities of root in a sandbox of several users: chown, dac_override, fowner, fsetid, kill, setgid, setuid,
 setpcap, net_bind_service, sys_chroot. They are valid only towards the sandbox's own users."""
 READ_ONLY_IN_PROC = ("bus", "fs", "irq", "sys", "sysrq-trigger")
-"""Entries of /proc that are read-only in the sandbox. Otherwise the owner of these files, the host's root, could write
-to them without any capability. If the node runs as the host's root, so do the sandbox's programs."""
+"""Entries of /proc that are read-only in the sandbox. Their files belong to the host's root, who may write to them
+without any capability. If the node runs as the host's root, the sandbox's programs do, too."""
 COVERED_IN_PROC = ("acpi", "kcore", "keys", "latency_stats", "sched_debug", "scsi", "timer_list")
 """Entries of /proc that are covered in the sandbox, because they reveal facts about the host. Container engines cover
 them, too."""
 PLAIN_MOUNT = syscalls.MS_NOSUID | syscalls.MS_NODEV
 SHOWN_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV
 DEVICE_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NOEXEC
-"""Devices are mounted read-only. Programs can write to a device all the same, but cannot change the mode and the times
-of the host's device file. Otherwise the owner of the file could change both, and if the node runs as the host's root, a
-sandbox's root is the owner."""
+"""Attributes of the mounts of devices. Programs can write to a device through a read-only mount, but cannot change the
+mode and the times of the host's device file. Without ATTR_RDONLY the file's owner could change both. The owner is a
+sandbox's root if the node runs as the host's root."""
 PROC_MOUNT = syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV | syscalls.ATTR_NOEXEC
 PTS_OPTIONS = "newinstance,ptmxmode=0666,mode=620,max=128"
 """`max` is needed because the host has only some thousands of terminals for all sandboxes together."""
