@@ -153,7 +153,7 @@ class Availability(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def found(cls, describe: Callable[[], str]) -> Availability:
-        """Return an availability with the text that `describe` returns as its detail. If `describe` raises
+        """Return an availability that is `ok`. Its detail is the text that `describe` returns. If `describe` raises
         RuntimeUnavailable, the availability is not `ok`, and has the error's message and hint."""
         try:
             return cls(ok=True, detail=describe())
@@ -220,8 +220,9 @@ class Runtime(Protocol):
         ...
 
     async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
-        """Return a file's bytes. Raises FileNotFoundError, also if a parent of the path is a file; IsADirectoryError;
-        and RuntimeFailure for a file of more than `limit` bytes or, if `follow` is false, for a symbolic link."""
+        """Return a file's bytes. Raises FileNotFoundError (also if a parent of the path is a file) and
+        IsADirectoryError. Raises RuntimeFailure for a file of more than `limit` bytes and, if `follow` is false, for a
+        symbolic link."""
         ...
 
     async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
@@ -229,9 +230,9 @@ class Runtime(Protocol):
         ...
 
     async def glob(self, pattern: str, *, limit: int = MAX_PATHS) -> list[str]:
-        """Return the matching paths, sorted, as `glob.glob(pattern, recursive=True)` of Python finds them: relative
-        for a relative pattern, hidden files only if the pattern's part begins with a dot. `**` does not follow
-        symbolic links. Raises RuntimeFailure for more than `limit` paths."""
+        """Return the matching paths, sorted. The rules are those of Python's `glob.glob(pattern, recursive=True)`: a
+        relative pattern gives relative paths, and a hidden name matches only a part of the pattern that begins with a
+        dot. `**` does not follow symbolic links. Raises RuntimeFailure for more than `limit` paths."""
         ...
 
     async def patch(self, text: str | bytes, *, cwd: str | None = None) -> None:

@@ -38,8 +38,8 @@ class CommandFeed(Feed[CommandRun]):
 
     @contextmanager
     def running(self, text: str) -> Iterator[Callable[[int | None], None]]:
-        """Publish a command that runs while the block does. The block calls the yielded function with the command's
-        exit code."""
+        """Publish a command that begins and ends with the block. The block calls the yielded function with the
+        command's exit code."""
         self._begun += 1
         command = CommandRun(number=self._begun, text=text[:MOST_CHARACTERS], start=time.time())
         code: int | None = None

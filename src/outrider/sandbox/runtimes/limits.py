@@ -29,20 +29,18 @@ divided by the divisor, but at least the minimum. An eighth of Linux's default o
 the usual size."""
 COUNTED_BY_NAMESPACE = (5, 14)
 """First Linux version that counts the resources of `SHARES` per user namespace as well as per user. On an older kernel
-all sandboxes share one count, so a lower limit would only be reached earlier."""
+all sandboxes share one count: a lower limit for each would not separate them, and would only be reached earlier."""
 
 
 def counted_memory(resources: Resources, controllers: Container[str]) -> int:
-    """Return the maximum bytes of memory of all programs of the sandbox, which its tool server enforces
-    (guest/memory_watch.py).
-
-    The value is 0 where a control group enforces the limit."""
+    """Return the maximum bytes of memory for all programs of the sandbox together, which the tool server enforces (see
+    guest/memory_watch.py). Returns 0 where a control group enforces the limit."""
     return 0 if "memory" in controllers else resources.most_memory_mb * MEBIBYTE
 
 
 def rlimits(resources: Resources, controllers: Container[str], *, own_users: bool = False) -> dict[str, int]:
-    """Return the limits per process, by their names in `resource`, for resources that no control group limits for all
-    processes together.
+    """Return the limits of each single process. Keys are the limits' names in `resource`, such as `RLIMIT_DATA`. Only
+    resources that no control group limits for the whole sandbox have an entry.
 
     `own_users` is true if the sandbox has a user namespace. Without a user namespace the kernel counts all processes of
     the user on the host, so the number of processes cannot be limited."""

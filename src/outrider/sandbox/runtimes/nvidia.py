@@ -24,7 +24,8 @@ from outrider.errors import RuntimeUnavailable
 CDI_KIND = "nvidia.com/gpu="
 """Prefix of an NVIDIA GPU's name in the Container Device Interface of container engines."""
 CONTROL = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
-"""Devices that every CUDA program opens, whichever GPU it uses; the last one is for profilers."""
+"""Names of device files that are shown together with any GPU. Every CUDA program opens the first two, and profilers
+also open the last."""
 LIBRARIES_AT = "/run/outrider-nvidia"
 """Folder of the driver's libraries in a sandbox. An image cannot contain these libraries, because their version must
 match the kernel module."""

@@ -38,7 +38,7 @@ MACHINE_CHARACTERS = 8
 HEAD = 5
 """Number of bytes before a part's data: the part's kind and the client's number."""
 MOST_WAITING = 64 << 20
-"""Maximum bytes of a client that the gateway has not yet read, and of replies that the sandbox has not yet read."""
+"""Maximum bytes that wait in one buffer: from a client for the gateway, or for the tool server."""
 UNBOUNDED = 1 << 62
 
 
@@ -262,7 +262,7 @@ class _GatewayStream(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         self._tools.send("tunnel_data", {"client": self._number, "data": b""})
-        return True  # the client may still send
+        return True  # the connection stays open, because the client may still send
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self._lost:

@@ -58,7 +58,7 @@ OWN_PROCESSES = 48
 OWN_MEMORY_MB = 64
 PREFIXES = ("APPTAINER_", "SINGULARITY_", "LD_", "OUTRIDER_")
 NAMES = frozenset(("HOME", "PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "SHLVL", "TERM", "USER", "_"))
-"""Prefixes and names of the variables that Apptainer itself sets, whatever the image."""
+"""PREFIXES and NAMES match the variables that Apptainer itself sets, whichever image it starts."""
 
 
 class ApptainerRuntime:
@@ -151,22 +151,23 @@ async def launch(
         undo.push_async_callback(undone, name, tools.close)
         await tools.open()
         tools.send_raw(delivery(confined(CONFINEMENT, server_code)))
-        await configure(tools, msgspec.structs.replace(first, memory=0))  # memory is counted from the second set-up on
+        # A set-up with `memory` starts a memory watch, so only the second set-up, further down, has `memory`.
+        await configure(tools, msgspec.structs.replace(first, memory=0))
         descendants.hold()
         # The variables set by the image can only be read from the running server.
         image_env = of_image(await environment_of(tools))
         await configure(tools, msgspec.structs.replace(setup({**image_env, **stored_env}), bridge_port=0))
 
         async def ended_inside() -> bool:
-            """Return whether the control group ran out of a resource. The server's log is no evidence, because
-            Apptainer writes to the same log."""
+            """Return whether programs inside ended the tool server: the sandbox's control group has reached its memory
+            limit. The server's log is not used as evidence, because Apptainer writes to the same log."""
             return group.ran_out()
 
         yield RunningServer(tools=tools, group=group, ended_inside=ended_inside)
 
 
 def check_owners(spec: RuntimeSpec, image: RootImage) -> None:
-    """Raise InvalidField for an image whose files need several users, unless the task names one user."""
+    """Raise InvalidField for an image whose files belong to several users, unless the task sets `users`."""
     if image.owners.foreign and spec.users is None:
         raise InvalidField(
             f"the image {spec.image!r} has {image.owners.foreign}, and apptainer sandboxes have one user",
@@ -176,8 +177,8 @@ def check_owners(spec: RuntimeSpec, image: RootImage) -> None:
 
 
 def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:
-    """Return the image for Apptainer to start, and the image's variables in our own store. Blocks. Raises
-    InvalidField, RuntimeUnavailable."""
+    """Return the path of the image for Apptainer, and the variables that our image store lists for the image. There
+    are no variables if the spec itself names a path. Blocks. Raises InvalidField, RuntimeUnavailable."""
     named = named_image(spec)
     if not named.startswith("/"):
         image = known_image(named)
@@ -198,8 +199,8 @@ def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, hosts: Path
         *((Path(mount.source), mount.target or mount.source) for mount in spec.mounts),
         *((Path(source), target) for source, target in gpus.libraries),
     ]
-    # The mounts in a folder directly follow the folder: the next folder may be at the same path, and must then cover
-    # both the folder and these mounts.
+    # Each folder is followed at once by the mounts in it. A later folder may have the same target, and must then cover
+    # both the earlier folder and its mounts.
     binds = [Bind(str(path), target) for one in shown for path, target in (one, *inner_mounts([one]))]
     return [*binds, *(Bind(source, target, device=True) for source, target in gpus.devices)]
 
@@ -212,8 +213,8 @@ def with_apptainer(resources: Resources) -> Resources:
 
 
 async def _end(child: Child, descendants: Descendants, mark: str) -> None:
-    """Kill the processes inside and wait for the exit of every process started for the sandbox. A server that is still
-    starting is not yet held by a descriptor, but exits by itself, because the connection is already closed."""
+    """Kill the processes inside and wait for the exit of every process started for the sandbox. `hold` may miss a
+    server that is still starting. Such a server exits by itself, because its connection is already closed."""
     descendants.hold()
     descendants.kill_first_inside()
     if not await child.end(STOP_SECONDS):

@@ -33,8 +33,8 @@ MANY_USERS = (
     *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETPCAP", "SETUID"),
     "SYS_CHROOT",
 )
-"""Capabilities for `apt`, `su`, `chown` and similar programs: the defaults of container engines, without devices and
-raw sockets."""
+"""Capabilities for `apt`, `su`, `chown` and similar programs. They are a part of the defaults of container engines:
+the capabilities for devices and raw sockets, for example, are missing."""
 
 
 class HostMount(msgspec.Struct, frozen=True):
@@ -77,8 +77,8 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
                 {"Type": "bind", "Source": str(one.source), "Target": one.target, "ReadOnly": True}
                 for one in self.shown
             ],
-            # These limits are always given: a daemon's default may exceed its own hard limit, and then no container
-            # starts.
+            # Every request sets these limits, because a daemon's default for containers may exceed the daemon's own
+            # hard limit, and then no container starts.
             "Ulimits": [
                 ulimit("nofile", resource.RLIMIT_NOFILE, MAX_FILES),
                 ulimit("nproc", resource.RLIMIT_NPROC, MAX_PROCESSES),

@@ -139,8 +139,8 @@ PODMAN_ENGINE = ContainerEngine(
 
 class ContainerDaemon:
     """The part of a node's host (see node_host.py) that runs containers. `limits` is true if the daemon can limit the
-    resources of a container. `sized` is true until the daemon has refused to bound the size of a container's file
-    system, and always false for a rootless daemon."""
+    resources of a container. `sized` is true if requests bound the size of a container's file system. It is false for a
+    rootless daemon, and becomes false when the daemon refuses such a request."""
 
     def __init__(self, engine: ContainerEngine, host: Host) -> None:
         self.engine = engine

@@ -45,8 +45,8 @@ def command(file_bytes: int, memory: int) -> list[str]:
     """Return a container's command, which needs the portable interpreter and the shared folder mounted. `memory` is
     `ToolServerSetup.memory`.
 
-    No file written in the container can exceed `file_bytes`: the rlimit replaces a bound on the container's file
-    system, which not every daemon supports."""
+    The command sets rlimits. With them, no file written in the container can exceed `file_bytes`, even if the daemon
+    cannot bound the container's file system."""
     limits = [f"RLIMIT_FSIZE={file_bytes}", *([f"RLIMIT_DATA={memory}"] if memory else [])]
     return [*portable_command(), *FLAGS, "-c", CONNECT + BOOT, f"memory={memory}", *limits]
 
@@ -73,7 +73,8 @@ class ToolSocket:
     this object on, so start the container afterwards. Always call `close`, but not while `connect` runs."""
 
     def __init__(self, folder: Path, gateway: Path) -> None:
-        """`folder` is to be mounted at TOOLS_AT. It is created, with the gateway's socket in it. Raises OSError."""
+        """Create `folder`, which the caller mounts at TOOLS_AT, with this socket and the gateway's socket in it. Raises
+        OSError."""
         self.folder = folder
         share_gateway(gateway, folder)
         self._listener = _listening(folder)

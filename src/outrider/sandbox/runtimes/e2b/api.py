@@ -33,7 +33,8 @@ MAX_PAGES = 1000
 NEXT_TOKEN = "x-next-token"
 """Name of the header with the token of the next page. The last page of a list does not have this header."""
 PORT_CLOSED = "port is not open"
-"""Part of the message with which the service's proxy reports that a sandbox runs, and that nothing listens."""
+"""Part of the message with which the service's proxy reports that a sandbox runs, and that no program listens on the
+requested port."""
 TEXT_MAX = 500
 ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
@@ -196,7 +197,7 @@ class E2BApi:
             data = await bounded(answer)
             if answer.status >= 300:
                 raise refusal(answer, data)
-            value: T = None if reply is None else msgspec.json.decode(data, type=reply)  # type: ignore[assignment]  # a call without a reply has no value
+            value: T = None if reply is None else msgspec.json.decode(data, type=reply)  # type: ignore[assignment]  # a call without a `reply` type has no value
             return ApiReply(value, answer.headers.get(NEXT_TOKEN, ""))
 
 

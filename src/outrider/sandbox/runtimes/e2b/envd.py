@@ -44,7 +44,7 @@ SILENCE_SECONDS = 120.0
 """Seconds without a frame after which the stream counts as broken. The client asks for a keep-alive every PING_SECONDS;
 a service that ignores this request sends a keep-alive every 90 seconds."""
 BUSY = RetryPolicy(first=0.2, longest=10.0, attempts=20)
-"""Waits after the status 429. A call that gets this status has not been carried out."""
+"""Waits before a call is repeated after a reply with status 429. A call with this reply has not been carried out."""
 END_SECONDS = 2.0
 """Seconds to wait for the end of the process after its input has failed."""
 COMPRESSED, LAST = 1, 2
@@ -104,7 +104,7 @@ class Envd:
             self._headers["E2B-Traffic-Access-Token"] = sandbox.traffic_access_token
 
     async def is_closed(self) -> bool:
-        """Return whether the service reports that the sandbox runs, but envd does not."""
+        """Return True if the service reports that the sandbox runs and that envd does not run in the sandbox."""
         try:
             async with translated(), self._get("/health") as answer:
                 return answer.status == 502 and PORT_CLOSED in str(refusal(answer, await bounded(answer)))
@@ -218,8 +218,8 @@ async def frames(stream: aiohttp.StreamReader) -> AsyncIterator[ProcessEvent]:
 
 
 class ProcessSocket:
-    """A process in a sandbox, which `run` starts. `end` is the socket of the process's input and output. `exit` is set
-    when `run` ends: the way in which the process ended, or None if the stream broke earlier."""
+    """A process in a sandbox. `run` starts the process. `end` is a socket that carries the process's input and output.
+    `exit` states how the process ended. It is None until then, and stays None if the stream breaks earlier."""
 
     def __init__(self, envd: Envd) -> None:
         self.end, self._far = socket.socketpair()
@@ -271,7 +271,8 @@ class ProcessSocket:
             try:
                 await self._envd.send(pid, data)
             except E2BError:
-                await asyncio.sleep(END_SECONDS)  # the process may have ended: then the stream ends soon
+                # If the call failed because the process has ended, the stream reports the end during this pause.
+                await asyncio.sleep(END_SECONDS)
                 raise
         raise OSError("this machine has closed the connection")
 

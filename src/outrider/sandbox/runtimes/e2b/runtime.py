@@ -36,8 +36,8 @@ TEMPLATE = "base"
 PROBE_SECONDS = 5.0
 MEASURE = "import os; print(os.cpu_count(), os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') >> 20)"
 SETTLE_SECONDS = 2.0
-"""Seconds between two requests for the state of a sandbox. The sandbox's programs are blamed for the end of the tool
-server only after both requests."""
+"""Seconds between two requests for the state of a sandbox whose tool server has ended. The sandbox's programs are
+blamed for the end only if both replies report that the sandbox still exists."""
 KERNEL_SHARE = 0.85
 """At least this part of a machine's memory is available to its programs. The kernel uses the rest."""
 
@@ -141,9 +141,9 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
         )
 
         async def ended_inside() -> bool:
-            """Return whether programs in the sandbox ended the tool server or envd: one of them has ended, and the
-            sandbox still exists. The state is requested twice, because a service that ends a sandbox may report the end
-            of the tool server first. If the service does not respond, the cause is outside."""
+            """Return whether programs in the sandbox ended the tool server or envd. This is the case if one of the two
+            has ended and the sandbox still exists. The state is requested twice, because a service that ends a sandbox
+            may report the end of the tool server first. If the service does not respond, the cause is outside."""
             for pause in (0.0, SETTLE_SECONDS):
                 await asyncio.sleep(pause)
                 if not await service.exists(start) or not (process.exit is not None or await envd.is_closed()):
@@ -154,7 +154,8 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
 
 
 async def _check_size(tools: ToolClient, spec: RuntimeSpec) -> None:
-    """Raise RuntimeUnavailable, naming the field, if the task asks for more than the template has."""
+    """Raise RuntimeUnavailable, naming the field, if the task asks for more processors or memory than the template
+    has."""
     asked = spec.resources
     if asked.cpus is None and asked.memory_mb is None:
         return
@@ -175,7 +176,8 @@ async def _check_size(tools: ToolClient, spec: RuntimeSpec) -> None:
 
 
 def _without_python(process: ProcessSocket) -> RuntimeUnavailable | None:
-    """Return the error for a sandbox in which Python does not start, or None if the failure has another cause."""
+    """Return the error to raise if the tool server did not start because the sandbox has no usable Python. Returns
+    None if the start failed for another reason."""
     if process.exit is None and "python3" not in process.log_tail():
         return None
     return RuntimeUnavailable(

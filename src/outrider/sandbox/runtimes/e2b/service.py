@@ -31,7 +31,7 @@ REMOVE_SECONDS = 60.0
 ROOM_SECONDS = 3600.0
 """Maximum seconds that a start waits for room at the service."""
 REFUSALS = (400, 401, 403, 404, 422, 429)
-"""Statuses of a request for a new sandbox that mean that no sandbox was created."""
+"""Statuses with which the service refuses to create a sandbox. After any other failure a sandbox may exist."""
 CREATE = RetryPolicy(first=1.0, longest=10.0, attempts=3)
 ROOM = RetryPolicy(first=2.0, longest=60.0)
 REMOVE = RetryPolicy(first=0.5, longest=5.0)
@@ -72,10 +72,10 @@ class E2BService:
     async def create(
         self, start: Start, template: str, labels: Mapping[str, str], queued: QueueClock, *, ahead: bool = False
     ) -> MadeSandbox:
-        """Create a sandbox, after the wait for its turn and for room. Neither these waits nor the service's own time
-        count as time of the session. A sandbox made `ahead` does not wait for room. `remove` must follow, even when
-        this method raises or is cancelled. Raises RuntimeUnavailable if the service refuses the key or the template,
-        and RuntimeFailure."""
+        """Wait for the start's turn and for room at the service, and create a sandbox. Neither the waits nor the time
+        that the service takes count as time of the session. A sandbox made `ahead` does not wait for room. `remove`
+        must follow, even when this method raises or is cancelled. Raises RuntimeUnavailable if the service refuses the
+        key or the template, and RuntimeFailure."""
         failures = waits = 0
         while True:
             self._begin(start)

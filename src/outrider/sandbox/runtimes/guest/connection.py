@@ -43,7 +43,7 @@ class HostConnection:
         self.outgoing += b"\0\0\0\0"  # after packing, these bytes are replaced by the length
         pack(message, self.outgoing)
         self.outgoing[start : start + 4] = (len(self.outgoing) - start - 4).to_bytes(4, "big")
-        if start == 0:  # otherwise the descriptor is full, and the loop already waits for room
+        if start == 0:  # if bytes were left, the descriptor is full, and the loop waits for room
             self._flush()
 
     def _watch(self) -> None:
@@ -58,7 +58,7 @@ class HostConnection:
             self.loop.unwatch(self.out)
 
     def _writable(self, events: int) -> None:
-        """Handle events of a pipe for writing, including the end of its reader."""
+        """Handle events of the pipe for writing: the pipe has room, or its reader is gone."""
         self._flush()
         if self.open:
             self._watch()

@@ -1,7 +1,7 @@
 """A bound on the total memory of a sandbox's programs, where no control group sets a bound.
 
 The watch scans /proc now and then and counts the memory of processes: private pages, shared pages, page tables and
-swap. Memory that belongs to no process is refused to programs (see seccomp.py), and files have their own bound.
+swap. Programs cannot get memory that belongs to no process (see seccomp.py), and files have their own bound.
 Invariant: when two scans in a row find the programs above the limit, the largest ones are killed, as the kernel does in
 a control group. Memory that comes and goes between two scans is bounded for each process alone, by its rlimits.
 """
@@ -30,16 +30,16 @@ OWN_FIELDS = (b"RssAnon", b"VmSwap", b"VmPTE", b"HugetlbPages")
 """Lines of /proc/PID/status that add up to a process's memory. A page shared with forks counts in full for each
 process."""
 DIVIDED_FIELDS = (b"Pss_Anon", b"SwapPss", b"Private_Hugetlb", b"Shared_Hugetlb")
-"""Lines of /proc/PID/smaps_rollup that add up to the same memory without page tables. A shared page is divided among
-the processes that share it."""
+"""Lines of /proc/PID/smaps_rollup that add up to the memory of OWN_FIELDS without page tables. A shared page is divided
+among the processes that share it."""
 SHARED_AREAS = (b"/dev/zero (deleted)", b"[anon_shmem:")
 """Beginnings of the names, in /proc/PID/maps, of shared memory that does not belong to a file."""
 
 
 class ProcessMemory:
-    """The memory of one process, in bytes: `own` memory, and `mapped` memory in addition. Mapped memory consists of
-    libraries, reserved address space, and memory shared with other processes. Mapped memory is counted, because `own`
-    lacks the shared pages that exist but that this process has not touched yet."""
+    """The memory of one process, in bytes: `own`, and in addition `mapped`. `mapped` consists of libraries, reserved
+    address space, and memory shared with other processes. A scan first counts both, because `own` lacks shared pages
+    that exist but that this process has not touched yet."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -49,8 +49,9 @@ class ProcessMemory:
         self.areas: dict[bytes, int] = {}
 
     def find_areas(self) -> None:
-        """Find the areas of shared memory by inode, and the size of each up to its last mapped byte. If a process's
-        maps are unreadable, all its mapped memory counts as shared."""
+        """Fill `areas`: keys are the inodes of areas of shared memory, values the areas' sizes in bytes, up to the last
+        byte that the process has mapped. If the process's maps are unreadable, all its mapped memory counts as one
+        area."""
         maps = read_of_process(self.pid, "maps")
         if not maps:
             self.areas = {b"%d" % self.pid: max(0, self.mapped)}
@@ -88,8 +89,8 @@ class MemoryWatch:
         me = posix.getpid()
         found = [ProcessMemory(pid) for pid in descendants(processes(), {me}) - {me}]
         total = sum(one.own + max(0, one.mapped) for one in found)
-        # Each of the two refinements is more exact than the count before it, and costs more. Most scans need no
-        # refinement.
+        # Each of the two refinements makes the count more exact, and takes longer. Most scans find less than the limit
+        # at once, and need no refinement.
         for refine in (ProcessMemory.find_areas, ProcessMemory.divide):
             if total > self.limit:
                 for one in found:
@@ -120,7 +121,7 @@ def kill_largest(found: list[ProcessMemory], excess: int) -> None:
 
 
 def sum_of_fields(text: bytes, names: tuple[bytes, ...]) -> int:
-    """Return the sum of the lines `Name: 123 kB` with one of the names, in bytes. Lines end only at a newline, because
-    the program chooses the name on another line, which may have any other character."""
+    """Return the sum, in bytes, of the lines `Name: 123 kB` whose name is in `names`. Only a newline ends a line here:
+    one line has the program's name, in which a program may put any other character."""
     lines = (line.partition(b":") for line in text.split(b"\n"))
     return sum(int(value.split()[0]) for name, _, value in lines if name in names) << 10

@@ -1,9 +1,10 @@
 """A bound on the kernel memory of the netlink sockets in a sandbox that has its own network.
 
 If a program sends requests to the kernel and does not read the replies, the kernel holds up to 1 MiB for each socket.
-No control group of any version counts this memory, and only the limit on open files bounds it. The bound is the same
-for every task. Invariant: if a check finds that the sockets hold more than MOST bytes, all programs of the sandbox are
-killed, because the owner of a socket cannot always be determined. No honest program comes near the bound.
+No control group of any version counts this memory. Without this module, only the limit on open files would bound it.
+The bound, MOST, is the same for every task. No honest program comes near it. Invariant: if a check finds that the
+sockets hold more than MOST bytes, all programs of the sandbox are killed, because the owner of a socket cannot always
+be determined.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Loop:
                 return
             if pid == 0:
                 return
-            if posix.WIFSTOPPED(status):  # the child has called PTRACE_TRACEME, and nothing would resume it
+            if posix.WIFSTOPPED(status):  # the child has called PTRACE_TRACEME, and nothing will resume it
                 send_signal(pid, _signal.SIGKILL)
                 continue
             for note in self.watchers:
@@ -107,8 +107,8 @@ class Loop:
 class PipeWriter:
     """Writes data into a pipe as fast as the reader takes the data. `fd` is non-blocking, or -1 for a closed pipe.
 
-    `written(gone)` is called each time when all data is written, and when there is no reader: `gone` is then True, and
-    the rest of the data is dropped."""
+    `written(False)` is called each time when all data is written. `written(True)` is called when a write finds no
+    reader any more, and the rest of the data is dropped."""
 
     def __init__(self, loop: Loop, fd: int, written: Callable[[bool], object] = lambda gone: None) -> None:
         self.loop = loop

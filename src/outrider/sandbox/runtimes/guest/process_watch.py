@@ -23,8 +23,8 @@ SHORTEST_LOOK, LONGEST_LOOK = 0.05, 2.0
 IDLE_FACTOR = 5
 """The pause between two looks is at most 1/IDLE_FACTOR of the time since the last change."""
 MOST_WATCHED = 100
-"""While more processes than this live in the sandbox, new ones are not recorded, and no file of a process is read: such
-a read waits for a process that forks, so a fork bomb could block the server without end."""
+"""While more processes than this live in the sandbox, new ones are not recorded, and no file of a process is read: a
+read waits while the process forks, so a fork bomb could block the server without end."""
 LOOK_SECONDS = 0.01
 """A look begins no further read after this many seconds, and the next look continues."""
 MOST_REPORTED = 200

@@ -1,6 +1,6 @@
 """The processes listed in /proc: finding the descendants of a process, killing them, and starting a process.
 
-Invariant: after `kill_tree`, the last scan of /proc found no process to kill except those returned.
+Invariant: the last scan of /proc in `kill_tree` finds no process to kill, except those that `kill_tree` returns.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def threads(pid: int) -> list[str]:
 
 
 def read_of_process(pid: int, name: str, needed: bytes = b"") -> bytes:
-    """Return a file of /proc/PID. If the process's first thread has ended, the thread's file is empty or lacks
-    `needed`, and the file of another thread is returned."""
+    """Return the content of the file `name` in /proc/PID. If the process's first thread has ended, this file is empty
+    or lacks `needed`, and the file of another thread is returned."""
     text = read_or_empty(f"/proc/{pid}/{name}")
     for thread in () if text and needed in text else threads(pid):
         text = read_or_empty(f"/proc/{pid}/task/{thread}/{name}")
@@ -231,8 +231,9 @@ def fork_with_pipe(work: Callable[[int], object], *, reads: bool = False) -> tup
 
 def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], tty: bool = False) -> int:
     """Fork, and execute a program in a session of its own. `fds` maps descriptors of the program to descriptors of this
-    process. The program inherits no other descriptor. An error in the fork is printed on its standard error. The exit
-    code is then 127, or 126 for an OSError other than a missing program or folder."""
+    process. The program inherits no other descriptor. If the program cannot be executed, the fork prints the error
+    on the program's standard error. The exit code is then 127, but 126 for an OSError other than a missing program or
+    folder."""
     pid = posix.fork()
     if pid:
         return pid

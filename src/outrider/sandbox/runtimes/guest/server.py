@@ -99,7 +99,7 @@ class Server:
         if args["bridge_port"]:
             socket = f"/proc/self/fd/{self.gateway}" if self.gateway >= 0 else args["bridge_socket"]
             Bridge(self.loop, args["bridge_port"], socket)
-            # Only a sandbox with a network of its own needs this watch, and only such a sandbox has a bridge.
+            # A sandbox with a bridge has a network of its own. Only such a sandbox needs this watch.
             NetlinkWatch(self.loop)
         self.calls.reply(call, {})
 
@@ -217,7 +217,8 @@ class Server:
             restore.cancel()
 
     def do_tunnel(self, call: int, args: dict[str, Any]) -> None:
-        """Carry connections to the model gateway through this connection, until the call is cancelled."""
+        """Carry the clients' connections to the model gateway through the connection to the host, until the call is
+        cancelled."""
         self.tunnel = Tunnel(self.loop, args["port"], self.calls, call)
 
     def do_tunnel_data(self, call: int, args: dict[str, Any]) -> None:
@@ -255,7 +256,7 @@ def preload() -> None:
 
 
 def main() -> None:
-    """Serve the connection on descriptors 0 and 1 until the loop stops, then kill all remaining processes."""
+    """Serve the connection on descriptors 0 and 1 (see `serve`)."""
     # The connection moves to other descriptors, because every program would inherit 0 and 1.
     connection = posix.dup(0)
     _without_programs({connection})
@@ -280,7 +281,8 @@ def _without_programs(kept: set[int]) -> None:
 
 
 def serve(fd: int, *, save_layers: Callable[[int], None] | None = None, gateway: int = -1, out: int = -1) -> None:
-    """Serve a connection until it ends or the loop stops otherwise. Then kill all processes below this process.
+    """Serve a connection until it ends, or until the sandbox's lifetime is over. Then kill all processes below this
+    process.
 
     For `out`, see `HostConnection`. `save_layers` writes an archive of the sandbox's writable layers to a descriptor,
     and is None if there are no layers. `gateway` is a descriptor of the gateway's socket, for sandboxes in which no

@@ -134,8 +134,8 @@ async def server_process(
     name: str, command: Sequence[str], code: bytes, setup: ToolServerSetup, *, group: ControlGroup | None = None
 ) -> AsyncIterator[RunningServer]:
     """Start a tool server for the sandbox `name` as a child of this process: `command`, in `group`, with `code` on its
-    standard input. After the context, every process that was ever below the server has exited. Raises RuntimeFailure,
-    OSError."""
+    standard input. When the context has ended, every process that was ever below the server has exited. Raises
+    RuntimeFailure, OSError."""
     with connection() as (ours, theirs):
         child = Child.spawn(command, setup.marking(), theirs)
     tools = ToolClient(ours, child.log_tail)
@@ -155,8 +155,8 @@ async def server_process(
 
 async def _end(child: Child, tools: ToolClient, mark: str) -> None:
     """Kill all processes and wait for their exit. The server kills its own descendants, because only the server can
-    find processes that cleared their environment. Afterwards, processes left by the server, or all processes if the
-    server exited early, are killed by their mark."""
+    find processes that cleared their environment. If the server does not confirm that it has killed all, or does not
+    exit in time, the remaining processes are found by their mark and killed."""
     tools.fail_all("the sandbox was stopped")
     ended = False
     with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):

@@ -1,8 +1,8 @@
 """Control groups of a node, with which the kernel enforces the limits of the node's sandboxes.
 
 With version 2, a node can make groups in a delegated unit or container. With version 1, the node must be root or own
-the folders. Otherwise there are no groups. Invariants: a group is named after its node and sandbox, so that a dead
-node's groups can be recognised; when `remove` returns, the group is gone.
+the folders. Where neither holds, there are no groups. Invariants: a group is named after its node and sandbox, so that
+a dead node's groups can be recognised; when `remove` returns, the group is gone.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ UNIFIED = ""
 CONTROLLERS = ("cpu", "memory", "pids")
 CPU_PERIOD = 100_000
 SOCKET_BYTES = 64 << 20
-"""Maximum bytes that the kernel may hold for the sockets of one sandbox. Only version 1 has this limit. All sockets of
-the host share `net.ipv4.tcp_mem` and `udp_mem`, a tenth of the host's memory, and slow down when this memory is used
-up."""
+"""Maximum bytes that the kernel may hold for the sockets of one sandbox. Only version 1 of control groups has this
+limit. All sockets of the host share `net.ipv4.tcp_mem` and `udp_mem`, a tenth of the host's memory, and slow down when
+this memory is used up."""
 REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002
 OWN = "outrider-service"
-"""Name of the group into which this process moves with version 2, because a group with members cannot pass controllers
-on to inner groups."""
+"""Name of the group into which this process moves with version 2 of control groups: there, a group with members cannot
+pass controllers on to inner groups."""
 
 
 class Hierarchies(msgspec.Struct, frozen=True):
@@ -217,7 +217,8 @@ class Cgroups:
         await asyncio.to_thread(_remove_node, self.hierarchies.parents, self._name)
 
     def make(self, sandbox: str, resources: Resources) -> ControlGroup:
-        """Make a group with the limits of `resources` that have a controller. Raises RuntimeFailure."""
+        """Make the group of a sandbox. Of the limits in `resources`, the group gets those for which this process has a
+        controller. Raises RuntimeFailure."""
         wanted = settings(self.hierarchies.version, resources)
         folders: dict[Path, None] = {}
         try:
@@ -269,7 +270,8 @@ def sweep() -> int:
         try:
             _remove_node(parents, name)
             ended += 1
-        except OSError as error:  # for example, another user's groups; the groups of other nodes are still removed
+        # An error, for example for another user's groups, must not keep the groups of the other nodes from removal.
+        except OSError as error:
             log.warning("the control groups of the dead node %s cannot be removed: %s", name, error)
     return ended
 

@@ -62,8 +62,8 @@ def parse(mountinfo: bytes) -> tuple[MountPoint, ...]:
 
 
 def inner_mounts(shown: Iterable[tuple[Path, str]], *, mountinfo: Path = MOUNTINFO) -> list[tuple[Path, str]]:
-    """Return the mounts below the paths of `shown`, in the same form (path on the host, path inside), outer mounts
-    first.
+    """Return the mounts below the paths of `shown`, outer mounts first. `shown` and the result are pairs (path on the
+    host, path inside).
 
     Blocks for checks of a few paths."""
     mounts = parse(mountinfo.read_bytes())

@@ -65,7 +65,8 @@ def marked(mark: str) -> set[int]:
     below: dict[int, set[int]] = {}
     for pid in pids if found else ():
         state, parent, *_ = stat_fields(pid)
-        if state not in "ZX" or _threads(pid):  # otherwise the process is gone, or is a zombie without children
+        # A process in state Z or X has ended, and has no children, unless it has further threads.
+        if state not in "ZX" or _threads(pid):
             below.setdefault(int(parent), set()).add(pid)
     new = found
     while new := {child for pid in new for child in below.get(pid, ())} - found:
@@ -121,7 +122,7 @@ def started(pid: int) -> str:
 
 
 def _threads(pid: int) -> list[str]:
-    """Return the ids of a process's threads; empty for a process that is gone or has only one thread."""
+    """Return the ids of a process's threads if there are several. Empty for a process with one thread, or none."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:

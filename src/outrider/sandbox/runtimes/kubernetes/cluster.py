@@ -35,8 +35,8 @@ FULL_PAUSES = RetryPolicy(first=1.0, longest=15.0)
 LOOK_SECONDS = 5.0
 """The state of a pod is requested after this many seconds without an event, because an event may be lost."""
 LEFT_SECONDS = 120.0
-"""A pod of another node that ended this many seconds ago is removed. A node that runs would have removed the pod
-earlier."""
+"""A pod of another node is removed when the pod has ended more than this many seconds ago. If the other node still ran,
+it would have removed the pod earlier."""
 QUOTA = "exceeded quota"
 """Part of the message with which an API server refuses a pod for which the namespace's quota has no room."""
 RIGHTS = "the account needs the rights in docs/runtimes/kubernetes.md"
@@ -247,7 +247,7 @@ class PodCluster:
         return pod.over and ended is not None and time.time() - seconds_of(ended) > LEFT_SECONDS
 
     def _refusal(self, error: KubeApiError) -> RuntimeFailure:
-        """Return the error for a request that the server would refuse again."""
+        """Return the error for a request that the server refuses, and would refuse again."""
         text = f"the cluster at {self.server} refuses: {error}"
         match error.status:
             case 401:

@@ -24,7 +24,7 @@ APP_LABEL, APP = "app.kubernetes.io/name", "outrider-sandbox"
 IDLE_SECONDS = 60
 """A pod ends by itself after this many seconds without a tool server: its node was killed, or has lost the cluster."""
 BACKSTOP_SECONDS = 900
-"""The cluster itself ends a pod after the sandbox's lifetime and these seconds, which are for the start."""
+"""Seconds for the start of a pod. The cluster itself ends a pod after the sandbox's lifetime and these seconds."""
 HOLD = (
     "import _signal,posix,time\n"
     "_signal.signal(15,lambda *a:posix._exit(0))\n"
@@ -83,7 +83,7 @@ def pod_body(
         "hostname": "sandbox",
         "terminationGracePeriodSeconds": 1,
         "activeDeadlineSeconds": round(spec.lifetime_seconds) + BACKSTOP_SECONDS,
-        # No name is looked up in the cluster: its DNS server would resolve any name of the internet for the agent.
+        # The pod does not use the cluster's DNS server, which would resolve any name of the internet for the agent.
         "dnsPolicy": "None",
         "dnsConfig": {"nameservers": ["127.0.0.1"]},
         "securityContext": pod_security(pods),

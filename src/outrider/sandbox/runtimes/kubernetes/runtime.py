@@ -43,8 +43,8 @@ from outrider.sandbox.runtimes.tool_server.launch import (
 from outrider.spec import RuntimeSpec
 
 SETTLE_SECONDS = 2.0
-"""Seconds between two requests for the state of a pod. The pod's programs are blamed for the end of the tool server
-only after both requests."""
+"""Seconds between two requests for the state of a pod whose tool server has ended. The pod's programs are blamed for
+the end only if the second reply, too, reports no cause outside of the pod."""
 ENTER_SECONDS = 30.0
 """Seconds for which a failed command to start the tool server is repeated: a pod may be reported as running before its
 machine takes commands."""
@@ -144,7 +144,7 @@ async def ended_inside(cluster: PodCluster, name: str, stream: ExecStream) -> bo
     connection, the cause was outside."""
     try:
         verdict = verdict_of(await cluster.state(name), exited=stream.exited)
-        if verdict:  # a machine that ends a pod may report the exit before the reason
+        if verdict:  # a machine that ends a pod may report the server's exit first, and the reason later
             await asyncio.sleep(SETTLE_SECONDS)
             verdict = verdict_of(await cluster.state(name), exited=stream.exited)
     except RuntimeFailure:

@@ -169,8 +169,8 @@ async def launch(
 
 class HostFiles(msgspec.Struct, frozen=True):
     """The files of the host that make up a sandbox, and its user ids. `image_env` are the variables that the root's
-    image sets. `owners` is the file with the owners of the image's files, "" if all files are root's in the sandbox;
-    `owned` is its summary."""
+    image sets. `owners` is the path of the list of the owners of the image's files, "" if root owns all files in
+    the sandbox. `owned` is a summary of the list."""
 
     gpus: GpuFiles
     root: Root

@@ -147,7 +147,7 @@ class ZygoteClient:
                     return
         except (BrokenPipeError, ConnectionResetError):
             self._give_up()
-        except BaseException:  # after a cancellation, too, the partial request is undone
+        except BaseException:  # BaseException includes CancelledError
             self._waiting.pop(number, None)
             if self._spares:
                 os.close(self._spares.pop())
@@ -198,7 +198,7 @@ def _skeleton(folder: Path) -> Path:
             try:
                 made.rename(skeleton)
             except OSError:
-                if not skeleton.exists():  # otherwise another process was faster
+                if not skeleton.exists():  # if it exists, another process has made it meanwhile
                     raise
     return skeleton
 

@@ -95,8 +95,8 @@ def shell_program(kind: Literal["python", "ipython"]) -> str:
 
 
 def program(modules: Sequence[str] = MODULES) -> str:
-    """Return one text that joins the modules, by default the tool server. The imports among the modules, and all types,
-    are left out."""
+    """Return one text that joins the modules, by default those of the tool server. The imports among the modules, and
+    all types, are left out."""
     tree = ast.Module(body=[], type_ignores=[])
     for name in modules:
         for node in ast.parse(source(name)).body:

@@ -25,8 +25,8 @@ FRAME_MAX = 2 * MAX_OUTPUT + (4 << 20)
 PART_MIN = 1 << 10
 """A part of a reply counts as at least this many bytes, because many small parts cost more than their bytes."""
 STRAY_MAX = 64 << 20
-"""Maximum bytes received, between two replies, for calls that are no longer awaited. A cancelled call may have sent
-parts that are still on their way."""
+"""Maximum bytes that the server may send for calls that are no longer awaited, such as parts that were under way when
+their call was cancelled. The count begins anew at each reply to an awaited call."""
 TEXT_MAX = 4096
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """Errors of decoding: bytes of another type, text that is not UTF-8, and deep nesting."""
@@ -158,7 +158,7 @@ class ToolClient(asyncio.Protocol):
         end, self._end = self._end, None
         try:
             self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=end)
-        except BaseException:  # also a cancellation; the loop itself closes an incomplete transport
+        except BaseException:  # BaseException includes CancelledError; the loop closes an incomplete transport itself
             self._lose("the connection to the tool server was not opened", "closed")
             raise
         if self._lost is not None:
@@ -213,8 +213,8 @@ class ToolClient(asyncio.Protocol):
         on_part: Callable[[bytes], None] | None = None,
         room: int = 0,
     ) -> T:
-        """Call a method and wait for the reply. Raises FileNotFoundError, IsADirectoryError and RuntimeFailure, the
-        latter also for arguments that cannot be sent.
+        """Call a method and wait for the reply. Raises FileNotFoundError, IsADirectoryError and RuntimeFailure. For
+        arguments that cannot be sent, RuntimeFailure is raised, too.
 
         `seconds` is the call's own limit in the sandbox. GRACE_SECONDS after this limit the server counts as stuck.
         `room` is the maximum size of all parts together, in bytes. If the server sends more, the connection is dropped.
@@ -300,7 +300,8 @@ class ToolClient(asyncio.Protocol):
         elif reply.status == "part":
             data = msgspec.msgpack.decode(reply.fields, type=ToolPart).data
             call.room -= max(len(data), PART_MIN)
-            if call.room < -PART_MIN:  # a small last part also counts as PART_MIN
+            # The last part may be small but counts as PART_MIN, and so may bring `room` below 0 by this much.
+            if call.room < -PART_MIN:
                 self._lose("the tool server sent more than it was asked for", "wrong")
             elif call.on_part is not None:
                 call.on_part(data)

@@ -103,7 +103,7 @@ class SandboxPaths:
         return seen if f"{inside}/".startswith("../") else posixpath.normpath(posixpath.join(self.work, inside))
 
     def member(self, path: str) -> str:
-        """Return the name of `path` in a snapshot: as seen in the sandbox, without the leading slash."""
+        """Return the name of `path` in a snapshot: the absolute path in the sandbox, without the leading slash."""
         return self._seen(path).lstrip("/")
 
     def outermost(self, paths: Sequence[str]) -> list[str]:

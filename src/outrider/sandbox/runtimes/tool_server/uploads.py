@@ -73,7 +73,7 @@ def open_plain(path: Path) -> tuple[int, int]:
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[int]:
     """Yield a descriptor that only names the file at a path (O_PATH). Only the last part of the path may be a link.
-    Raises RuntimeFailure, also in place of an OSError of the block."""
+    Raises RuntimeFailure, also in place of an OSError that the block raises."""
     *folders, name = path.parts[1:] or ["."]
     steps = [*((folder, FLAGS | os.O_DIRECTORY) for folder in folders), (name, FLAGS)]
     held = os.open("/", FLAGS)
@@ -92,7 +92,8 @@ def _held(path: Path) -> Iterator[int]:
 
 
 def _link(path: Path, root: Path) -> str:
-    """Return the link's target, made relative. Raises RuntimeFailure for a target outside of `root`."""
+    """Return the target of the link, relative to the link's folder. Raises RuntimeFailure for a target outside of
+    `root`."""
     try:
         goal = path.resolve()
     except (OSError, RuntimeError) as error:

@@ -49,8 +49,8 @@ def hold(path: str, flags: int) -> int:
 
 
 def is_at(where: str, held: int) -> bool:
-    """Return whether a path leads to the file of a descriptor. For a file without a path below this root, such as a
-    file in memory, the kernel gives text that only looks like a path."""
+    """Return whether `where`, the text of a descriptor's link in /proc/self/fd, is a path of the descriptor's file. For
+    a file without a path below this root, such as a file in memory, the text only looks like a path."""
     try:
         return identity(posix.lstat(where)) == identity(posix.fstat(held))
     except OSError:

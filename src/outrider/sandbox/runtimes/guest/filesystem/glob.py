@@ -48,8 +48,8 @@ def matches(root: str, above: str, parts: list[str]) -> Iterator[str]:
 
 
 def matches_below(root: str, above: str, rest: list[str]) -> Iterator[str]:
-    """Yield the matches of `rest` in `above` and in every folder below; without `rest`, everything below. `**` skips
-    hidden names and does not follow links."""
+    """Yield the matches of `rest` in `above` and in every folder below `above`. If `rest` is empty, yield everything
+    below `above`. `**` skips hidden names and does not follow links."""
     waiting = [above]  # not by recursion: an agent can nest folders deeper than Python's stack
     while waiting:
         folder = waiting.pop()

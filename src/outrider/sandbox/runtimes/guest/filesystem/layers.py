@@ -66,15 +66,15 @@ def restore_layers(source: int, folders: list[str]) -> None:
             os.lseek(source, 0, os.SEEK_SET)
             unpack(source, f"{number}/")
             os.fchdir(old)
-            os.chroot(".")  # A descriptor from outside is the way back out of a chroot.
-    except BaseException as error:  # Any error is raised by the parent, and this fork ends.
+            os.chroot(".")  # `old` was opened before the change of the root, and so leads back.
+    except BaseException as error:  # The parent raises an error with this text, and this fork ends.
         os.write(writer, f"{type(error).__name__}: {error}"[:4000].encode("utf-8", "replace"))
     finally:
         os._exit(0)
 
 
 def unpack(source: int, prefix: str) -> None:
-    """Write to `/` the member named `prefix` without its trailing slash, and all members below."""
+    """Write one layer to `/`. If `prefix` is `0/`, these are the member `0` and all members below it."""
     top = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     cursor = FolderCursor(top)
     with open(source, "rb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
@@ -87,7 +87,7 @@ def unpack(source: int, prefix: str) -> None:
 
 
 def put(archive: tarfile.TarFile, member: tarfile.TarInfo, cursor: FolderCursor, prefix: str) -> None:
-    """Write one member, unless its path leads upwards, or anything but a folder is in its path."""
+    """Write one member. Does nothing if the member's path has a `..`, or leads through a file or a link."""
     parts = parts_of(member.name, prefix)
     above = cursor.to(parts[:-1])
     if above < 0 or ".." in parts:
@@ -99,7 +99,7 @@ def put(archive: tarfile.TarFile, member: tarfile.TarInfo, cursor: FolderCursor,
         put_folder(member, above, name)
     elif member.isreg():
         put_file(archive, member, above, name, member.mode & 0o7777)
-    elif member.islnk():  # the file has its owner already
+    elif member.islnk():  # a hard link has the owner of its file, which is already set
         link(member, cursor, above, name, parts_of(member.linkname, prefix))
         return
     elif member.issym():

@@ -128,8 +128,8 @@ class RestoredRoot:
         self.filled = False
 
     def empty(self) -> None:
-        """Remove everything at the root. Raises OSError if the root is a symbolic link: the target of the link would be
-        graded in its state in this sandbox, and not in the state in which the agent left it."""
+        """Remove everything at the root. Raises OSError if the root is a symbolic link: the grader would read the
+        link's target, which has its content from this sandbox and not from the agent's."""
         try:
             folder = posix.open(self.name, FOLDER, dir_fd=self.above)
         except FileNotFoundError:
@@ -182,8 +182,8 @@ class RestoredRoots:
                 remove_below(place.above, place.name)
 
     def above(self, name: str) -> int:
-        """Return a descriptor of a member's folder, made if missing; -1 for a member below no root, or with a path
-        through anything but a folder."""
+        """Return a descriptor of the folder that contains a member, made if missing. Returns -1 for a member outside of
+        the roots, and for a member whose path leads through a file or a link."""
         parts = name.split("/")
         if not {"", ".", ".."}.isdisjoint(parts):
             return -1

@@ -57,8 +57,8 @@ class Descent:
         self.above: list[tuple[int, int]] = []
 
     def down(self, name: str, mode: int = 0) -> bool:
-        """Enter a folder, after setting its mode unless `mode` is 0. Returns False if there is no folder of this name,
-        or if `..` does not lead back. Raises OSError on errors unrelated to the folder."""
+        """Enter a folder. If `mode` is not 0, the folder first gets this mode. Returns False if there is no folder of
+        this name, or if its `..` is not the current folder. Raises OSError on errors unrelated to the folder."""
         try:
             fd = posix.open(name, FOLDER, dir_fd=self.fd)
         except OSError as error:
@@ -140,8 +140,8 @@ class Packer:
     """Adds trees to an archive.
 
     `adjust(member, folder, name)` may change a member before it is added. `limit` is the maximum bytes of all files
-    together. For a file that exceeds the rest of `limit`, EFBIG is raised before the file is read: a sparse file takes
-    no room on the disk, but has its full size in an archive.
+    together. If a file does not fit into the rest of `limit`, EFBIG is raised before the file is read: a sparse file
+    takes no room on the disk, but has its full size in an archive.
     """
 
     def __init__(

@@ -36,8 +36,8 @@ def enter(arguments: list[str]) -> None:
 
 
 def limit_apptainer(options: dict[str, str], memory: int) -> bool:
-    """Bound the file systems, replace /proc, and bring the loopback up. Returns whether programs may use System V's
-    shared memory: only if the shared memory is bounded, or if memory is not counted."""
+    """Bound the file systems, replace /proc, and bring the loopback up. Returns True if programs may use System V's
+    shared memory: its size is bounded, or memory is not counted."""
     from outrider.sandbox.runtimes.guest.isolation import isolate  # the bundles for other engines lack this module
 
     for target, flags in WRITABLE:

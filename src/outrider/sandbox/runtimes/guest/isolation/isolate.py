@@ -39,17 +39,17 @@ USER_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18})
 """Capabilities of root in a sandbox of several users: chown, dac_override, fowner, fsetid, kill, setgid, setuid,
 setpcap, net_bind_service, sys_chroot. They are valid only towards the sandbox's own users."""
 READ_ONLY_IN_PROC = ("bus", "fs", "irq", "sys", "sysrq-trigger")
-"""Entries of /proc that are read-only in the sandbox. Otherwise the owner of these files, the host's root, could write
-to them without any capability. If the node runs as the host's root, so do the sandbox's programs."""
+"""Entries of /proc that are read-only in the sandbox. Their files belong to the host's root, who may write to them
+without any capability. If the node runs as the host's root, the sandbox's programs do, too."""
 COVERED_IN_PROC = ("acpi", "kcore", "keys", "latency_stats", "sched_debug", "scsi", "timer_list")
 """Entries of /proc that are covered in the sandbox, because they reveal facts about the host. Container engines cover
 them, too."""
 PLAIN_MOUNT = syscalls.MS_NOSUID | syscalls.MS_NODEV
 SHOWN_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV
 DEVICE_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NOEXEC
-"""Devices are mounted read-only. Programs can write to a device all the same, but cannot change the mode and the times
-of the host's device file. Otherwise the owner of the file could change both, and if the node runs as the host's root, a
-sandbox's root is the owner."""
+"""Attributes of the mounts of devices. Programs can write to a device through a read-only mount, but cannot change the
+mode and the times of the host's device file. Without ATTR_RDONLY the file's owner could change both. The owner is a
+sandbox's root if the node runs as the host's root."""
 PROC_MOUNT = syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV | syscalls.ATTR_NOEXEC
 PTS_OPTIONS = "newinstance,ptmxmode=0666,mode=620,max=128"
 """`max` is needed because the host has only some thousands of terminals for all sandboxes together."""
@@ -65,8 +65,8 @@ INOTIFY_MAX = 32
 
 
 def become_root(plan: Plan) -> None:
-    """Become root of the user namespace. Without help, a process may map only its own user. For several users, the
-    zygote has already written the maps."""
+    """Become root of the user namespace. A process may map only its own user, and here writes this map itself. If the
+    sandbox has several users, the zygote has already written the maps."""
     if len(plan["uids"]) == 1:
         write("/proc/self/setgroups", "deny")  # without privilege, the kernel requires this before gid_map is written
         write("/proc/self/uid_map", mapping(plan["uids"]))
@@ -84,8 +84,8 @@ def mapping(ids: list[list[int]]) -> str:
 
 
 def bare_layers(plan: Plan) -> dict[int, int]:
-    """Copy the folder of each layer that contains mounts of the plan's `inner`, without these mounts. Returns the
-    copies' descriptors by the number of the layer.
+    """Copy each layer's folder in which the host has mounts (see `Plan.inner`). A copy lacks these mounts. Returns a
+    mapping from a layer's number to the descriptor of the copy.
 
     An overlay cannot be mounted over a folder that contains a mount. Only the zygote can make the copies, because it is
     not in the user namespace of a sandbox. A layer that cannot be copied is left out. Raises OSError if a resource is
@@ -140,7 +140,7 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     own = [(f"/dev/{name}", f"/dev/{name}") for name in DEVICES]
     devices = [(syscalls.clone_tree(source, DEVICE_MOUNT), target) for source, target in (*own, *plan["devices"])]
     saved = os.open(plan["saved"], os.O_RDONLY) if plan["saved"] else -1
-    owners = read_whole(plan["owners"]) if plan["owners"] and saved < 0 else b""  # a saved layer has its owners
+    owners = read_whole(plan["owners"]) if plan["owners"] and saved < 0 else b""  # a saved layer has the owners
     syscalls.mount("none", base, "tmpfs", PLAIN_MOUNT, f"mode=755,size={plan['bytes']},nr_inodes={plan['files']}")
     os.mkdir(f"{base}/root")
     os.mkdir(f"{base}/shm")
@@ -161,15 +161,16 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
             mount_layer(number, lower, target, bare.get(number))
         except OSError as error:
             must_not_be_scarce(error)
-            # A folder without a layer is shown read-only. But the root needs its layer, and files that an agent has
-            # written to a layer must not be left out silently.
+            # A folder that cannot get a writable layer is shown read-only, with two exceptions. The root needs its
+            # layer. And files that an agent has written to a saved layer must not be left out silently.
             if number == 0 or os.listdir(f"upper{number}"):
                 raise
             folders.insert(0, (syscalls.clone_tree(lower, SHOWN_MOUNT), target))
             whole.append(f"{target}/")
     inner = []
     for source, target in plan["inner"]:
-        there = target.startswith(tuple(whole))  # the copy of such a folder includes the mounts in it
+        # The folders in `whole` were copied together with the mounts inside them.
+        there = target.startswith(tuple(whole))
         tree = None if there or not source else clone_inner(source)
         covered = not source or (not there and tree is None)
         inner.append((covered, tree, syscalls.clone_tree("/dev/null", DEVICE_MOUNT), target))
@@ -189,7 +190,7 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
         attach_at(tree, target)
     make_dev(devices)
     make_proc(proc)  # /proc is attached last, because its links lead to the descriptors held here, and so to the host.
-    # If a plan named `/` itself as a target, paths would resolve in another root than the confined root.
+    # If a target of the plan is `/` itself, its mount covers the confined root, and `/..` leads into this mount.
     if not os.path.samestat(os.stat("/.."), os.stat("/")):
         raise OSError(errno.EINVAL, "something is mounted over the sandbox's root")
     return uppers
@@ -220,7 +221,7 @@ def mount_layer(number: int, lower: str, target: str, bare: int | None) -> None:
 
 def give_owners(listed: bytes, plan: Plan) -> None:
     """Give the files of an image to their owners. `listed` has the form of sandbox/rootfs/owners.py: `UID GID PATH`
-    and a NUL for each file. An owner whose id the sandbox does not have is left out.
+    and a NUL for each file. A file is skipped if its owner's id does not exist in the sandbox.
 
     Each file is copied to the writable layer. No program of the sandbox runs yet, and no path leads through a link."""
     users, groups = (max(inside + count for inside, _, count in plan[kind]) for kind in ("uids", "gids"))
@@ -272,7 +273,7 @@ def make_proc(proc: int) -> None:
 
 
 def limit_ipc(memory: int) -> bool:
-    """Limit System V's shared memory to a quarter of `memory` and to 64 MiB, and bound semaphores and messages. These
+    """Limit System V's shared memory to a quarter of `memory`, at most 64 MiB, and bound semaphores and messages. These
     objects belong to no process, so memory_watch.py does not count them. They are not refused altogether, because
     databases need a few pages. Returns False if the kernel lets only the host's root set the limits (before Linux
     6.0)."""

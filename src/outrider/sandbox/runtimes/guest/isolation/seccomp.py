@@ -40,8 +40,8 @@ EPERM, ENOSYS, EPROTONOSUPPORT = 1, 38, 93
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 AT_NUMBER, AT_MACHINE = 0, 4
 FIRST, SECOND, THIRD, FOURTH = 16, 24, 32, 40
-"""Offsets of a call's arguments in `struct seccomp_data`, to the lower half of each argument. The upper half is UPPER
-bytes further."""
+"""Offsets of a call's first four arguments in `struct seccomp_data`. The lower half of an argument is at its offset,
+the upper half UPPER bytes further."""
 UPPER = 4
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -64,7 +64,8 @@ TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 F_SETPIPE_SZ = 1031
 F_SETLEASE, F_SETDELEG = 1024, 1040
 """The commands for leases, which are refused. A program that opens a leased file waits up to 45 seconds until the lease
-ends. The owner of a file may lease it, and so block a file of the host that is shown in sandboxes."""
+ends. The owner of a file may lease it. A program that owns a file of the host, shown in its sandbox, could so block the
+host's programs."""
 RLIMIT_CORE = 4
 NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 
@@ -92,12 +93,12 @@ HOST_WIDE = {
     "aarch64": (*range(180, 197),),
 }
 """Numbers of the calls for System V's shared memory, semaphores and messages, and for POSIX's messages. Outside of
-namespaces all programs of the host share these objects, which outlive their makers. `shmdt` is not in the list, because
-it only releases memory."""
+namespaces all programs of the host share these objects, and an object remains when the program that made it has ended.
+`shmdt` is not in the list, because it only releases memory."""
 
 UNCOUNTED = {"x86_64": (216, 278, 319, 447), "aarch64": (75, 234, 279, 447)}
-"""Numbers of `remap_file_pages`, `vmsplice`, `memfd_create` and `memfd_secret`. The memory from these calls belongs to
-a descriptor or pipe, or is missing in the process's /proc, so memory_watch.py cannot count it."""
+"""Numbers of `remap_file_pages`, `vmsplice`, `memfd_create` and `memfd_secret`. memory_watch.py cannot count the memory
+that these calls give: it belongs to a descriptor or pipe, or the process's files in /proc do not list it."""
 
 CLONE3 = 435
 """Number of the call clone3. The call is refused with ENOSYS, because its flags are in memory, which a filter cannot
@@ -223,8 +224,8 @@ def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
     found["setpriority"] = refuse(FIRST, PRIORITY_OF_USER) + second
     found["ioprio_set"] = refuse(FIRST, IO_PRIORITY_OF_USER) + second
     lower, upper = step(LOAD, THIRD) + step(EQUAL, 0, 0, 3), accept(THIRD + UPPER, 0)
-    # Without a new limit, prlimit64 only reads. A new limit of core dumps is ignored, because a limit of 0 would be
-    # worse than `core_limit`.
+    # Without a new limit, prlimit64 only reads, and is allowed. A call that sets the limit of core dumps does nothing:
+    # a program could set 0, which is worse than the result of `core_limit` (see there).
     found["prlimit64"] = lower + upper + when(SECOND, RLIMIT_CORE, SKIPPED) + first
     found["setrlimit"] = when(FIRST, RLIMIT_CORE, SKIPPED)
     return found
@@ -242,14 +243,14 @@ def denied(machine: str) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=4)
 def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: bool = False, ipc: bool = True) -> bytes:
-    """Return the filter, a BPF program, for a machine by its name of `uname -m`.
+    """Return the filter, a BPF program, for a machine that is named as by `uname -m`.
 
-    Programs cannot slow down or limit the processes with the ids 1 and `server`. `tcp_only` is for a sandbox without
-    namespaces, whose programs run beside the host's programs. Such programs can slow down and limit only themselves,
-    cannot make the calls of HOST_WIDE, and can open only pairs of Unix sockets, TCP sockets, and sockets for queries to
-    the kernel. `counted` means that the memory of processes is counted and bounded: the calls of UNCOUNTED and a change
-    of a pipe's size are then refused. Without `ipc`, the calls of HOST_WIDE are refused. Raises KeyError for a machine
-    without a list.
+    Programs cannot change the scheduling and the limits of the processes with the ids 1 and `server`. `tcp_only` is for
+    a sandbox without namespaces, whose programs run beside the host's programs. Such a program can change only its own
+    scheduling and limits, cannot make the calls of HOST_WIDE, and can open only pairs of Unix sockets, TCP sockets, and
+    sockets for queries to the kernel. `counted` means that the memory of processes is counted and bounded: the calls of
+    UNCOUNTED and a change of a pipe's size are then refused. Without `ipc`, the calls of HOST_WIDE are refused. Raises
+    KeyError for a machine that is not in MACHINES.
     """
     steps = [
         step(LOAD, AT_MACHINE),

@@ -171,8 +171,8 @@ def attach(tree: int, target: str) -> None:
 
 
 def keep_capabilities(kept: frozenset[int]) -> None:
-    """Keep these capabilities and drop all others for good. A capability outside of the bounding set does not come back
-    when root executes a program, or when a program has file capabilities."""
+    """Keep these capabilities and drop all others for good. The others are also dropped from the bounding set, so they
+    do not come back when root executes a program, or when a program has file capabilities."""
     for capability in range(64):
         if capability in kept:
             continue
@@ -199,7 +199,7 @@ def raise_loopback() -> None:
 
 def rename_process(name: bytes) -> None:
     """Overwrite the command line that `ps` shows for this process and its forks, because the command line contains
-    paths of the host. Fields 48 and 49 of proc(5)'s stat give its position in memory."""
+    paths of the host. Fields 48 and 49 of /proc/PID/stat give the position of the command line in memory."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])

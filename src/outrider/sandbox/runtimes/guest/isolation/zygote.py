@@ -148,7 +148,7 @@ def become_sandbox(
 def main() -> None:
     """Serve the socket on descriptor 0 until it ends."""
     preload()
-    # The forks find these filters in the cache of `program`, if the arguments are exactly those that `confine` passes.
+    # These calls fill the cache of `program` for the forks. The arguments must be exactly those that `confine` passes.
     for counted, ipc in ((False, True), (True, True), (True, False)):
         seccomp.program(platform.machine(), False, 1, counted=counted, ipc=ipc)
     syscalls.rename_process(b"outrider-sandbox")

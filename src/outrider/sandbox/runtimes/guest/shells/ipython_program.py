@@ -32,9 +32,9 @@ DISPLAY_MAX = 8 << 20
 DISPLAYS_MAX = 1000
 FORMS_MAX = 60
 MIME_MAX = 100
-"""These three constants are the maximum numbers of displays of one input, of forms of one display, and of characters of
-a MIME type. They are small because the host decodes all displays of an input at once. Further displays and forms are
-dropped."""
+"""An input has at most DISPLAYS_MAX displays, a display at most FORMS_MAX forms, and a MIME type at most MIME_MAX
+characters. The numbers are small because the host decodes all displays of an input at once. Further displays and forms
+are dropped."""
 BINARY = ("image/png", "image/jpeg", "image/gif", "image/webp", "application/pdf")
 BACKEND = "module://matplotlib_inline.backend_inline"
 SPECIAL = re.compile(r"[%!?]|^\s*(?:[,;/]|>>>|\.\.\.|In ?\[)|\A\s", re.MULTILINE)

@@ -53,8 +53,8 @@ STATUS = b' __status=0; __set_status() { return "$1"; }; '
 """Definitions by which `$?` can be set before each input: to 0 for the first input, and to the previous input's status
 for every other input."""
 GREETING_MAX = 1 << 16
-"""Bytes of output after which a shell's first marker is no longer awaited. The output before the first marker is
-dropped."""
+"""Maximum bytes of output that a shell may print before its first marker. The output up to the marker is dropped. If
+more comes without a marker, all output until then is dropped, and the marker is no longer awaited."""
 STATUS_MAX = 8
 """Maximum bytes of the status in a marker, with the terminator."""
 TERMIOS_SIZE = 64
