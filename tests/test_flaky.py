@@ -39,7 +39,8 @@ def run(folder: Path, *, flaky: int, broken: int) -> subprocess.CompletedProcess
 
 @pytest.mark.deep
 @pytest.mark.parametrize(
-    ("flaky", "broken", "code", "reported"), [(0, 0, 0, 0), (2, 0, 0, 2), (1, 1, 1, 1), (MAX_FLAKY + 1, 0, 1, 0), (0, 1, 1, 0)]
+    ("flaky", "broken", "code", "reported"),
+    [(0, 0, 0, 0), (2, 0, 0, 2), (1, 1, 1, 1), (MAX_FLAKY + 1, 0, 1, 0), (0, 1, 1, 0)],
 )
 def test_a_crowd(tmp_path: Path, flaky: int, broken: int, code: int, reported: int) -> None:
     done = run(tmp_path, flaky=flaky, broken=broken)
