@@ -230,9 +230,9 @@ class Signals:
         return spawned.turn if spawned else self.caller(segment)
 
     def caller(self, segment: Segment) -> int | None:
-        """Return the newest turn before the segment of the first kind that exists: a turn of the segment's agent in
-        another conversation; a turn of the agent's parent in another conversation; a turn of the main line. Returns
-        None if there is no such turn."""
+        """Return the likely caller of the segment: the newest earlier turn of the first kind that is found. The kinds
+        are a turn of the segment's agent in another conversation, a turn of the agent's parent in another conversation,
+        and a turn of the main line. Returns None if there is no such turn."""
         first = segment.first
         for agent in (first.agent_id, first.parent_agent_id):
             if agent is not None:
@@ -269,7 +269,7 @@ class Signals:
     def decide(self, segment: Segment, decision: Decision) -> None:
         """Record the decision about a segment as the segment's lineage."""
         # The depth is counted from the segment that was forked or replaced. For any other segment, the depth is counted
-        # from the segment of its parent.
+        # from the segment of the decision's parent.
         before_at = decision.parent
         continued = self.continued[segment.number]
         if decision.rule == "forked":

@@ -56,12 +56,15 @@ class PromptNode:
 
     matched: the turn whose conversation the request extends, even if the prompt does not begin with the turn's ids.
     rendered_replies: positions and reasoning digests (None without reasoning) of the assistant messages whose ids were
-    rendered and not sampled. splice: how the prompt is composed if the ids of its history were recorded behind another
-    head (tools and system messages); None otherwise. thinking: True or False if the end of the prompt switches the
-    model's reasoning on or off; None for the family's default end. conversation: the number of the conversation. 0 is
-    the session's first conversation; later conversations began independently of earlier conversations, or with other
-    tools or another system prompt. fork: the cause and the source turn of the fork if the tools or the system prompt
-    changed; None otherwise. first_turn: the index of the first turn sampled from the prompt; None until there is one.
+        rendered and not sampled.
+    splice: how the prompt is composed if the ids of its history were recorded behind another head (tools and system
+        messages); None otherwise.
+    thinking: True or False if the end of the prompt switches the model's reasoning on or off; None for the family's
+        default end.
+    conversation: the number of the conversation. 0 is the session's first conversation; later conversations began
+        independently of earlier conversations, or with other tools or another system prompt.
+    fork: the cause and the source turn of the fork if the tools or the system prompt changed; None otherwise.
+    first_turn: the index of the first turn sampled from the prompt; None until there is one.
     images: the places in the prompt of the images in this node's own ids.
 
     The class has `__slots__` and is not a struct, in order to save memory: a session has one node per turn, and a test
