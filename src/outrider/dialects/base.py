@@ -100,10 +100,10 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A model call, independent of its dialect.
 
     `tools_raw` are bytes that determine `tools`, in any encoding (b"" for no tools). `tool_choice` restricts the calls
-    of the reply; None if the reply may call any tool or none. `ignored` names the request's
-    fields and tools that have no effect (`reading.bounded_notes`). `reply_context` is the dialect's own data for the
-    writer of the reply. `needs_images` is True if the agent is useless without the images of its tools, so that a model
-    that reads no images refuses these images, too.
+    of the reply; None if the reply may call any tool or none. `ignored` names the request's fields and tools that have
+    no effect (`reading.bounded_notes`). `reply_context` is the dialect's own data for the writer of the reply.
+    `needs_images` is True if the agent cannot work without the images that its tools return. A model that reads no
+    images then refuses these images, too.
     """
 
     model: str
@@ -160,8 +160,8 @@ class StreamWriter(Protocol):
     afterwards. `error` may be called without `open`.
 
     Each method returns the bytes to send, possibly none. `pieces` are the new tokens, each decoded separately; they are
-    set only if the request asks for log-probabilities. `ping` are bytes that keep an idle connection open. `ping` may
-    be sent before the first result of a method and between any two results.
+    set only if the request asks for log-probabilities. `ping` are bytes that keep an idle connection open. They may be
+    sent before the first result of a method, and between two results.
     """
 
     content_type: str

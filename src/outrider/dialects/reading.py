@@ -45,7 +45,7 @@ TOOL = "tools."
 HISTORY = "history."
 """The prefix of the note for a part of the history that the model does not see."""
 RESULT = "results."
-"""The prefix of the note for a file in a tool's result, for which the model reads a text instead (`media.py`)."""
+"""The prefix of the note for a file in a tool's result that the model reads as a text (`media.py`)."""
 MAX_DEPTH = 64
 """Maximum depth of nested lists and objects in a schema. Chat templates and engines process schemas recursively, so a
 deeper schema could exceed a recursion limit."""
@@ -269,9 +269,9 @@ def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
 
 
 def image_from_address(url: str, where: str) -> Image | Attachment:
-    """Return the image at an http(s) address, which the engine fetches later, or the image in a data URL. A data URL of
-    another kind of file, and an image without readable data, is an attachment. Raises RequestError for any other
-    address."""
+    """Return the image at an http(s) address, which the engine fetches later, or the image in a data URL. For a data
+    URL of another kind of file, and for an image without readable data, an attachment is returned. Raises RequestError
+    for any other address."""
     if url.startswith(("http://", "https://")):
         return image_from_url(url)
     if (head := _DATA_URL.match(url)) is None:
@@ -358,8 +358,8 @@ def check_function(function: Any, where: str) -> None:
 def tool_choice(
     names: Iterable[str] | None, tools: Sequence[ToolSpec], *, required: bool, single: bool = False, field: str
 ) -> ToolChoice | None:
-    """Return the choice of the tools called `names` (None: of all tools); None if the choice restricts nothing.
-    `field` is the path of the choice. Raises RequestError for a choice without tools."""
+    """Return the choice of the tools in `names`, or of all tools if `names` is None. Returns None if the choice
+    restricts nothing. `field` is the path of the choice. Raises RequestError for a choice without tools."""
     every = dict.fromkeys(spec["function"]["name"] for spec in tools)
     chosen = every if names is None else dict.fromkeys(names)
     if not chosen:
@@ -546,8 +546,8 @@ def one_of(choices: list[str]) -> Constraint:
 
 
 def _only_constraint(body: SamplingFields, own: Constraint | None) -> Constraint | None:
-    """Return the form of the reply, from the dialect's own field (`own`) or from one of the extensions; None for free
-    text. Raises RequestError for more than one form."""
+    """Return the form of the reply, from the dialect's own field (`own`) or from one of the fields of vLLM and SGLang;
+    None for free text. Raises RequestError for more than one form."""
     found = [] if own is None else [own]
     structured = body.structured_outputs or _StructuredOutputs()
     if structured.structural_tag is not None:

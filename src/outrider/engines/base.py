@@ -32,10 +32,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The complete sampling parameters of one turn: an engine adds no default of its own. `top_k` -1 sets no limit.
 
     `stop` strings are matched on the decoded output; generation ends with the token that completes the match, which is
-    part of the output ids. A token of `stop_token_ids` also ends the generation and is part of the output ids; none of
-    them is sampled among the first `min_tokens`. The repetition penalty counts the tokens of prompt and output, the
-    other two penalties only the tokens of the output. `logit_bias` is added to the logits by token id. A `constraint`
-    is given only to engines that implement `TakesConstraints`.
+    part of the output ids. A token of `stop_token_ids` also ends the generation and is part of the output ids; it is
+    never sampled among the first `min_tokens` tokens. The repetition penalty counts the tokens of prompt and output,
+    the other two penalties only the tokens of the output. `logit_bias` is added to the logits by token id. A
+    `constraint` is given only to engines that implement `TakesConstraints`.
     """
 
     max_tokens: int
@@ -110,15 +110,15 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int] | None = None  # the ids of the prompt as reported by the engine, None if not reported
     prompt_tokens: int | None = None  # the engine's count of the prompt's tokens, in the last chunk
     prompt_images: list[tuple[int, int]] | None = None
-    """The positions [start, end) of the images that the engine has read in the prompt. The first chunk with tokens of a
-    request with images must have them."""
+    """The positions [start, end) of the images that the engine has read in the prompt. If a request has images, its
+    first chunk with tokens must have these positions."""
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for one generation by an engine that takes only messages (capture and text mode). `thinking` switches
-    the model's reasoning on or off; None leaves the choice to the engine's template. `known_ids` are the captured ids,
-    of prompt and reply, of the messages up to the last reply. They are None if they are not known, or if the engine
-    does not have `Capability.KEEPS_IDS`."""
+    the model's reasoning on or off; None leaves the choice to the engine's template. `known_ids` are the captured ids
+    of the conversation up to the last reply in `messages`: the ids of the prompt, then those of the reply. The field is
+    None if the ids are not known, or if the engine does not have `Capability.KEEPS_IDS`."""
 
     request_id: str
     session_key: str

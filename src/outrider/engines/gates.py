@@ -17,7 +17,7 @@ from outrider.concurrency.events import wait_for_event
 from outrider.spec import PolicyPause
 
 ANSWER_SECONDS = 30.0
-"""Time limit in seconds for a follower to report that its gate is closed. A closed gate begins no generations."""
+"""Time limit in seconds for a follower to report that its gate is closed, so that no more generations begin there."""
 SETTLE_SECONDS = 1800.0
 """Time limit in seconds for a follower's generations to end if a pause does not cut them off. The value is the default
 time limit of an agent."""

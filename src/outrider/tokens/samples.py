@@ -52,7 +52,7 @@ MAX_IGNORED_NAMES = 64
 """Maximum number of names of ignored request fields that are counted separately in a session. The number is bounded
 because clients choose some of these names."""
 OTHER_IGNORED = "others"
-"""The name under which all ignored fields are counted together, except the MAX_IGNORED_NAMES most frequent."""
+"""The name under which ignored fields beyond the MAX_IGNORED_NAMES most frequent are counted together."""
 
 Policy = Mapping[BranchKind, BranchPolicy]
 AnyTurn = Turn | TurnOutline
@@ -299,8 +299,9 @@ class _Columns:
         self.versions: list[VersionSpan] = []
 
     def add(self, turn: AnyTurn, *, trains: bool) -> tuple[int, int]:
-        """Add a turn, and return the positions of its sampled tokens. If these train, the log-probabilities are 0 if
-        the engine returned none (LogprobKind.NONE), and the version is 0 if the engine reported none."""
+        """Add a turn, and return the positions of its sampled tokens. If the tokens train, log-probabilities that the
+        engine did not return (LogprobKind.NONE) are recorded as 0, and so is a version that the engine did not
+        report."""
         output = turn.output_ids
         self.ids += (turn.prompt_delta, output)
         count = len(output) // 4

@@ -182,7 +182,7 @@ class ChatStream:
             if delta.text:
                 written += self._content_head + line(delta.text) + self._content_tail
             return written
-        # If log-probabilities or ids were requested, one chunk has all tokens of the step, even if these tokens add no
+        # If log-probabilities or ids were requested, one chunk has all tokens of the delta, even if these tokens add no
         # text yet.
         fields: dict[str, Any] = {}
         if delta.reasoning:

@@ -160,8 +160,8 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     notes += [TOOL + kind for kind in tools.hosted]
     choice = _read_tool_choice(wire, tools.specs, notes)
     told = tools.specs and wire.tool_choice != "none"
-    # Clients switch thinking on or off by different fields. If fields disagree, `reasoning.enabled` counts before an
-    # effort of `none`, and an effort of `none` before `thinking` and the template's variables.
+    # Clients switch thinking on or off by different fields. If fields disagree, `reasoning.enabled` takes precedence
+    # over an effort of `none`, and an effort of `none` takes precedence over `thinking` and the template's variables.
     thinking = read_thinking(wire, wire.thinking, notes)
     reasoning = wire.reasoning or {}
     note_unknown("reasoning", reasoning, _REASONING_KEYS, notes)

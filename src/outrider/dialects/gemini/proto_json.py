@@ -1,5 +1,5 @@
-"""Decodes JSON objects as Google's clients write them: keys in camelCase or snake_case, and a list of one item perhaps
-as the bare item.
+"""Decodes JSON objects as Google's clients write them: with keys in camelCase or snake_case, and perhaps with a bare
+item in place of a list of one item.
 
 The conversion needs no list of field names. It converts the keys of one object only, and leaves nested objects
 unchanged. Invariant: both spellings of a key have the same result.

@@ -207,8 +207,9 @@ def _thinking_switch(thinking: _Thinking) -> bool | None:
 
 
 def _constraint(generation: _Generation) -> Constraint | None:
-    """Return the form of the reply as a constraint. For text/x.enum, the reply is one of the schema's values. For any
-    other schema, and for application/json, the reply is JSON. Returns None without a form. Raises RequestError."""
+    """Return the constraint for the requested form of the reply. For text/x.enum, the reply is one of the schema's
+    values. For any other schema, and for application/json, the reply is JSON. Returns None if the request sets no form.
+    Raises RequestError."""
     schema, mime = generation.response_schema, generation.response_mime_type
     if mime == _ENUM and schema is not None:
         values = schema.get("enum")

@@ -148,7 +148,7 @@ def from_google_schema(schema: Any) -> Any:
     named: dict[str, Any] = {}
     for key, value in schema.items():
         spelled = camel_case(key)
-        named[spelled if spelled in _TWO_SPELLINGS else key] = value  # a key of JSON schema may have underscores
+        named[spelled if spelled in _TWO_SPELLINGS else key] = value  # a key of JSON schema may itself have underscores
     converted = {key: _converted(key, value) for key, value in named.items() if key not in _GOOGLE_ONLY}
     if str(named.get("type")).upper() == "TYPE_UNSPECIFIED":
         del converted["type"]

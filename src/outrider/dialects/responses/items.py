@@ -339,7 +339,7 @@ def _tool_message(at: PlacedItem) -> Message:
 
 
 def _computer_action(at: PlacedItem) -> dict[str, Any]:
-    """Return the action of a `computer_call`, which has it as `action`, or as the only one of `actions`. Raises
+    """Return the action of a `computer_call`: the value of `action`, or the only item of `actions`. Raises
     RequestError."""
     item, where = at.item, at.where
     single: dict[str, Any] | None = optional(_MAYBE_OBJECT, item.action, f"{where}.action")

@@ -106,8 +106,8 @@ def output_items(context: ResponsesContext, completion: Completion) -> list[dict
 
 
 def reasoning_item(context: ResponsesContext, id: str, text: str) -> dict[str, Any]:
-    """Return the reasoning item. The text is a summary if the request has `reasoning.summary`, else content. The item
-    also has the text as `encrypted_content` if the request includes this field."""
+    """Return the reasoning item. The text is in `summary` if the request has `reasoning.summary`, and in `content` if
+    it does not. The item also has the text as `encrypted_content` if the request includes this field."""
     item: dict[str, Any] = {"id": id, "type": "reasoning", "summary": []}
     if context.summary:
         item["summary"] = [{"type": "summary_text", "text": text}]

@@ -46,7 +46,7 @@ _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder
 
 class ResponsesTool(msgspec.Struct, frozen=True):
     """One tool: the specification for the model, and the client's name and namespace. `custom` is True for a custom
-    tool. `action_field` is the field of a `computer_call` for the action, for a computer."""
+    tool. `action_field` is set for a computer only: the field of a `computer_call` that has the action."""
 
     spec: ToolSpec
     name: str

@@ -44,7 +44,7 @@ NEUTRAL: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "logit_bias": {},
 }
-"""The sampling parameters that the route does not have, each with the values that have no effect."""
+"""For each sampling parameter that the route does not have, the value that leaves the sampling unchanged."""
 
 
 class ProrlOptions(ServerOptions, frozen=True, kw_only=True):
@@ -166,9 +166,10 @@ def _finish(ids: list[int], sampling: SamplingParams) -> tuple[FinishReason, int
 
 
 async def kind_of_server(address: str, *, api_key: str | None = None) -> str:
-    """Return the kind of engine for an address that a ProRL client registers. The kind is `vllm` or `sglang` if the
-    server's list of models has this name as `owned_by`; otherwise `openai` if the address ends in `/v1`; otherwise
-    `prorl`. Raises EngineUnavailable if no server answers, and InvalidField for an address that is no URL."""
+    """Return the kind of engine for an address that a ProRL client registers. The kind is `vllm` or `sglang` if every
+    model in the server's list has this word as `owned_by`. For any other server the kind is `openai` if the address
+    ends in `/v1`, and `prorl` if it does not. Raises EngineUnavailable if no server answers, and InvalidField for an
+    address that is no URL."""
     http = HttpClient(address, server_url(EngineOptions(name=address, url=address)), api_key=api_key)
     await http.start()
     models: Any = None

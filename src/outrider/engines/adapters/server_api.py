@@ -63,8 +63,8 @@ def decode(decoder: msgspec.json.Decoder[T], payload: bytes, engine: str) -> T:
 def decode_batch(
     decoder: msgspec.json.Decoder[T], batch: msgspec.json.Decoder[list[T]], payloads: Sequence[bytes], engine: str
 ) -> Iterable[T]:
-    """Decode the events of one read, in order. At a malformed event, iteration raises the errors of `decode`; the
-    events before it are returned first.
+    """Decode the events of one read, in order. At a malformed event, iteration raises the errors of `decode`, after it
+    has returned the earlier events.
 
     The events are decoded as one JSON array: 17 events take 33 microseconds in one array, and 136 one by one.
     """

@@ -312,7 +312,7 @@ class ServerEngine(Generic[ReplyT]):
     async def resume(self) -> None:
         try:
             await self.order_resume()
-        finally:  # opened even if the order fails, because a paused server itself holds back generations
+        finally:  # the gate opens even after an error: a server that is still paused itself holds back generations
             self._gate.open()
 
     async def order_pause(self, mode: str) -> None:

@@ -182,9 +182,9 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
         return self._generate_with_images(request) if request.images else super().generate(request)
 
     async def _generate_with_images(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Generate. With the first token the server reports the ids of the prompt, and these are checked. The server
-        itself makes the placeholders of an image, one for each token of the grid that it computes for the image. So if
-        the reported ids equal the request's ids, the server has read each image at its place and with the same grid."""
+        """Generate, and check the ids of the prompt, which the server reports with the first token. The server itself
+        makes the placeholders of an image, one for each token of the grid that it computes for the image. So if the
+        reported ids equal the request's ids, the server has read each image at its place and with the same grid."""
         read = False
         async with aclosing(super().generate(request)) as chunks:
             async for chunk in chunks:
@@ -248,8 +248,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
         return [*_image_data(request.images), b"," + orjson.dumps(body)[1:-1] + b',"input_ids":', ids_json(ids), b"}"]
 
     def aborted(self, error: Exception, reply: _SGLangReply, *, paused: bool) -> bool:
-        """Return True if the server has aborted the request, whether or not this adapter has paused it. In a stream the
-        error code shows the abort. In a response that is not a stream, only the message shows it."""
+        """Return True if the server has aborted the request, whether or not this adapter has paused the server. In a
+        stream the error code shows the abort. In a response that is not a stream, only the message shows it."""
         return isinstance(error, StatusFailure) and (
             error.status == ABORTED or (error.status == 400 and ABORTED_WORDS.search(error.body) is not None)
         )
@@ -322,9 +322,9 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
 
 
 def collapsed(ids: Ids, images: Sequence[RequestImage], engine: str) -> Ids:
-    """Return the ids of a prompt with one placeholder for each image: the server replaces this placeholder by one
-    placeholder for each token of the image. Raises EngineRejected if there is a placeholder outside of the images,
-    because the server would read an image there."""
+    """Return the ids of a prompt with a single placeholder for each image. The server replaces it by one placeholder
+    for each token of the image. Raises EngineRejected if there is a placeholder outside of the images, because the
+    server would read it as one more image."""
     kept = np.ones(len(ids), dtype=np.bool_)
     for image in images:
         kept[image.span.start + 1 : image.span.start + image.span.length] = False

@@ -96,8 +96,8 @@ class CompletionResponse(msgspec.Struct, tag_field="type", tag="completion_respo
 
 
 class VerlWorker:
-    """One connection of a worker. `send` queues a message for the worker. `keeps_ids` is True for a worker that
-    continues the ids of a call's `required_prefix_token_ids`."""
+    """One connection of a worker. `send` queues a message for the worker. `keeps_ids` is True if the worker begins the
+    prompt of a call with the call's `required_prefix_token_ids`."""
 
     def __init__(self, worker_id: str, send: Callable[[dict[str, Any]], None], *, keeps_ids: bool = False) -> None:
         self.worker_id = worker_id
@@ -186,7 +186,8 @@ class VerlWorkersEngine:
             return
 
     async def _answer(self, worker: VerlWorker, request: ChatRequest) -> CompletionResponse:
-        """Send a request to a worker and return the reply. The reply's report has the times of the dispatch.
+        """Send a request to a worker and return the reply. The times of sending and of the round trip are added to the
+        reply's `timing`.
 
         Raises EngineUnavailable for a worker that is lost, fails or does not answer in time, and the errors of
         FINAL."""

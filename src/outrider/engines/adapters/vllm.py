@@ -243,7 +243,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         if route == GENERATE:
             body["sampling_params"] = params
             if request.images:
-                body["return_token_ids"] = True  # without this field the server does not report the images
+                body["return_token_ids"] = True  # without this field the server does not report where the images are
                 return [
                     *_features(request.images, mark),
                     b"," + orjson.dumps(body)[1:-1] + b',"token_ids":',

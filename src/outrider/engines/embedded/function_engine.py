@@ -133,7 +133,7 @@ class FunctionEngine:
             self._aborts += 1
             self._changed.send()
             for step in self._steps:
-                if not step.expired():  # an expired step is already being aborted
+                if not step.expired():  # a step whose timeout has expired is already being aborted
                     step.reschedule(0)
             changed = self._changed.next()
             while self._steps:

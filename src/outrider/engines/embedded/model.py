@@ -113,8 +113,9 @@ class CausalAttention:
 
 
 class CachedAttention:
-    """Attention of new tokens over cached tokens and themselves. The attribute `cache` is a copy of the argument, to
-    which each call adds the keys and values of the new tokens. `mask`, of shape (rows, columns), is 0 for padding."""
+    """Attention of new tokens over cached tokens and themselves. The attribute `cache` begins as a copy of the
+    argument. Each call adds the keys and values of the new tokens to `cache`. `mask`, of shape (rows, columns), is 0
+    for padding."""
 
     def __init__(self, shape: ModelShape, mask: Tensor, tokens: int, cache: list[tuple[Tensor, Tensor]]) -> None:
         self.cache = list(cache)

@@ -42,8 +42,8 @@ from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpa
 T = TypeVar("T", bound=Chunk | ChatChunk)
 
 FAILOVERS = 3
-"""Maximum retries of a request. After more failures the request itself may be the cause. If engines are unavailable, a
-request may be retried at least once for each engine of the pool."""
+"""Maximum retries of a request. After more failures the request itself may be the cause. If engines are unavailable and
+the pool has more engines than this number, the maximum is the number of engines."""
 
 
 class EngineCalls:

@@ -188,8 +188,9 @@ class StopWatch:
         searched = len(self._seen)
         self._seen += self._text.push((token_id,))
         for stop in self._stops:
-            # The search starts at the first position at which a match ends in the token's text. The engine has searched
-            # the text before the cut, and earlier calls the text of the tokens before this one.
+            # A match must end in the new token's text, so the search starts at the first position where such a match
+            # can begin. The engine has searched the text before the cut, and earlier calls have searched the text of
+            # earlier tokens.
             if 0 <= self._seen.find(stop, max(0, searched - len(stop) + 1)) <= self._before:
                 return stop
         return None

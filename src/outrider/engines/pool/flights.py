@@ -1,4 +1,5 @@
-"""The generations in flight of one pool: how long the consumer of each waits for its engine, and how one is cut off.
+"""The generations in flight of one pool. Measures how long each consumer waits for its engine, and can cut a generation
+off.
 
 The module does not choose engines, send requests or decide which engine is silent (`call.py`, `silence.py`). Invariant:
 a generation is cut off only while its consumer waits for the engine.
@@ -138,7 +139,7 @@ class Flight:
             self._first, self._first_tokens = wait.waited, tokens
             self._token_due = member.pace.token_due()
             self.forgiven = 0.0 if self._known else wait.overdue
-            wait.allowance = wait.waited + self._least  # seconds that the first chunk did not use are not added
+            wait.allowance = wait.waited + self._least  # a fast first chunk leaves no seconds for later chunks
         self.tokens += tokens
         wait.allowance += tokens * self._token_due
         if chunk.finish is not None:
@@ -188,7 +189,7 @@ class Flight:
 
     @property
     def longest_wait(self) -> float:
-        """Seconds of the consumer's whole wait after which the call may count as lost."""
+        """The call may count as lost after its consumer has waited for this number of seconds in total."""
         if self.begun:
             return self.wait.allowance + self.grace
         whole = self.member.pace.whole_reply(self.request.sampling.max_tokens)

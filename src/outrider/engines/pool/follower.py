@@ -4,8 +4,8 @@ engines directly.
 The leading pool sends `PoolState`s. The leader has checked the engines, and only the leader orders engines to pause, to
 load weights and to resume. `outrider.nodes` connects the processes. Invariants: once this pool has reported a pause to
 the leader, no generation begins here until the leader resumes. Generations still in flight can be cut off, and continue
-after the pause as new requests. No generation begins on an engine that the leader does not use according to the last
-state applied here.
+after the pause as new requests. A generation begins only on an engine that the leader uses, by the last state that this
+pool has applied.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class PoolFollower:
         self._followed[engine.name] = engine
         if engine.spec is None:
             cast(Forwarded, self.pool.engine(engine.name)).apply_state(engine)
-        # The leader's versions are copied only if they have changed, because the versions here may otherwise be newer.
+        # If the leader's versions have not changed, the versions here may be newer, and are kept.
         if engine.versions is not None and (known is None or known.versions != engine.versions):
             own: object = self.pool.engine(engine.name)
             if isinstance(own, RemembersVersions):

@@ -1,4 +1,4 @@
-"""The leading pool's part of a pool in several processes: the service's pool leads, pools of other processes follow.
+"""The code of the leading pool. If several processes have pools, the service's pool leads, and the other pools follow.
 
 The leading pool manages the list of engines, probes the engines and changes their weights. Followers (`follower.py`)
 generate. `outrider.nodes` connects the processes.

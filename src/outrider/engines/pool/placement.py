@@ -279,8 +279,8 @@ class EngineRecord:
             task.cancel()
 
     def known_pace(self) -> PaceSummary | None:
-        """Return the pace measured over the most calls, by this process or a follower. Returns None if none of these
-        processes has measured a pace."""
+        """Return the pace that was measured over the most calls, among the paces of this process and of the followers.
+        Returns None if none of these processes has measured a pace."""
         all_paces = (self.pace.summary, *(use.pace for use in self.uses.values()))
         return max((pace for pace in all_paces if pace is not None), key=lambda pace: pace.calls, default=None)
 
@@ -318,9 +318,9 @@ class Placement:
 
     def pick(self, session_key: str, kinds: tuple[bool, ...], avoid: str | None = None) -> EngineRecord | None:
         """Return the session's engine. If the session has no engine that serves, assigns the least loaded near engine.
-        If there is no near engine, or if it is overloaded compared with the least loaded engine of all, the latter is
-        assigned. A suspect engine, or the engine named `avoid`, is assigned only if there is no other engine of the
-        same kind.
+        If there is no near engine, or if it is overloaded compared with the least loaded engine of all, assigns the
+        least loaded engine of all. A suspect engine, or the engine named `avoid`, is assigned only if there is no other
+        engine of the same kind.
 
         `kinds` has the acceptable values of `takes_tokens`, in order of preference. Returns None if no engine can be
         assigned.

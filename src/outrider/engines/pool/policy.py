@@ -121,8 +121,8 @@ class Policy:
         return health.version if isinstance(engine, SetsVersion) else max(health.version, known)
 
     def outdated(self, engine: AnyEngine, health: EngineHealth) -> EngineUnavailable | None:
-        """Return an error if the engine's weights are older than the policy or have a version that was undone,
-        according to its latest health report. Returns None if the engine may serve."""
+        """Return an error if, by the health report, the engine's weights are older than the policy or have a version
+        that was undone. Returns None if the engine may serve."""
         if self._known is None or not isinstance(engine, SetsVersion):
             return None
         if health.version == self._known.version:
@@ -194,7 +194,7 @@ class Policy:
                 await self._remember(known)
                 if meanwhile is not None:
                     await meanwhile()
-            finally:  # even after an error: the engines have the new weights and must resume with their version
+            finally:  # even after an error: the engines have the new weights, and must resume with the new version
                 await shielded(lambda: self._resume_engines(known, loaded))
 
     async def catch_up(self, member: EngineRecord, health: EngineHealth) -> int:
@@ -295,7 +295,7 @@ class Policy:
         failures = await self._order_all(reached, load)
         if len(failures) == len(reached):
             for failure in failures:
-                # An engine that only refuses still has its old weights.
+                # An engine that has only refused the weights still has its old weights, and is not marked as failed.
                 if isinstance(failure.error, EngineUnavailable):
                     self._lost(failure.member, failure.error)
             if failures:

@@ -49,9 +49,9 @@ class SilenceWatch:
         """The token probes in progress, by engine."""
 
     def _note_given_up(self, flight: Flight) -> None:
-        """Add a check of a wait that was given up to the session's `pending_checks`. If the engine has sent no chunk
-        since the wait began, a request for one token is sent to the engine immediately, because the length of the
-        silence cannot be measured when the run is judged."""
+        """Record that a consumer gave up a wait: add a check of this wait to the session's `pending_checks`. If the
+        engine has sent no chunk since the wait began, also send the engine a request for one token. The request is sent
+        immediately, because the length of the silence cannot be measured later, when the run is judged."""
         member, overdue = flight.member, flight.overdue
         given_up = given_up_wait(flight)
         if overdue is None or given_up.waited < UNANSWERED_SECONDS:
@@ -99,8 +99,8 @@ class SilenceWatch:
         silent = now - since
         if silent < self.limits.least:
             return
-        # Until a later call has received a chunk, this call may be queued behind earlier calls, and does not count as
-        # lost: a repeated call would only move to the end of the queue.
+        # Until a later call has received a chunk, this call may be queued behind earlier calls. Such a call does not
+        # count as lost, because a repeated call would only move to the end of the queue.
         overtaken = member.newest_answered > flight.began
         lost = silent > max(0.0, flight.longest_wait - wait.waited) + self.limits.lost
         if member.last_sign <= since or (lost and not overtaken and not member.awaits_workers):
@@ -216,7 +216,7 @@ def given_up_wait(flight: Flight) -> GivenUp:
     token = pace.usual_token
     whole, waited = first + token * (flight.tokens + 1), flight.wait.waited
     late = stretch < UNANSWERED_SECONDS or waited * token > stretch * whole
-    if late and stretch >= SLOWER * token:  # who gives up sooner does so because of the reply's content
+    if late and stretch >= SLOWER * token:  # a client that gives up sooner does so because of the reply's content
         return GivenUp(began, waited, whole)
     return GivenUp(began, stretch, token)
 

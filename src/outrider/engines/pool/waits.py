@@ -51,8 +51,8 @@ FIXED_COST_TOKENS = 1024
 """A prompt with fewer tokens counts as a prompt of this many tokens, because the time to its first chunk is mostly a
 fixed cost."""
 WHOLE_TOKENS = 32
-"""If the first chunks of an engine usually have more tokens, the engine counts as not streaming: the first chunk is the
-whole reply."""
+"""If an engine's first chunks usually have more than this number of tokens, the engine counts as not streaming: its
+first chunk is the whole reply."""
 UNKNOWN_TOKEN_SECONDS = 1 / 64
 """The assumed seconds for each token after the first chunk, while an engine's pace is unknown."""
 
@@ -245,8 +245,8 @@ class Pace:
             return new
         usual = max(known.first, known.first_per_prompt_token * prompt_tokens)
         if known.first_tokens is not None and known.first_tokens > WHOLE_TOKENS:
-            # The longest recent reply limits `max_tokens`, because clients often request as many tokens as the context
-            # allows.
+            # A `max_tokens` above the length of the longest recent reply is not used, because clients often request as
+            # many tokens as the context allows.
             usual = max(usual, known.per_token * min(max_tokens, known.longest))
         return usual + new
 
@@ -436,7 +436,7 @@ class Overdue:
             self.remove(wait)
 
     def _count(self, now: float) -> None:
-        """Add the overdue seconds since the last call of this method. The same waits were open since then, so their
+        """Add the overdue seconds since the last call of this method. No overdue wait has ended in this time, so the
         overdue time is one stretch that lasts until now."""
         due = math.inf
         if len(self._open) == 1:  # shortcut for the usual case of one open wait

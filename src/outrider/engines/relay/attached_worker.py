@@ -51,11 +51,11 @@ WEIGHTS_SECONDS = 600.0
 class RelayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of a worker's connection.
 
-    `heartbeat_seconds`: maximum time between two messages. `silence_seconds`: a connection without messages for so long
-    is cut. `resume_seconds`: time for a worker to reconnect after losing its connection; its generations wait. `window`
-    and `total_window`: maximum number of unacknowledged chunks of one generation, and of a worker's generations in
-    total. A generation without unacknowledged chunks may always send a chunk, so that slow readers do not stop the
-    others.
+    `heartbeat_seconds`: maximum time between two messages. `silence_seconds`: a connection that carries no message for
+    this time is cut. `resume_seconds`: time for a worker to reconnect after losing its connection; its generations
+    wait. `window` and `total_window`: maximum number of unacknowledged chunks of one generation, and of a worker's
+    generations in total. A generation without unacknowledged chunks may always send a chunk, so that slow readers do
+    not stop the others.
     """
 
     heartbeat_seconds: Annotated[float, msgspec.Meta(gt=0)] = 5.0

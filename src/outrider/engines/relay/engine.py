@@ -32,7 +32,7 @@ log = logging.getLogger("outrider.relay")
 HELLO_SECONDS = 10.0
 STAY = 4
 """A session keeps its own worker, which may have the session's prefix cached, while this worker has at most this many
-generations more in flight than the least loaded worker."""
+more generations in flight than the least loaded worker."""
 FINAL = frozenset({Close.LEFT, Close.NONSENSE, Close.CONFLICT, Close.REMOVED, Close.PROTOCOL})
 """Close codes after which a worker is not expected back. After any other end of a connection the worker has
 `resume_seconds` to reconnect."""
@@ -293,8 +293,8 @@ class RelayEngine:
         attached()
 
     async def _bring_up(self, worker: AttachedWorker) -> None:
-        """Apply the engine's pause and weights to a new worker. Repeat this while they change meanwhile. Raises the
-        worker's errors."""
+        """Apply the engine's pause and weights to a new worker, and apply them again if they change in the meantime.
+        Raises the worker's errors."""
         paused: PauseMode | None = "finish" if worker.hello.paused else None
         while True:
             if paused != (wanted := self._paused):

@@ -48,10 +48,10 @@ LABELS: tuple[tuple[str, str], ...] = (
     ("web page", "web-page"),
     ("summar", "summary"),
 )
-"""Beginnings of words and the labels of side calls. Words are searched for in a side call's system prompt; if none is
-found, in the call's question. The word that comes first in the text decides, because prompts for titles mention topics,
-and prompts for topics mention titles. Words such as "router" or "loop" are left out, because the prompts
-of many programs' agents have these words."""
+"""Pairs: the beginning of a word, and the label of a side call whose prompt has the word. Words are searched for in a
+side call's system prompt; if none is found, in the call's question. The word that comes first in the text decides,
+because prompts for titles mention topics, and prompts for topics mention titles. Words such as "router" or "loop" are
+left out, because the prompts of many programs' agents have these words."""
 
 _LABEL_OF = dict(LABELS)
 _LABEL_WORD = re.compile(rf"\b({'|'.join(re.escape(word) for word, _ in LABELS)})")
@@ -161,7 +161,7 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
         old = _newest_answered(other, first)
         taken_over = session.source(first)
         if taken_over is not None and session.turns[taken_over].conversation != other.first.conversation:
-            continue  # the request has these replies only because the history that it takes over has them
+            continue  # the replies come from another conversation, whose history the request takes over
         if old is not None and old.reply is not None and session.request_shows(first, session.body(old.reply)):
             return Continuation(old, None) if session.lacks_beginning(first, old) else None
     return None
@@ -180,16 +180,16 @@ def _is_quoted(
 ) -> bool:
     """Return True if a message in `fresh` quotes the reply of `source`. A reply with a tool call is never quoted. An
     assistant message counts only if the reply was given in another conversation, or if the message replaces the history
-    before the reply. Otherwise the message may be the reply itself, which clients send back."""
+    before the reply. In other cases the message may be the reply itself, which clients send back."""
     lines = session.answer_lines(source)
     for message in fresh if lines else ():
         if not quotes(lines, message.content, SUMMARY_LENGTH) or _repeats_earlier(session, source, message.content):
             continue
         if message.role is not Role.ASSISTANT or _is_elsewhere(source, candidates):
             return True
-        # The message replaces the history if no turn continues the reply, and neither the question that the reply
-        # answers nor an earlier reply is left before the message. If the client only sent the reply back, the question
-        # or an earlier reply would be left.
+        # The message replaces the history if three conditions hold: no turn continues the reply; the question that the
+        # reply answers is not directly before the message; no earlier reply is before the message. If the client only
+        # sent the reply back, the question or an earlier reply would be there.
         was_shown_replies = source.parent is not None or session.replies_added(source)
         if not was_shown_replies or source.index in session.continued or first.parent is not None:
             continue
@@ -202,8 +202,8 @@ def _is_quoted(
 
 
 def _repeats_earlier(session: SegmentedSession, source: Turn, text: str) -> bool:
-    """Return True if the text has a part of the previous reply in the conversation of `source`, and the reply of
-    `source` does not have this part. Then the text is a history that is written out, and not a summary."""
+    """Return True if the text has a part of the reply before `source` that is not in the reply of `source`. Such a text
+    is a history that is written out, and not a summary."""
     if source.parent is None or source.reply is None:
         return False
     before = session.turns[source.parent].reply
@@ -216,9 +216,9 @@ def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates
     `source`. This request has the history of the candidate as messages or as text. Returns None if it has the history
     of no candidate, for example if another agent has only quoted the newest reply.
 
-    The exception is a single question that quotes no history, directly before the request `first`. It summarises the
-    history of which `first` keeps only the end, because some programs give the summariser only the kinds of the
-    events."""
+    One kind of request needs no history: a single question directly before the request `first`. Its reply counts as a
+    summary of the history of which `first` keeps only the end, because some programs give the summariser only the kinds
+    of the events."""
     own = session.segment_of(source.index)
     if own in candidates and source.parent is not None:
         return own

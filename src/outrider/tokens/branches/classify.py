@@ -230,9 +230,9 @@ class Signals:
         return spawned.turn if spawned else self.caller(segment)
 
     def caller(self, segment: Segment) -> int | None:
-        """Return the newest turn before the segment that belongs to another conversation of the segment's agent, else
-        of the agent's parent. Without such a turn, returns the newest turn of the main line before the segment; None if
-        there is none."""
+        """Return the likely caller of the segment: the newest earlier turn of the first kind that is found. The kinds
+        are a turn of the segment's agent in another conversation, a turn of the agent's parent in another conversation,
+        and a turn of the main line. Returns None if there is no such turn."""
         first = segment.first
         for agent in (first.agent_id, first.parent_agent_id):
             if agent is not None:
@@ -268,7 +268,8 @@ class Signals:
 
     def decide(self, segment: Segment, decision: Decision) -> None:
         """Record the decision about a segment as the segment's lineage."""
-        # The depth is counted from the segment that was forked or replaced, else from the caller's segment.
+        # The depth is counted from the segment that was forked or replaced. For any other segment, the depth is counted
+        # from the segment of the decision's parent.
         before_at = decision.parent
         continued = self.continued[segment.number]
         if decision.rule == "forked":
@@ -349,8 +350,8 @@ def lineages(turns: Sequence[Turn]) -> list[Lineage]:
 
 
 def used_turns(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns without the replies that the agent did not use; `turns[i].index` must be `i`. Such a reply stays
-    if a later turn continues it."""
+    """Return all turns except turns whose reply the agent did not use and no later turn continues. `turns[i].index`
+    must be `i`."""
     continued = {turn.parent for turn in turns}
     return [
         turn
@@ -389,7 +390,7 @@ def lineages_by_rules(turns: Sequence[Turn]) -> list[Lineage]:
             before = lineage.parent if turn.parent is None else turn.parent
             decision = Decision("declared otherwise", turn.declared, before, turn.declared_label)
         elif (
-            turn.parent is not None  # a summary without a parent keeps the decision about its segment
+            turn.parent is not None  # a summary without a parent has the lineage of its segment
             and turn.index in signals.summaries
             and turn.index not in signals.session.continued
             and turn.declared is None

@@ -136,11 +136,11 @@ class SegmentedSession:
         self._steps_left = STEPS_PER_TURN * len(turns)
 
     def _find_source(self, segment: Segment, sampled: Mapping[bytes, int]) -> int | None:
-        """Return the turn whose history the segment takes over, as far as the messages show it. The segment may
-        continue the history with other tools or another system prompt (`history_source`). Otherwise it may start a
-        conversation because the beginning of the history was rewritten. The result is then the turn that gave the last
-        of the replies in the segment's first request. `sampled` are the earlier replies' bodies and turns. Returns None
-        if there is no such turn."""
+        """Return the turn whose history the segment takes over, as far as the messages show it. If the segment
+        continues a history with other tools or another system prompt, the result is `history_source`. If the segment
+        starts a conversation for another reason, the beginning of a history may have been rewritten. In this case the
+        result is the turn that sampled the last known reply in the segment's first request. `sampled` maps the bodies
+        of earlier replies to their turns. Returns None if there is no such turn."""
         if (source := history_source(segment.first)) is not None or not segment.starts_conversation:
             return source
         shown = (message for message in reversed(segment.first.messages) if message.role is Role.ASSISTANT)
@@ -199,8 +199,8 @@ class SegmentedSession:
         return self._sources.get(turn.index, history_source(turn))
 
     def _continued_turns(self) -> set[int]:
-        """Return the turns with a continuation that reached the agent, or that itself has such a continuation. A
-        continuation may have other tools, another system prompt or a rewritten beginning."""
+        """Return the turns that have a descendant whose reply reached the agent. A descendant may have other tools,
+        another system prompt or a rewritten beginning."""
         found: set[int] = set()
         for turn in reversed(self.turns):
             if reached_agent(turn) or turn.index in found:
@@ -406,8 +406,8 @@ def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
 class _Ancestry:
     """Answers queries about the ancestors of turns, and about the replies on the path to a turn, in logarithmic time.
 
-    The turns are numbered by a depth-first walk. A turn and its descendants have the numbers [`_entered`, `_left`) of
-    the turn.
+    The turns are numbered by a depth-first walk. A turn's number is in `_entered`. The turn and its descendants have
+    the numbers from `_entered` up to `_left` (exclusive).
     """
 
     def __init__(self, turns: Sequence[Turn], said: Sequence[set[bytes]]) -> None:
@@ -442,9 +442,9 @@ class _Ancestry:
 
     def reply_given_by(self, index: int, body: bytes) -> bool:
         """Return True if the turn `index`, or a turn on the path to it, has the reply `body` as a message or as its own
-        reply. For each reply, `_first_replies` has the subtrees of the turns that are the first on their path with this
-        reply. These subtrees do not overlap. So it is enough to test the last subtree that begins at or before the turn
-        `index`."""
+        reply. For each reply, `_first_replies` lists the turns that are the first on their path with this reply, as the
+        ranges of their subtrees. These subtrees do not overlap. So it is enough to test the last subtree that begins at
+        or before the turn `index`."""
         entered, left = self._first_replies.get(body, ((), ()))
         at = bisect_right(entered, self._entered[index]) - 1
         return at >= 0 and self._entered[index] < left[at]

@@ -27,8 +27,8 @@ class CallForm(msgspec.Struct, frozen=True):
     """The texts around tool calls in one family. NAME in `begin` stands for the tool's name. `before` and `after`
     enclose all calls of a reply, `between` separates two calls.
 
-    `style` is the form of the arguments, one of XGrammar's names. With `number`, a number and then this text come
-    between `begin` and the arguments.
+    `style` is the form of the arguments, one of XGrammar's names. If `number` is not empty, the call's number and the
+    text `number` are between `begin` and the arguments.
     """
 
     begin: str

@@ -2,8 +2,8 @@
 
 The module is independent of the model family, except for the argument `late_system`: it is True if the family accepts a
 system message after other messages. Invariant: a message that is not at the beginning is converted to the same
-dictionary in a whole conversation and as a new message. Otherwise a bridged prompt would differ from a prompt that is
-rendered whole.
+dictionary in a whole conversation and as a new message. If it were not, a prompt extended by new messages would differ
+from a prompt that is rendered whole.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_image_settings(folder: Path, family: str, tokens: int) -> ImageSettings | None:
-    """Return the image settings of a model, with at most `tokens` tokens for an image. Returns None for a family and a
-    model without images, and for 0 tokens. Raises InvalidField for settings that this module cannot follow."""
+    """Return the image settings of a model, with at most `tokens` tokens for an image. Returns None for a family or a
+    model without images, and if `tokens` is 0. Raises InvalidField for settings that this module cannot follow."""
     found = _settings(folder) if tokens and family in IMAGE_FAMILIES else None
     if found is None:
         return None

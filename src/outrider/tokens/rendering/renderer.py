@@ -124,8 +124,8 @@ class Renderer:
     If the family or the template refuses a system message after other messages, the model sees such a message as a user
     message, and several system messages at the beginning as one. Rendering and bridging do the same.
 
-    With `images`, a message may have images whose grid is known, and each image is as many placeholder tokens as the
-    model reads for it. Without `images`, an image is a RequestError.
+    With `images`, a message may have images whose grid is known. Each image is rendered as the number of placeholder
+    tokens that the model reads for the image. Without `images`, an image is a RequestError.
     """
 
     def __init__(
@@ -305,9 +305,9 @@ class Renderer:
         `messages[:covered]`. Apart from the assistant messages, the method works like `bridge`.
 
         The library bridges no assistant messages. So the messages before the first assistant message are bridged, and
-        the rest is taken from a rendering of the whole conversation. Returns None if bridge and rendering disagree on
-        the bridged messages, with a model's own template, and for new user or system messages if `history` is
-        "template".
+        the rest is taken from a rendering of the whole conversation. Returns None in these cases: the messages cannot
+        be bridged; bridge and rendering disagree on the bridged messages; the renderer has a model's own template;
+        `history` is "template" and there are new user or system messages.
         """
         new = messages[covered:]
         before_reply = next((at for at, message in enumerate(new) if message.role is Role.ASSISTANT), len(new))

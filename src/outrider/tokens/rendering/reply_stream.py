@@ -117,8 +117,8 @@ class ReplyStream:
     def finish(self) -> FinishedReply:
         self._pending += self._decoder.finish()
         if self._renderer.markup is None:
-            # Without markup, nothing was emitted before: the reply is the result of the family's parser for the whole
-            # turn.
+            # For a family without markup nothing was emitted before: the reply is the result of the family's parser for
+            # the whole turn.
             parsed = self._renderer.parse(self._tail, self._ids, self._tools)
             unasked = () if self._tools else parsed.spans
             markup = (self._renderer.tokenizer.decode(self._ids[start:end]) for start, end in unasked)

@@ -57,7 +57,8 @@ class PromptNode:
     matched: the turn whose conversation the request extends, even if the prompt does not begin with the turn's ids.
     rendered_replies: positions and reasoning digests (None without reasoning) of the assistant messages whose ids were
         rendered and not sampled.
-    splice: how the prompt is composed if the ids of its history were recorded behind another head; None otherwise.
+    splice: how the prompt is composed if the ids of its history were recorded behind another head (tools and system
+        messages); None otherwise.
     thinking: True or False if the end of the prompt switches the model's reasoning on or off; None for the family's
         default end.
     conversation: the number of the conversation. 0 is the session's first conversation; later conversations began

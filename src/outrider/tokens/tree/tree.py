@@ -58,7 +58,8 @@ for the context anyway."""
 SEAM_TOKENS = 16
 """Maximum number of additional tokens if two adjacent parts of a text are encoded separately and not together."""
 BYTES_OF_A_KEY = 100
-"""The work for a message of a restored turn whose digest is known counts as this many bytes of input."""
+"""When a turn is restored, each message of its conversation counts as this many bytes of work, because the digests of
+most messages are known."""
 MAX_SEEN_PREFIXES = 1 << 16
 """Maximum number of stored prefixes of requests (10 MB). Above this number all prefixes are dropped. An earlier request
 is then not found as the origin of a fork, but the recorded ids of its turns are still found."""
@@ -196,7 +197,8 @@ class TokenTree:
         then join as they would have joined in the earlier attempt. The ids are the stored ids; nothing is rendered,
         except to find how the ids behind a changed head are composed.
 
-        Indexes may be missing: a turn that was not stored has no successor, because no client got its reply."""
+        The indexes may have gaps: no stored turn continues a turn that was not stored, because no client got its
+        reply."""
         nodes: dict[int, TurnNode] = {}
         said: dict[int, list[Message]] = {}
         tools: dict[int, tuple[ToolSpec, ...]] = {}
@@ -283,7 +285,8 @@ class TokenTree:
             if parent.children:
                 return Joined(JoinKind.FORK, ForkCause.SIBLING, prompt, parent.index)
             return Joined(JoinKind.APPEND, None, prompt, None)
-        # `shared` is the first prompt with the longest prefix in common with the request: `count` messages.
+        # `shared` is the first prompt that has the longest common prefix with the request. The prefix has `count`
+        # messages.
         shared: PromptNode | None = None
         count = 0
         for prefix in request.prefixes[1:]:
@@ -292,7 +295,7 @@ class TokenTree:
                 break
             shared, count = sharing, count + 1
         if count <= request.system_count:
-            shared = None  # a new conversation, because many agents have the same system messages
+            shared = None  # does not count as shared: many agents have the same system messages
         before = parent.prompt if parent is not None else shared
         prompt.conversation = before.conversation if before is not None else self._conversations
         if match is not None:
