@@ -12,8 +12,8 @@ import pytest
 
 from outrider.sandbox.runtimes.guest.isolation import syscalls
 
-ROOM = 4 << 20
-"""The KiB of memory that must be free. The tests write some hundred megabytes."""
+ROOM = 8 << 20
+"""The KiB of memory that must be free. The fast tests write some hundred megabytes, the deep ones about 4 gigabytes."""
 MS_SLAVE = 1 << 19
 """Other processes do not see the mounts of this process, but this process sees theirs."""
 
