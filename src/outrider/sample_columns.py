@@ -112,7 +112,8 @@ class NumberColumn(Column):
 
 
 class ListColumn(Column):
-    """A column with a list of numbers for each row. `inner` is the column of the numbers of all lists."""
+    """A column with a list of numbers for each row. `inner` is one column with the numbers of all lists, one list after
+    the other."""
 
     def __init__(self, name: str, inner: NumberColumn) -> None:
         super().__init__(name)

@@ -55,7 +55,7 @@ async def running(server: HttpServer, *sockets: socket.socket) -> AsyncIterator[
         await server.ready.wait()
         try:
             yield
-        except Exception as error:  # an error of the caller's block; the task group would wrap it
+        except Exception as error:  # otherwise the task group would wrap this error of the caller's block
             failure = error
         finally:
             server.stop()

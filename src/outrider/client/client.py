@@ -1169,7 +1169,7 @@ def _refusal(body: bytes, reply: Response) -> OutriderError:
         hint = "the reply is not from Outrider: see whether the address is right, and what a proxy in front refuses"
         return ServiceUnusable(text, hint=hint)
     error = error_from(record)
-    if lasting and type(error) is ServiceError and not record.retryable:  # a code of another version of Outrider
+    if lasting and type(error) is ServiceError and not record.retryable:  # an unknown error code, of another version
         error = ServiceUnusable(error.message, hint=error.hint, field=error.field, log_tail=error.log_tail)
     if isinstance(error, Busy):
         with suppress(ValueError):  # the header may have no number, because a proxy may write a date

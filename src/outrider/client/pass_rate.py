@@ -151,7 +151,8 @@ async def evaluate(
 def evaluation_task(
     task: TaskSpec | Mapping[str, Any], name: str = "evaluation", *, seed: int | None = None
 ) -> dict[str, Any]:
-    """Return the fields of the task with the label of evaluations. Exports for training skip groups with this label."""
+    """Return the fields of the task, and add the label that marks evaluations. Exports for training skip groups with
+    this label."""
     body = task.model_dump(mode="json") if isinstance(task, TaskSpec) else dict(task)
     body["labels"] = {**(body.get("labels") or {}), EVALUATION_LABEL: name}
     if seed is not None:

@@ -85,8 +85,9 @@ class Counts(msgspec.Struct, kw_only=True):
     `informative` groups were delivered; `overdue` of them have a trained token older than `max_age`. The prompt of an
     `uninformative` group is dropped. The prompt of a failed group is submitted again (`retried`), or dropped after the
     last retry (`given_up`). `reasons` counts the groups in `retried` and `given_up` by the most frequent error code of
-    their sessions. The prompt of a `stale` group (too old, because the version was raised by more than the sampler
-    expected) or of a `stopped` group (cancelled because its batch was full, or cancelled by a user) is submitted again.
+    their sessions. A `stale` group is too old, because the version was raised by more than the sampler
+    expected. A `stopped` group was cancelled, by a user or because its batch was full. The prompts of stale and stopped
+    groups are submitted again.
     """
 
     submitted: int = 0
@@ -585,7 +586,7 @@ class DynamicSampler:
             self._submitting = None
             self._early.clear()
             self._changed.send()
-        if group.state is GroupState.DONE:  # the group was done at once, or under the earlier sampler
+        if group.state is GroupState.DONE:  # the group ended at once, or while an earlier sampler ran
             await self._settle(group)
         elif self._is_stale(prompt):  # the version has risen since the group was chosen
             await self._stop([group.id], "stale")

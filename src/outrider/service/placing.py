@@ -154,8 +154,9 @@ class NodePlacement:
         return max(found, key=fitness).node if found else None
 
     def grader(self, task: TaskSpec) -> Node | None:
-        """Return the node that grades a session whose agent ran elsewhere, or None while there is no node: if possible
-        a node that is large enough and has the images, and among these the node with the most free slots."""
+        """Return the node that grades a session whose agent ran elsewhere. A node that is large enough and has the
+        images comes first. Among equals, the node with the most free slots comes first. Returns None while there is no
+        node."""
         needs = session_needs(task)
         runtimes = [runtime for runtime, _ in runtimes_of(task)]
 

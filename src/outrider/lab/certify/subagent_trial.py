@@ -114,7 +114,8 @@ class SubagentTrial:
             self.outcomes[call.name] = outcome
 
     def _add(self, tools: Sequence[ToolSpec]) -> None:
-        """Add the tools that no request has declared so far, with their outcomes before any call."""
+        """Record the tools that no earlier request has declared. Each gets the outcome that it has before its first
+        call."""
         new = [tool for tool in tools if str(tool["function"].get("name", "")) not in self.outcomes]
         if not new:
             return

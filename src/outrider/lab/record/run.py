@@ -140,8 +140,8 @@ async def _run(program: Program, session: ExternalSession, url: str, home: Path,
         await asyncio.to_thread(_write, home, program.files, words)
         env["HOME"] = str(home)
     try:
-        # A shell makes the pipe, as in the draft. asyncio may use a socket instead of a pipe, and some programs then
-        # read no input.
+        # A shell makes the pipe for the standard input, as the drafted harness does. asyncio may use a socket instead
+        # of a pipe, and some programs then read no input.
         process = await asyncio.create_subprocess_exec(
             *(FED if program.stdin else ()), *command, env=env, stdout=stdout
         )

@@ -235,7 +235,7 @@ class Proxy:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        """Send a request to its server, and the reply to the client. Raises Unreachable for a reply that is not
+        """Send a request to its server, and send the reply to the client. Raises Unreachable for a reply that is not
         HTTP."""
         server = route.server
         origin = place_of(server.host, server.port, hidden=443 if server.tls else 80)

@@ -16,7 +16,8 @@ MAX_HEAD = 64 << 10
 REQUEST_LINE = re.compile(r"([A-Z-]{1,32}) ([\x21-\x7e]+) (HTTP/1\.[01])")
 STATUS_LINE = re.compile(r"HTTP/1\.[01] ([1-9][0-9]{2})( [\t\x20-\x7e\x80-\xff]*)?")
 FIELD = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*")
-"""Pattern of a header line, without a space before the colon, a continuation of an earlier line, or a bare CR or LF."""
+"""Pattern of a header line. It does not match a space before the colon, the continuation of an earlier line, or a line
+that contains CR or LF."""
 LENGTH = re.compile("[0-9]{1,18}")
 NOT_PASSED = frozenset(
     {

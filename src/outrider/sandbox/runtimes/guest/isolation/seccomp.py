@@ -198,7 +198,8 @@ def accept(at: int, value: int) -> bytes:
 
 
 def when(at: int, value: int, steps: bytes) -> bytes:
-    """Return the given steps, applied only to a call whose argument at `at` is the value."""
+    """Return `steps` with a condition before them: a call runs these steps only if the word of its arguments at the
+    offset `at` equals `value`."""
     return step(LOAD, at) + step(EQUAL, value, 0, len(steps) // SIZE) + steps
 
 
