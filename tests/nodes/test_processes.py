@@ -99,10 +99,13 @@ async def test_sessions_run_in_both_processes_and_have_their_own_tokens(start: S
     engine = StampingEngine(tokenizer, length=LENGTH)
     async with start() as running:
         await running.service.pool.add_engine(engine)
-        view = await running.done(await running.submit("ask", "ask", n=16))
-        assert ends(view) == {StopReason.COMPLETED: 16}
+        async with asyncio.timeout(60):
+            while True:
+                view = await running.done(await running.submit("ask", "ask", n=16))
+                assert ends(view) == {StopReason.COMPLETED: 16}
+                if process_of(view) == node_processes():  # a process that gets no processor for a while gets no session
+                    break
         assert [result_of(session).verdict.reward for session in view.sessions] == [2.0] * 16  # type: ignore[union-attr]
-        assert process_of(view) == node_processes()
         assert os.getpid() not in process_of(view)
         assert {session.node for session in view.sessions} == {"local-0", "local-1"}
         replies = [reply for sample in view.samples or () for reply in replies_of(sample, engine)]

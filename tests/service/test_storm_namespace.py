@@ -36,9 +36,10 @@ async def test_real_sandboxes_of_every_fate(temporary: Path, tmp_path: Path, tok
         seconds = time.monotonic() - begun
         endings = await assert_over(w, groups, views)
         during = traces(temporary, MARK, NAP)
-        zygote = during.processes - idle.processes
-        assert len(zygote) == 1
-        assert during.processes == idle.processes | zygote
+        # A process may end while it is looked at.
+        alive = {one for one in during.processes if one[1] != "ended"}
+        assert len(alive - idle.processes) == 1, "the zygote"
+        assert alive >= idle.processes
         assert during.mounts == ()
         assert len(during.groups) <= 1  # the node's own, with none in it
         assert endings.keys() >= ENDINGS, endings
