@@ -1,5 +1,5 @@
-"""What a model is shown of images and other files: the pages of documents, and, for a file that comes from a tool and
-cannot be read by the model, a text in the file's place.
+"""Prepares images and other files for a model. A document becomes images of its pages. A file that comes from a tool
+and that the model cannot read becomes a text.
 
 The module fetches nothing, and reads an image's size from the image's first bytes, without a library. Invariant: what
 is shown depends on the file, its media type and its address only, so a history that a client sends again is shown in

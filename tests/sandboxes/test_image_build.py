@@ -104,16 +104,21 @@ def test_an_image_is_what_its_steps_left(store: ImageStore, context: Path) -> No
     assert (root / "usr/bin/cat").stat().st_ino == (base / "usr/bin/cat").stat().st_ino
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("many", [True, False])
-def test_copies_have_the_owner_that_a_step_names(
-    store: ImageStore, context: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: bool
-) -> None:
+def reserve_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: bool) -> None:
+    """Make the machine appear to have ids for several users, or none."""
     ranges = tmp_path / "ranges"
     ranges.write_text(f"{os.getuid()}:700000:65536\n" if many else "")
     monkeypatch.setattr(user_ids, "FILES", {"uid": ranges, "gid": ranges})
     if many and os.geteuid() != 0:
         pytest.skip("other users need newuidmap, and ranges of the machine's own")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("many", [True, False])
+def test_copies_have_the_owner_that_a_step_names(
+    store: ImageStore, context: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: bool
+) -> None:
+    reserve_ids(tmp_path, monkeypatch, many)
     shutil.copy(shutil.which("chown") or "", context / "chown")
     text = """FROM small AS first
 COPY chown /bin/
@@ -160,11 +165,7 @@ def test_files_of_other_users(
 ) -> None:
     """A package may give files to another user, if this machine has ids for a build. An image built on it has them,
     too, except for a file that is root's again."""
-    ranges = tmp_path / "ranges"
-    ranges.write_text(f"{os.getuid()}:700000:65536\n" if many else "")
-    monkeypatch.setattr(user_ids, "FILES", {"uid": ranges, "gid": ranges})
-    if many and os.geteuid() != 0:
-        pytest.skip("other users need newuidmap, and ranges of the machine's own")
+    reserve_ids(tmp_path, monkeypatch, many)
     shutil.copy(shutil.which("chown") or "", context / "chown")
     steps = "echo x > /home/theirs && mkdir /home/gone /home/db && touch /home/again /home/gone/x && chown 5:43 /home/*"
     steps += " /home/gone/x && chmod 2755 /home/theirs"
@@ -184,7 +185,7 @@ def test_files_of_other_users(
     more = "FROM lower\nRUN chown 0:0 /home/again && rm -r /home/gone && echo x > /home/db/mine\n"
     upper = build_image(written(context, more), store)
     assert owners_of(store, upper) == {"home/db": (5, 43), "home/theirs": (5, 43)}
-    ranges.write_text("")  # with one user, the step would make /home/db root's
+    reserve_ids(tmp_path, monkeypatch, False)  # with one user, the step would make /home/db root's
     with pytest.raises(RuntimeUnavailable, match="'lower' has /home/again of a user"):
         build_image(written(context, "FROM lower\nRUN echo x > /home/db/more\n"), store)
 

@@ -221,7 +221,7 @@ async def _reading(client: AsyncClient, after: int, *, samples: bool) -> AsyncIt
     async def read() -> None:
         try:
             page.set_result(await client.results(after=after, limit=PAGE, samples=samples))
-        except Exception as error:
+        except Exception as error:  # any error is raised in the block, where the page is awaited
             page.set_exception(error)
 
     async with asyncio.TaskGroup() as tasks:

@@ -149,10 +149,10 @@ class McpCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Facts about a program that `outrider harness check` needs, and that are not in the program's requests.
 
-    `shell` is the tool for running a command. `finish_command` is a command that ends the run.
-    `subagent_arguments` are arguments for the tool that starts a sub-agent. `wait` is the tool that waits for the
-    sub-agent with an id; a program that waits by itself has no such tool. `skill` is the tool that loads a skill.
-    `mcp_call` is for a program that does not show its model the tools of MCP servers as tools.
+    `shell` is the tool for running a command. `finish_command` is a command that ends the run. `subagent_arguments` are
+    arguments for the tool that starts a sub-agent. `wait` is the tool that waits for the sub-agent with an id; a
+    program that always waits for its sub-agents has no such tool. `skill` is the tool that loads a skill. `mcp_call` is
+    for a program that does not show its model the tools of MCP servers as tools.
     """
 
     shell: str | None = None

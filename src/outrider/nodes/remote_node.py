@@ -74,8 +74,8 @@ MAX_GENERATIONS, MAX_GENERATION_BYTES = 8192, 512 << 20
 """Maximum number of a node's forwarded generations at a time, and maximum total bytes of their requests. Further
 generations are refused."""
 MOST_RECENT = 10_000
-"""Number of attempts of a node whose timeline entries are accepted: those that were started last. An entry may arrive
-after the end of its attempt."""
+"""A node's timeline entries are accepted for this number of its attempts, the newest ones. An entry may arrive after
+the end of its attempt."""
 SPARE_TAKES = 16
 """Number of `Take` calls, waiting or granted, that a node may have in addition to two for each of its attempts."""
 
@@ -230,7 +230,7 @@ class NodeConnection:
         self._running: dict[tuple[str, int], Given] = {}
         """Running attempts by session id and attempt number."""
         self._recent: OrderedDict[tuple[str, int], None] = OrderedDict()
-        """The last MOST_RECENT attempts that were started, with those that have ended."""
+        """The newest MOST_RECENT attempts, running or ended."""
         handlers: dict[type[messages.NodeCall[Any]], Handler] = {
             messages.SetState: self._set_state,
             messages.AddTurn: self._add_turn,

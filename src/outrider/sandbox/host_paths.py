@@ -219,8 +219,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         """Raise InvalidField for a virtual environment that needs forbidden paths of the host. `shown` are the host's
         paths that programs of the environment need.
 
-        The targets of an environment's links are checked even if the environment itself is allowed, because whoever
-        made the environment chose the links. The service's own interpreter is always allowed, because it is visible in
+        The targets of an environment's links are checked even if the environment itself is allowed, because the maker
+        of the environment chose the links. The service's own interpreter is always allowed, because it is visible in
         the sandbox of every harness preset.
         """
         own = Path(sys.base_prefix).resolve()

@@ -49,7 +49,8 @@ RUN_SECONDS = 600.0
 QUICK_SECONDS = 60.0
 NO_USER = re.compile(r"(?:owner|chown|chgrp|[ug]id|groups)[^\n]*(?:Invalid argument|Operation not permitted)")
 """Pattern of the error message of a program that fails because the sandbox has only one user."""
-LINKS_AT_ONCE = PATHS_AT_ONCE = 500
+PATHS_AT_ONCE = 500
+"""Maximum number of paths in the command line of one program."""
 MAX_LINKS = 255
 ROOT_LAYER = "0"
 """The folder with the changes to the sandbox's root file system, in an archive made by `save_layer`."""
@@ -235,10 +236,10 @@ async def copy_from(runtime: Runtime, step: CopyFrom, origin: Path, drafts: Path
             raise RuntimeFailure("COPY --chmod is supported for files only")
         copy, links = await asyncio.to_thread(without_links, path, drafts)
         await runtime.upload(copy, step.target)
-        for begin in range(0, len(links), LINKS_AT_ONCE):
+        for begin in range(0, len(links), PATHS_AT_ONCE):
             script = "\n".join(
                 f"ln -sfn -- {shlex.quote(goal)} {shlex.quote(posixpath.join(step.target, name))}"
-                for name, goal in links[begin : begin + LINKS_AT_ONCE]
+                for name, goal in links[begin : begin + PATHS_AT_ONCE]
             )
             done = await runtime.exec(["/bin/sh", "-e"], stdin=script.encode(), seconds=QUICK_SECONDS)
             if done.exit_code != 0:

@@ -130,7 +130,7 @@ class VerlProxy:
 
     async def _resumed(self, session: SessionRow) -> None:
         """Wait until a session that is not over takes calls, but at most RESUME_SECONDS. After a restart of the
-        service, a session has no turns until then."""
+        service, a session has no turns until then: one write begins its new attempt, and another moves its turns."""
         if not session.over:
             await self._service.external.running(session.id, RESUME_SECONDS)
 

@@ -122,7 +122,7 @@ class Dialer:
         return frozenset(found)
 
     def _may_reach(self, address: Address, server: ProxiedServer) -> bool:
-        """Return whether a connection to an address of the server is allowed. Whoever controls a name can make it
+        """Return whether a connection to an address of the server is allowed. The owner of a name can make the name
         resolve to any address. So a sensitive address is allowed only if the operator has named the address itself."""
         at = plain(address)
         if any(place_of(str(one), server.port) in self._own for one in meanings(at)) or (

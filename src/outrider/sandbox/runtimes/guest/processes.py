@@ -1,6 +1,6 @@
 """The processes listed in /proc: finding the descendants of a process, killing them, and starting a process.
 
-Invariant: the last scan of /proc in `kill_tree` finds no process to kill, except those that `kill_tree` returns.
+Invariant: `kill_tree` returns every process that is still alive in its last scan of /proc.
 """
 
 from __future__ import annotations

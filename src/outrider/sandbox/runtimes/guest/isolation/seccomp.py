@@ -238,7 +238,7 @@ def numbers_on(machine: str, calls: Numbers) -> dict[str, int]:
 
 
 def denied(machine: str) -> dict[str, int]:
-    """Return the numbers of all calls that are refused whatever their arguments are."""
+    """Return the numbers of all calls that are refused with any arguments."""
     return {**DENIED_EVERYWHERE, **numbers_on(machine, DENIED)}
 
 
