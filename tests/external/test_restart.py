@@ -75,6 +75,22 @@ async def test_a_session_goes_on_in_the_next_service(tmp_path: Path) -> None:
             assert (await world.owner.result(other))["stop_reason"] == "max_turns"
 
 
+async def test_the_next_service_has_the_turns_from_its_first_moment(tmp_path: Path) -> None:
+    async with engine_server(tmp_path) as (_, url):
+        async with on_engine(tmp_path, url) as world:
+            opened = [await world.owner.open() for _ in range(40)]
+            for each in opened:
+                await world.agent(each).ask(QUESTIONS[0])
+        async with on_engine(tmp_path, url) as world:
+            ids = {each["session"]["id"] for each in opened}
+            while ids:
+                for id in list(ids):
+                    session = f"{world.owner.url}/v1/sessions/{id}"
+                    assert len((await world.http.get(f"{session}/turns")).json()["turns"]) == 1
+                    if (await world.http.get(session)).json()["state"] == "running":
+                        ids.remove(id)
+
+
 async def test_a_session_with_images_goes_on_in_the_next_service(tmp_path: Path) -> None:
     """The next service has no image decoded, and makes the same pixels from the images that the agent sends again."""
     folder = tmp_path / "vision"

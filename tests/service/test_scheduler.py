@@ -65,7 +65,13 @@ class Moments(Store):
         return found
 
     async def start_attempt(
-        self, session_id: str, *, node: str, lease_until: float, policy_version: int | None = 0
+        self,
+        session_id: str,
+        *,
+        node: str,
+        lease_until: float,
+        policy_version: int | None = 0,
+        continues_turns: bool = False,
     ) -> int:
         number = await super().start_attempt(session_id, node=node, lease_until=lease_until)
         self.started()

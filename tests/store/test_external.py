@@ -22,15 +22,16 @@ async def test_turns_are_taken_over_by_the_next_attempt(store: Store) -> None:
     await store.add_turn("g.0", 1, turn(0, text="first"))
     await store.add_turn("g.0", 1, turn(0, text="judge"), model="judge")
     await store.requeue("g.0", 1, FAILURE)
-    await start(store, "g.0")
-    assert await store.continue_turns("g.0", 2) == [turn(0, text="first")]
+    assert await store.turns("g.0") == [turn(0, text="first")]
+    await start(store, "g.0", continues_turns=True)
+    assert await store.turns("g.0") == [turn(0, text="first")]
     await store.add_turn("g.0", 2, turn(1, text="second"))
     assert await store.turns("g.0") == [turn(0, text="first"), turn(1, text="second")]
     assert await store.frozen_turns("g.0") == {"judge": [turn(0, text="judge")]}
     assert await store.turns("g.0", 1) == []
-    assert len(await store.continue_turns("g.0", 2)) == 2, "again"
-    with pytest.raises(Conflict):
-        await store.continue_turns("g.0", 1)
+    await store.requeue("g.0", 2, FAILURE)
+    await start(store, "g.0")
+    assert await store.turns("g.0") == [], "this attempt does not continue the turns"
 
 
 async def test_a_turn_that_was_lost_leaves_no_gap(store: Store) -> None:
@@ -41,8 +42,8 @@ async def test_a_turn_that_was_lost_leaves_no_gap(store: Store) -> None:
     for each in kept:
         await store.add_turn("g.0", 1, each)
     await store.requeue("g.0", 1, FAILURE)
-    await start(store, "g.0")
-    found = await store.continue_turns("g.0", 2)
+    await start(store, "g.0", continues_turns=True)
+    found = await store.turns("g.0")
     assert [(each.index, each.parent, each.forked_from) for each in found] == [
         (0, None, None),
         (1, 0, None),

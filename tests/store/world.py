@@ -57,8 +57,10 @@ async def submit(store: Store, group: GroupRow, spec: bytes = b"{}") -> GroupRow
     return await store.create_group(group, spec, session_ids(group))
 
 
-async def start(store: Store, session_id: str, *, node: str = "node", lease_until: float = LEASE) -> int:
-    return await store.start_attempt(session_id, node=node, lease_until=lease_until)
+async def start(
+    store: Store, session_id: str, *, node: str = "node", lease_until: float = LEASE, continues_turns: bool = False
+) -> int:
+    return await store.start_attempt(session_id, node=node, lease_until=lease_until, continues_turns=continues_turns)
 
 
 async def advance(store: Store, session_id: str, attempt: int, states: Sequence[SessionState] = AFTER_START) -> None:

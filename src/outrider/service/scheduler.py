@@ -41,6 +41,7 @@ from outrider.service.placing import NodePlacement
 from outrider.service.retention import removed_run
 from outrider.service.retry_store import retry_store
 from outrider.sessions.attempt import Attempt, Node, NodeLost, session_result
+from outrider.sessions.external import continues_turns
 from outrider.spec import StoredGroupSpec, TaskSpec
 from outrider.store.queue import QueueKind
 from outrider.store.rows import SessionRow
@@ -293,6 +294,7 @@ class Scheduler:
                 node=node.name,
                 lease_until=time.time() + LEASE_SECONDS,
                 policy_version=None if graded else self._policy_version(),
+                continues_turns=external and continues_turns(session, task),
             )
         except BaseException as error:
             give_back()

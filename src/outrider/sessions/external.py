@@ -88,10 +88,16 @@ class AgentFailed(HarnessError):
     retryable = False
 
 
+def continues_turns(session: SessionRow, task: TaskSpec) -> bool:
+    """Return True if the next attempt of an external session continues the turns of the attempts before. A remote agent
+    starts again after a failure, but continues after the loss of the service."""
+    error = session.last_error
+    return task.harness.remote is None or error is None or error.code == LEASE_EXPIRED
+
+
 class ExternalStore(AttemptStore, RunStore, Protocol):
     """The store's methods for external sessions."""
 
-    async def continue_turns(self, session_id: str, attempt: int) -> list[Turn]: ...
     async def drop_turns(self, session_id: str, attempt: int) -> None: ...
     async def drop_earlier_turns(self, session_id: str, attempt: int) -> None: ...
     async def keep_failed_calls(
@@ -231,7 +237,7 @@ class ExternalSessions:
         session, store = attempt.session, self._store
         live = _LiveSession(attempt, store, self._backend, self._frozen, self._stalled_seconds)
         if session.attempt > 1:
-            if self._continues(attempt):
+            if continues_turns(session, attempt.task):
                 await live.resume()
             else:
                 await store.drop_earlier_turns(session.id, session.attempt)
@@ -256,12 +262,6 @@ class ExternalSessions:
             return await self._ended(live, ReportSpec.model_validate_json(stored))
         assert failure is not None
         return await live.result(StopReason.ERROR, error=record_of(failure))
-
-    def _continues(self, attempt: Attempt) -> bool:
-        """Return True if the attempt continues the turns of the previous attempt. A remote agent starts again after a
-        failure, but continues after the loss of the service."""
-        error = attempt.session.last_error
-        return attempt.task.harness.remote is None or error is None or error.code == LEASE_EXPIRED
 
     async def _until_ended(self, live: _LiveSession) -> OutriderError | None:
         """Run the remote agent, if there is one, and wait until the session is completed. Returns the error with which
@@ -395,7 +395,7 @@ class _LiveSession:
         session = self.attempt.session
         stored = await self._store.failed_calls(session.id)
         failed = {model: msgspec.json.decode(calls, type=list[FailedCall]) for model, calls in stored.items()}
-        turns = await self._store.continue_turns(session.id, session.attempt)
+        turns = await self._store.turns(session.id, session.attempt, images=True)
         await self._policy.resume(turns, failed.get(None, ()))
         frozen_turns = await self._store.frozen_turns(session.id, session.attempt)
         for name, conversation in self._all.frozen.items():

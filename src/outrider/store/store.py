@@ -556,11 +556,18 @@ class Store:
         return {state: found.get(state, 0) for state in SessionState}
 
     async def start_attempt(
-        self, session_id: str, *, node: str, lease_until: float, policy_version: int | None = 0
+        self,
+        session_id: str,
+        *,
+        node: str,
+        lease_until: float,
+        policy_version: int | None = 0,
+        continues_turns: bool = False,
     ) -> int:
         """Move a queued session to INITIALIZING under a lease. Returns the number of the new attempt. The group's first
         attempt stores `policy_version` as the version at which the group began. `policy_version` is None if the attempt
-        does not use the policy. Raises Conflict if the session is not queued or is to end."""
+        does not use the policy. `continues_turns` moves the turns of the earlier attempts to the new attempt. Raises
+        Conflict if the session is not queued or is to end."""
 
         async def body(tx: Connection) -> int:
             session = await _find_session(tx, session_id)
@@ -576,6 +583,8 @@ class Store:
                        lease_until = ?, updated = ? WHERE id = ?""",
                 (SessionState.INITIALIZING.value, attempt, node, lease_until, self._clock(), session_id),
             )
+            if continues_turns:
+                await _continue_turns(tx, session_id, attempt)
             await queue.note_served(tx, session.priority, session.bucket)
             await tx.execute(
                 "UPDATE groups SET began_version = ? WHERE id = ? AND began_version IS NULL",
@@ -602,28 +611,6 @@ class Store:
             return other
 
         return await self._db.write(body)
-
-    async def continue_turns(self, session_id: str, attempt: int) -> list[Turn]:
-        """Move the turns of the session's earlier attempts to an attempt under way. At most one earlier attempt has
-        turns. Returns the turns of the policy with the bytes of their images, in the order of their index. If a turn is
-        missing, because the service was lost before the turn was stored, the other turns are numbered anew without a
-        gap."""
-
-        async def body(tx: Connection) -> None:
-            await _under_way(tx, session_id, attempt)
-            for table in TURN_TABLES:
-                sql = f"UPDATE {table} SET attempt = ? WHERE session_id = ? AND attempt < ?"
-                await tx.execute(sql, (attempt, session_id, attempt))
-            found = await _rows_of_attempt(tx, TURNS, session_id, attempt, None)
-            turns = [rows.turn_from(packed) for (packed,) in found]
-            if any(turn.index != place for place, turn in enumerate(turns)):
-                await tx.execute("DELETE FROM turns WHERE session_id = ? AND attempt = ?", (session_id, attempt))
-                sql = "INSERT INTO turns (session_id, attempt, turn_index, turn) VALUES (?, ?, ?, ?)"
-                values = [(session_id, attempt, turn.index, rows.pack(turn)) for turn in without_gaps(turns)]
-                await tx.execute_many(sql, values)
-
-        await self._db.write(body)
-        return await self.turns(session_id, attempt, images=True)
 
     async def drop_earlier_turns(self, session_id: str, attempt: int) -> None:
         """Delete the turns, the report and the failed calls of the session's earlier attempts, because the agent of
@@ -1328,6 +1315,22 @@ async def _unfinished(tx: Connection, session_id: str, attempt: int) -> SessionR
     if session.state is SessionState.DONE:
         raise Conflict(f"session {session_id} is done")
     return session
+
+
+async def _continue_turns(tx: Connection, session_id: str, attempt: int) -> None:
+    """Move the turns of a session's earlier attempts to the attempt that starts. At most one earlier attempt has turns.
+    If a turn is missing, because the service was lost before the turn was stored, the later turns get new numbers
+    without a gap."""
+    for table in TURN_TABLES:
+        sql = f"UPDATE {table} SET attempt = ? WHERE session_id = ? AND attempt < ?"
+        await tx.execute(sql, (attempt, session_id, attempt))
+    found = await _rows_of_attempt(tx, TURNS, session_id, attempt, None)
+    turns = [rows.turn_from(packed) for (packed,) in found]
+    if any(turn.index != place for place, turn in enumerate(turns)):
+        await tx.execute("DELETE FROM turns WHERE session_id = ? AND attempt = ?", (session_id, attempt))
+        sql = "INSERT INTO turns (session_id, attempt, turn_index, turn) VALUES (?, ?, ?, ?)"
+        values = [(session_id, attempt, turn.index, rows.pack(turn)) for turn in without_gaps(turns)]
+        await tx.execute_many(sql, values)
 
 
 async def _under_way(tx: Connection, session_id: str, attempt: int) -> SessionRow:

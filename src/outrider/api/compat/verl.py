@@ -48,7 +48,6 @@ SESSION_SECONDS = 86_400.0
 """Maximum seconds of a session. A client of verl's recipe closes its sessions itself; a client that dies must not keep
 a session open for ever."""
 LIMITS = Limits(session_seconds=SESSION_SECONDS, turns=100_000, response_tokens=1 << 30)
-RESUME_SECONDS = 10.0
 MOST_LISTED = 100
 MOST_PAGES = 100
 """Maximum number of pages that a list of sessions searches. A page has MOST_LISTED external groups, newest first."""
@@ -102,7 +101,6 @@ class VerlProxy:
             [known] = await self._service.store.sessions(group.id)
             if known.over:
                 raise Conflict(f"session {sid!r} was closed", hint="use another id for another trajectory")
-            await self._resumed(known)
             if await self.bound.turns(known, caller):
                 raise Conflict(f"session {sid!r} exists, and has turns", hint="reset it, or use another id")
             return {"session_id": sid, "status": "created"}
@@ -119,7 +117,6 @@ class VerlProxy:
         the record, because verl's trainer trains on every reply in the record."""
         sid = _sid(request)
         session = await self.session(sid, caller)
-        await self._resumed(session)
         turns = await self.bound.turns(session, caller)
         common = {"created_at": session.created, "completed": session.over}
 
@@ -127,12 +124,6 @@ class VerlProxy:
             return {"session_id": sid, "turns": [*map(_turn, used_turns(turns))], **common}
 
         return await large_reply(self._service, record)
-
-    async def _resumed(self, session: SessionRow) -> None:
-        """Wait until a session that is not over takes calls, but at most RESUME_SECONDS. After a restart of the
-        service, a session has no turns until then: one write begins its new attempt, and another moves its turns."""
-        if not session.over:
-            await self._service.external.running(session.id, RESUME_SECONDS)
 
     async def complete(self, request: Request, caller: Principal) -> Any:
         """Close the session, so that its record is final. Repeating the request changes nothing."""

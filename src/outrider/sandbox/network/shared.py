@@ -89,8 +89,10 @@ class Lookups:
             with suppress(RuntimeError):  # the event loop has ended before the thread
                 loop.call_soon_threadsafe(ended)
 
-        self._running[key] = asyncio.wrap_future(thread)
+        # `end` is added before the callback of `wrap_future`. Otherwise a request just after the result would share the
+        # old result.
         thread.add_done_callback(end)
+        self._running[key] = asyncio.wrap_future(thread)
 
 
 class SharedNetwork:
