@@ -40,8 +40,7 @@ from outrider.service.admission import stored_group
 from outrider.service.placing import NodePlacement
 from outrider.service.retention import removed_run
 from outrider.service.retry_store import retry_store
-from outrider.sessions.attempt import Attempt, Node, NodeLost, session_result
-from outrider.sessions.external import continues_turns
+from outrider.sessions.attempt import Attempt, Node, NodeLost, continues_turns, session_result
 from outrider.spec import StoredGroupSpec, TaskSpec
 from outrider.store.queue import QueueKind
 from outrider.store.rows import SessionRow

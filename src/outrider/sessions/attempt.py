@@ -28,6 +28,8 @@ from outrider.trajectory import BranchPolicy, FrozenUse, HarnessExit, SessionRes
 
 RESERVED_PRIORITY = URGENT
 """A priority above every priority that a group can have."""
+LEASE_EXPIRED = "lease_expired"
+"""Code of a session's error after the loss of its service."""
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +91,13 @@ class AttemptStore(Protocol):
     async def turns(self, session_id: str, attempt: int, *, images: bool = False) -> list[Turn]: ...
     async def frozen_turns(self, session_id: str, attempt: int) -> dict[str, list[Turn]]: ...
     async def add_timeline(self, parts: Sequence[TimelinePart]) -> None: ...
+
+
+def continues_turns(session: SessionRow, task: TaskSpec) -> bool:
+    """Return True if the next attempt of an external session continues the turns of the attempts before. A remote agent
+    starts again after a failure, but continues after the loss of the service."""
+    error = session.last_error
+    return task.harness.remote is None or error is None or error.code == LEASE_EXPIRED
 
 
 class NodeLost(Exception):

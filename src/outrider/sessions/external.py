@@ -44,7 +44,15 @@ from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import NodeStats, ResourceStats
 from outrider.sessions.agent_service_calls import RemoteRunFailed
 from outrider.sessions.agent_services import AgentServices, FollowedRun, RunStore
-from outrider.sessions.attempt import Attempt, AttemptStore, Node, NodeLost, session_result, without_secrets
+from outrider.sessions.attempt import (
+    Attempt,
+    AttemptStore,
+    Node,
+    NodeLost,
+    continues_turns,
+    session_result,
+    without_secrets,
+)
 from outrider.sessions.blame import HARMFUL_SECONDS, Cause, End, Facts, Stage, decide
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.clock import Budget, Stopwatch
@@ -63,8 +71,6 @@ log = logging.getLogger("outrider.session")
 
 EXTERNAL = "external"
 """The name under which sessions, events and lists show the host of external sessions."""
-LEASE_EXPIRED = "lease_expired"
-"""Code of a session's error after the loss of its service."""
 MOST_SESSIONS = 10_000
 """Maximum number of external sessions at once. Further sessions wait in the queue."""
 
@@ -86,13 +92,6 @@ class AgentFailed(HarnessError):
 
     code = "agent_failed"
     retryable = False
-
-
-def continues_turns(session: SessionRow, task: TaskSpec) -> bool:
-    """Return True if the next attempt of an external session continues the turns of the attempts before. A remote agent
-    starts again after a failure, but continues after the loss of the service."""
-    error = session.last_error
-    return task.harness.remote is None or error is None or error.code == LEASE_EXPIRED
 
 
 class ExternalStore(AttemptStore, RunStore, Protocol):
