@@ -69,8 +69,8 @@ def restore_layers(source: int, folders: list[str]) -> None:
             os.lseek(source, 0, os.SEEK_SET)
             unpack(source, f"{number}/")
             os.fchdir(old)
-            os.chroot(".")  # `old` was opened before the change of the root, and so leads back.
-    except BaseException as error:  # The parent raises an error with this text, and this fork ends.
+            os.chroot(".")  # `old` was opened before the first chroot, so it leads back
+    except BaseException as error:  # the parent raises an error with this text, and this fork exits
         os.write(writer, f"{type(error).__name__}: {error}"[:4000].encode("utf-8", "replace"))
     finally:
         os._exit(0)
