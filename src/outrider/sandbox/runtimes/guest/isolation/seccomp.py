@@ -254,7 +254,7 @@ def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: b
       sockets, TCP sockets, and sockets for queries to the kernel.
     - `counted` means that memory_watch.py counts and limits memory. The calls of UNCOUNTED, and changes of a pipe's
       size, are then refused.
-    - `ipc` is false if the calls of HOST_WIDE are refused.
+    - Without `ipc`, the calls of HOST_WIDE are refused.
     """
     steps = [
         step(LOAD, AT_MACHINE),
