@@ -320,6 +320,6 @@ class SavesLayers(Protocol):
     """A runtime that can save every file written in a sandbox, for use in another sandbox."""
 
     async def save_layer(self, target: Path) -> None:
-        """Write the sandbox's writable layer into a new host file. Another sandbox can start from the file, which is
-        then its `SandboxContext.layer`."""
+        """Write the sandbox's writable layer into a new host file, for use as `SandboxContext.layer` of another
+        sandbox."""
         ...

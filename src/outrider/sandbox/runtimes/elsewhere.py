@@ -16,8 +16,8 @@ ELSEWHERE = ("e2b", "kubernetes")
 
 
 def is_set_up(kind: str, host: Host) -> bool:
-    """Return whether the operator has set up a kind. A variable sets up `e2b`. Settings set up `kubernetes`, because a
-    kubeconfig alone does not mean that the cluster is for sandboxes."""
+    """Return whether the operator has set up a kind. A variable with a key sets up `e2b`. Settings set up `kubernetes`,
+    because a kubeconfig alone does not mean that the cluster is for sandboxes."""
     return bool(environment("E2B_API_KEY")) if kind == "e2b" else host.pods != PodsConfig()
 
 

@@ -1,8 +1,7 @@
 """Limits of a sandbox, computed from its `resources`: the numbers for control groups, rlimits and the tool server.
 
 This module applies no limit itself. Invariant: each resource of every sandbox is bounded, even if no control group can
-be made. There are two exceptions without a control group: the processors, and the number of processes of a sandbox
-without its own user namespace.
+be made. There are two exceptions: CPU time, and the number of processes of a sandbox without its own user namespace.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ SHARES = {"RLIMIT_SIGPENDING": (16, 64), "RLIMIT_MSGQUEUE": (8, 0)}
 divided by the divisor, but at least the minimum. Linux's default for message queues is 800 KiB; an eighth of this holds
 one queue of the usual size."""
 COUNTED_BY_NAMESPACE = (5, 14)
-"""The first Linux version that counts the resources of `SHARES` per user namespace as well as per user. An older kernel
-has one count for all sandboxes. A lower limit for each sandbox would then not separate them, and they would only reach
-it earlier."""
+"""The first Linux version that counts the resources of `SHARES` per user namespace as well as per user. Older
+kernels have one count for all sandboxes, so a lower limit would not separate the sandboxes. They would only reach it
+earlier."""
 
 
 def counted_memory(resources: Resources, controllers: Container[str]) -> int:

@@ -1,5 +1,5 @@
-"""`Host`: the parts that all sandboxes and evaluators of one node share, such as a daemon's client and the folder of
-control groups.
+"""`Host` holds the parts that all sandboxes and evaluators of one node share, such as a daemon's client and the folder
+of control groups.
 
 This module manages only the parts' lifetimes. Invariant: a part is opened on first use. All parts are closed after the
 last sandbox has been stopped, in the reverse order of opening.
@@ -28,7 +28,7 @@ PREFIX = "outrider-"
 
 
 SWEEP_SECONDS = 60.0
-"""Time limit for removing the leftovers of dead nodes with one part (see `Host.sweep`)."""
+"""Time limit for the sweep of one part (see `Host.sweep`)."""
 
 
 class Host:

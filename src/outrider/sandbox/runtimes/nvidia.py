@@ -105,7 +105,7 @@ class NvidiaDriver:
         return GpuFiles(self._devices(names), self._libraries()) if names else GpuFiles()
 
     def _devices(self, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """Return the device files of these GPUs, and the files of CONTROL."""
+        """Return the device files of these GPUs, and those listed in CONTROL."""
         here = self.gpus()
         files = []
         for name in names:

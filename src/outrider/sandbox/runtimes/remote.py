@@ -41,7 +41,7 @@ HEAD = 5
 """Number of bytes before the data of a message in the tunnel: one byte for the message's kind, four for the client's
 number."""
 MOST_WAITING = 64 << 20
-"""Maximum bytes that wait in one buffer: from a client for the gateway, or for the tool server."""
+"""Maximum bytes that wait in one buffer, to be sent to the gateway or to the tool server."""
 UNBOUNDED = 1 << 62
 
 

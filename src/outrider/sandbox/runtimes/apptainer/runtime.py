@@ -89,8 +89,7 @@ class ApptainerRuntime:
 
 
 def _found() -> str:
-    """Return a description of the Apptainer and the limits that sandboxes get on this machine. Raises
-    RuntimeUnavailable."""
+    """Return a description of Apptainer, and of how this machine limits sandboxes. Raises RuntimeUnavailable."""
     found = APPTAINER.get()
     return f"apptainer {found.version} at {found.path}; limits by {limits_in_words(cgroups.find())}"
 
@@ -179,8 +178,8 @@ def check_owners(spec: RuntimeSpec, image: RootImage) -> None:
 
 
 def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:
-    """Return the image's path, and the environment variables that our image store lists for it. There are none if the
-    spec names a path. Blocks. Raises InvalidField, RuntimeUnavailable."""
+    """Return the image's path, and the environment variables that our image store lists for it (none if the spec names
+    a path). Blocks. Raises InvalidField, RuntimeUnavailable."""
     named = named_image(spec)
     if not named.startswith("/"):
         image = known_image(named)
@@ -209,8 +208,8 @@ def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, hosts: Path
 
 
 def with_apptainer(resources: Resources) -> Resources:
-    """Return the task's limits, raised by what Apptainer's own processes need. They are in the sandbox's control group
-    and belong to its user."""
+    """Return the task's limits, raised by what Apptainer's own processes need, because they share the sandbox's control
+    group and user."""
     memory = resources.most_memory_mb + OWN_MEMORY_MB
     return resources.model_copy(update={"pids": resources.pids + OWN_PROCESSES, "memory_mb": memory})
 

@@ -19,7 +19,7 @@ from outrider.spec import MEBIBYTE, Resources
 
 MAX_FILES = 1 << 16
 MAX_PROCESSES = 1 << 15
-"""Maximum number of processes of the container's user. Podman has the same default."""
+"""Maximum number of processes of the container's user. Podman has the same limit."""
 MIN_NANO_CPUS = 10_000_000
 """The smallest CPU limit that daemons accept, in billionths of a processor."""
 NEUTRAL = {"LD_PRELOAD": "", "LD_LIBRARY_PATH": "", "LD_AUDIT": "", "NVIDIA_VISIBLE_DEVICES": "void"}
@@ -28,8 +28,8 @@ not give the container GPUs either: CUDA images set NVIDIA_VISIBLE_DEVICES=all, 
 runtime is the daemon's default."""
 
 ROOT = ("DAC_OVERRIDE",)
-"""The capability of root in a container. Images may contain files of other users, or folders that root may not write to
-by their mode."""
+"""The only capability of root in a container with one user. Images may contain files of other users, and folders whose
+mode denies writing even to their owner."""
 MANY_USERS = (
     *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETPCAP", "SETUID"),
     "SYS_CHROOT",
@@ -63,8 +63,8 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
     def body(self, sized: bool) -> dict[str, Any]:
         """Return the JSON body. `sized` is true if the daemon can limit the size of a container's file system."""
         env = {**NEUTRAL, **self.env}
-        # Docker adds this variable only after the entries of this request, so the value `void` from NEUTRAL must be
-        # replaced here by the names of the GPUs.
+        # Docker appends its own value of this variable, which does not override `void` from NEUTRAL. So the names of
+        # the GPUs must replace `void` here.
         if plain := [name for name in self.gpus if "/" not in name]:
             env["NVIDIA_VISIBLE_DEVICES"] = ",".join(plain)
         host: dict[str, Any] = {

@@ -63,8 +63,8 @@ class ContainerEngine:
     libpod: bool = False
 
     def daemon(self, host: Host) -> ContainerDaemon:
-        """Make the part of a node's host that runs containers with this engine. `await host.part(engine.daemon)` calls
-        this method and enters the part."""
+        """Make the part of a node's host (see node_host.py) that runs this engine's containers. `await
+        host.part(engine.daemon)` calls this method and enters the part."""
         return ContainerDaemon(self, host)
 
     def find(self) -> Path:
@@ -273,8 +273,7 @@ class ContainerDaemon:
 
     async def sweep(self) -> int:
         """Remove the containers of dead nodes, and the containers of this node that no sandbox uses any more. Returns
-        the number of removed containers. Raises RuntimeFailure when the daemon does not respond. Called about once a
-        minute."""
+        the number of removed containers. Raises RuntimeFailure when the daemon does not respond."""
         try:
             listed = await self._api.labelled(NODE_LABEL)
         except self._error as error:

@@ -54,7 +54,7 @@ class DockerApi:
     DockerApiError."""
 
     def __init__(self, socket: Path) -> None:
-        # Each call has its own connection, because a call fails if the daemon is just closing the kept connection.
+        # A call on a reused connection fails if the daemon is just closing it, so each call has its own connection.
         self._connector = aiohttp.UnixConnector(str(socket), limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=CALL_SECONDS, sock_connect=CONNECT_SECONDS)
         self._session = aiohttp.ClientSession(connector=self._connector, timeout=timeout)

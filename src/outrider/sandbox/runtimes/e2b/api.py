@@ -31,7 +31,7 @@ PAGE = 100
 """Number of sandboxes in one page of a list. The service does not support larger pages."""
 MAX_PAGES = 1000
 NEXT_TOKEN = "x-next-token"
-"""Header of a list's page with the token of the next page. The last page has no such header."""
+"""Response header with the token of a list's next page. The last page lacks this header."""
 PORT_CLOSED = "port is not open"
 """Part of the message with which the service's proxy reports that a sandbox runs but no program listens on the
 requested port."""

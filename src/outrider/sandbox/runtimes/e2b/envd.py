@@ -277,7 +277,7 @@ class ProcessSocket:
         raise OSError("this machine has closed the connection")
 
     def close(self) -> None:
-        """Close this machine's side. Needed only if `run` was never called."""
+        """Close this object's end of the socket pair. Needed only if `run` was never called."""
         self._far.close()
 
 

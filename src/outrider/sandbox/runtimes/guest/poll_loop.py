@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import signal as _signal
     from collections.abc import Callable
 else:
-    import _signal  # importing `signal` would make the start half as long again
+    import _signal  # importing `signal` would lengthen the start by half
 
 POLL_READ = select.POLLIN | select.POLLHUP | select.POLLERR
 CHUNK = 1 << 18

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 else:
-    import _signal  # importing `signal` would make the start half as long again
+    import _signal  # importing `signal` would lengthen the start by half
 
 SIGINT, SIGKILL, SIGSTOP = _signal.SIGINT, _signal.SIGKILL, _signal.SIGSTOP
 OTHER_ERROR = 255

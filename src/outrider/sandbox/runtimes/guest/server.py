@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 else:
-    import _signal  # importing `signal` would make the start half as long again
+    import _signal  # importing `signal` would lengthen the start by half
 
 PR_SET_CHILD_SUBREAPER = 36
 SEARCH_SECONDS = 60

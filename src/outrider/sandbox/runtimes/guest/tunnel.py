@@ -1,5 +1,5 @@
-"""Forwards connections from 127.0.0.1 in a sandbox on another machine to the model gateway, through the host's
-connection.
+"""Forwards connections from 127.0.0.1 in a sandbox on another machine to the model gateway, through the connection to
+the host.
 
 The bytes of clients are sent as parts of the reply to one call of the host. The gateway's bytes come as calls
 `tunnel_data`. The host's end is `runtimes/remote.py`. Invariant: each client has its own number, and after the part

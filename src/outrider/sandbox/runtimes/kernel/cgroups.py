@@ -33,9 +33,9 @@ UNIFIED = ""
 CONTROLLERS = ("cpu", "memory", "pids")
 CPU_PERIOD = 100_000
 SOCKET_BYTES = 64 << 20
-"""Maximum bytes that the kernel may hold for the sockets of one sandbox. Only version 1 of control groups has this
-limit. It protects `net.ipv4.tcp_mem` and `udp_mem`, a tenth of the host's memory, which all sockets of the host share.
-When they are used up, all sockets slow down."""
+"""Maximum bytes that the kernel may hold for the sockets of one sandbox. A limit is needed because all sockets of the
+host share a tenth of its memory (`net.ipv4.tcp_mem` and `udp_mem`), and slow down when this is used up. Only version 1
+of control groups has this limit."""
 REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002
 OWN = "outrider-service"
@@ -152,7 +152,7 @@ class ControlGroup:
         """SIGKILL every current member. The CPU limit is lifted first, because exiting takes CPU time."""
         for folder in self.folders:
             for file, value in UNLIMITED_CPU.items():
-                with contextlib.suppress(OSError):  # the file is one of another version or controller
+                with contextlib.suppress(OSError):  # there is no such file for this version or controller
                     (folder / file).write_text(value)
             _kill_members(folder)
 
@@ -260,7 +260,7 @@ class Cgroups:
 
 
 def sweep() -> int:
-    """Remove the control groups of dead nodes, and kill the processes in them. Returns how many nodes this concerns.
+    """Remove the control groups of dead nodes, and kill the processes in them. Returns the number of these nodes.
     Blocks."""
     parents = find().parents
     names = {folder.name for parent in parents for folder in parent.glob(f"{PREFIX}*")}

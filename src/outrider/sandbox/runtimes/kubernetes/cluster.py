@@ -228,8 +228,7 @@ class PodCluster:
 
     async def sweep(self) -> int:
         """Remove the pods of ended nodes, the pods of this node that no sandbox uses, and pods that ended long ago.
-        Returns the number of removed pods. Raises RuntimeFailure when the server does not respond. Called about once a
-        minute."""
+        Returns the number of removed pods. Raises RuntimeFailure when the server does not respond."""
         try:
             found, _ = await self.api.list_pods(self.namespace, f"{APP_LABEL}={APP}")
         except KubeApiError as error:

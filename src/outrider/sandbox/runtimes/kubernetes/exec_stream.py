@@ -26,7 +26,7 @@ LAST = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CL
 PIECE = 1 << 16
 """Maximum bytes of one message, because proxies before API servers refuse large messages."""
 PING_SECONDS = 20.0
-"""Seconds between pings. They are needed because load balancers cut connections that have been silent for a minute."""
+"""Seconds between pings. Load balancers cut connections that are silent for a minute."""
 SILENCE_SECONDS = 120.0
 """If neither output nor a reply to a ping arrives for this many seconds, the connection counts as broken. A ping's
 reply is late while the command does not read its input."""

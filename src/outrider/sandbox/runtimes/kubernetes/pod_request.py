@@ -44,7 +44,7 @@ COPY_MODULE = "outrider.sandbox.runtimes.kubernetes.copy_tools"
 OWN = "own"
 """Name of the volume with folders to which a user other than root may write."""
 OWN_HOME = "/home/outrider"
-"""Home folder of that user."""
+"""Home folder of a user other than root."""
 
 
 def pod_name(node: str, sandbox: str) -> str:

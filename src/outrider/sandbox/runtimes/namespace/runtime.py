@@ -249,7 +249,7 @@ def _has_python(root: Root) -> bool:
 async def _end(child: Child, group: ControlGroup) -> None:
     """Kill the first process and wait for its exit. The kernel kills all others with it.
 
-    The first process exits only after all others. If there are many and CPU time is limited, this takes long. So after
+    The first process exits only after all others. With many processes and little CPU time, this takes long. So after
     DEATH_SECONDS they are killed one by one, without the CPU limit."""
     child.kill()
     while not await child.ends_within(DEATH_SECONDS):

@@ -2,7 +2,7 @@
 
 A runtime with a tool server has one async context manager `launch(spec, context)`. It makes the sandbox, starts the
 tool server inside, and yields a `RunningServer`. Leaving the context undoes all steps. Invariant: when `undone` returns
-or raises, the undoing of its step has ended, even after a cancellation.
+or raises, its `step` has ended, even after a cancellation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BRIDGE_URL = f"http://127.0.0.1:{BRIDGE_PORT}"
 HOME = "/root"
 """The home folder in a sandbox that has its own root file system."""
 GATEWAY = "gateway"
-"""Name of the gateway's socket. Its folder is mounted in a sandbox."""
+"""Name of the gateway's socket in the folder that is mounted in a sandbox."""
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
 
@@ -89,9 +89,8 @@ def died_inside(tools: ToolClient, group: ControlGroup | None, *, killable: bool
     """Return whether programs in the sandbox ended the tool server, judged by the server's control group and its log.
 
     Usually the server is the first process of a pid namespace, so programs inside cannot kill it by a signal. If they
-    ended it, its log has the reason or the sandbox's memory ran out. If `killable`, the server is not the first
-    process: programs can kill it by a signal, and then the log is empty. If the host's memory ran out, the cause is
-    outside."""
+    ended it, its log has the reason or the sandbox's memory ran out. A `killable` server is not the first process:
+    programs can kill it by a signal, and its log is then empty. If the host's memory ran out, the cause is outside."""
     if group is not None and group.ran_out():
         return True
     starved = group is not None and group.starved()
@@ -217,7 +216,7 @@ def connection(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket, 
 
 
 async def undone(sandbox: str, step: Callable[[], Awaitable[object]]) -> None:
-    """Run `step`, which undoes a step of a launch, to its end, even if the caller is cancelled meanwhile.
+    """Run `step`, which undoes part of a launch, to its end, even if the caller is cancelled meanwhile.
 
     A failure is logged and not raised, because `Runtime.stop` never raises, and the launch's other steps must be undone
     too."""

@@ -56,8 +56,8 @@ PTS_OPTIONS = "newinstance,ptmxmode=0666,mode=620,max=128"
 """`max` is needed because all sandboxes share the host's maximum of some thousands of terminals."""
 IPC_BYTES = 64 << 20
 IPC_COUNTS = {"shmmni": "256", "sem": "250 32000 32 128", "msgmni": "16"}
-"""Maximum numbers of segments, semaphores and queues: Linux's old defaults. The segments' pages are limited by
-IPC_BYTES. Everything else then takes less than 3 MiB for each of the three."""
+"""Maximum numbers of segments, semaphores and queues: Linux's old defaults. Each of the three then takes less than 3
+MiB, apart from the segments' pages, which IPC_BYTES limits."""
 WATCHES_SHARE, MIN_WATCHES = 16, 1024
 """A sandbox may have 1/WATCHES_SHARE of a user's maximum of inotify watches, and at least MIN_WATCHES."""
 INOTIFY_MAX = 32
@@ -181,7 +181,7 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     # one.
     proc = syscalls.new_mount("proc", PROC_MOUNT)
     os.chdir(f"{base}/root")
-    syscalls.pivot_root(".", ".")  # mounts the old root over the new one
+    syscalls.pivot_root(".", ".")  # mounts the old root over the new one, at the same path
     syscalls.detach(".")
     os.chdir("/")
     give_owners(owners, plan)
@@ -270,7 +270,7 @@ def make_proc(proc: int) -> None:
     make_root_folder("/proc")
     syscalls.attach(proc, "/proc")
     write("/proc/sys/user/max_inotify_instances", str(INOTIFY_MAX))
-    with open("/proc/sys/fs/inotify/max_user_watches") as file:  # the limit of one user
+    with open("/proc/sys/fs/inotify/max_user_watches") as file:
         write("/proc/sys/user/max_inotify_watches", str(max(int(file.read()) // WATCHES_SHARE, MIN_WATCHES)))
 
 
