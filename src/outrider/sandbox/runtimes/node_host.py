@@ -24,7 +24,7 @@ from outrider.sandbox.runtimes.kernel.process_marks import started
 P = TypeVar("P")
 
 PREFIX = "outrider-"
-"""Prefix of every node's name, and thereby of its folders, control groups and labels."""
+"""Prefix of the names of every node and of its folders, control groups and labels."""
 
 
 SWEEP_SECONDS = 60.0

@@ -28,8 +28,8 @@ PART_MIN = 1 << 10
 """Each part of a reply counts as at least this many bytes against a limit, because many small parts cost more than
 their bytes."""
 STRAY_MAX = 64 << 20
-"""Maximum bytes that the server may send for calls that no longer wait for a reply, such as parts sent before the
-server received a cancellation. The count restarts with each expected reply."""
+"""Maximum bytes of unexpected replies, such as parts that the server sent before it received a cancellation. The count
+restarts with each expected reply."""
 TEXT_MAX = 4096
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """Errors of decoding: for data of a wrong type, text that is not UTF-8, and deep nesting."""

@@ -43,8 +43,8 @@ READ_ONLY_IN_PROC = ("bus", "fs", "irq", "sys", "sysrq-trigger")
 """Entries of /proc that are read-only in the sandbox. Their files belong to the host's root, who may write to them
 without any capability. If the node runs as the host's root, so do the sandbox's programs."""
 COVERED_IN_PROC = ("acpi", "kcore", "keys", "latency_stats", "sched_debug", "scsi", "timer_list")
-"""Entries of /proc that are covered in the sandbox, because they reveal facts about the host. Container engines cover
-them too."""
+"""Entries of /proc that an empty file or folder covers in the sandbox, because they reveal facts about the host.
+Container engines cover them too."""
 PLAIN_MOUNT = syscalls.MS_NOSUID | syscalls.MS_NODEV
 SHOWN_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV
 DEVICE_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NOEXEC
