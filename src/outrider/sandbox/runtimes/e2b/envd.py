@@ -35,7 +35,7 @@ from outrider.sandbox.runtimes.e2b.api import (
 )
 
 USER = "root"
-"""The user of all processes in a sandbox. It may be root, because an E2B sandbox is a separate virtual machine."""
+"""The user of all processes in a sandbox. It may be root, because an E2B sandbox is a separate machine."""
 PIECE = 1 << 20
 """Maximum bytes of the input in one call."""
 MAX_FRAME = 16 << 20

@@ -1,9 +1,9 @@
 """Lists the file systems mounted on this machine, as seen by this process. It mounts nothing.
 
 A host folder that is shown in a sandbox may contain mounts, here called inner mounts. A container engine that mounts
-the folder read-only makes its inner mounts writable. An overlay over the folder leaves them out. Therefore each inner
-mount must be mounted again at its own path. Invariant: in the results, an inner mount has the same position relative to
-its folder.
+the folder read-only also mounts the inner mounts, but writable. An overlay over the folder leaves them out. Therefore
+each inner mount must be mounted again at its own path. Invariant: an inner mount keeps its position relative to its
+folder.
 """
 
 from __future__ import annotations

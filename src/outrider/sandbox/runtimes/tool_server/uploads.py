@@ -73,7 +73,7 @@ def open_plain(path: Path) -> tuple[int, int]:
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[int]:
     """Yield a descriptor that identifies the file but cannot read it (O_PATH). Only the last part of the path may be a
-    link. An OSError that the block raises becomes a RuntimeFailure."""
+    link. Raises RuntimeFailure, also instead of an OSError that the block raises."""
     *folders, name = path.parts[1:] or ["."]
     steps = [*((folder, FLAGS | os.O_DIRECTORY) for folder in folders), (name, FLAGS)]
     held = os.open("/", FLAGS)

@@ -120,7 +120,7 @@ def names_in(fd: int) -> list[str]:
 def walk(descent: Descent, above: str) -> Iterator[tuple[str, str]]:
     """Yield a name and a path for each file and folder below the current folder of `descent`, parents before children.
     The name is relative to the folder that is current at that moment. The path begins with `above`. If another process
-    moves a folder so that `..` fails, the walk ends."""
+    moves a folder so that `..` leads elsewhere, the walk ends."""
     # There is no recursion, because a tree may be deeper than Python's stack.
     levels = [(names_in(descent.fd), len(above))]
     while levels:
