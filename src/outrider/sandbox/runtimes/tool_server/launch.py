@@ -98,7 +98,7 @@ def died_inside(tools: ToolClient, group: ControlGroup | None, *, killable: bool
 
 
 class ToolServerSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration of a tool server, sent in its first call.
+    """The configuration of a tool server, sent before any program runs.
 
     - `files` and `folders` are made before any program runs.
     - `bridge_port` is a port in the sandbox. Connections to it are forwarded to the gateway's socket, `bridge_socket`.
