@@ -1,8 +1,8 @@
-"""The runtime interface: one sandbox, started once and stopped exactly once.
+"""The interface of a runtime. A runtime is one sandbox, started once and stopped exactly once.
 
-The interface involves neither models nor rewards. Paths inside the sandbox are POSIX paths, absolute or relative to
-the working directory. Invariant: after `stop` returns, no process of the sandbox is alive and no file of the sandbox
-is left on the host.
+The interface involves neither models nor rewards. Paths inside the sandbox are POSIX paths, absolute or relative to the
+working directory. Invariant: after `stop` returns, no process of the sandbox is alive and no file of the sandbox is
+left on the host.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ GIT_ENVIRONMENT = {
 class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters that a node passes to a new sandbox.
 
-    `session_id` and `attempt` identify the sandbox. `directory` is a private directory of the host, which exists and is
-    empty; the node removes the directory after `stop`. `host` holds the parts shared by all sandboxes of the node, and
-    is open while any sandbox runs. `gateway_url` and `gateway_socket` are the model gateway's addresses on the host.
-    `mounts` are host folders to mount read-only at the same path inside (the harness programs). `layer` is the start
-    state: the file written by `save_layer` of another sandbox of the same spec, or None for a new sandbox. Only a
-    `SavesLayers` runtime receives a layer. `gpus` are the names, as in the setting `sandboxes.gpus`, of the GPUs that
-    only this sandbox may use. The tuple is empty unless the kind has `gives_gpus`. `ahead` is True for a sandbox that
-    no session waits for.
+    - `session_id` and `attempt` identify the sandbox.
+    - `directory` is a private, empty directory on the host. The node removes it after `stop`.
+    - `host` holds the parts that all sandboxes of the node share. It is open while any sandbox runs.
+    - `gateway_url` and `gateway_socket` are the model gateway's addresses on the host.
+    - `mounts` are host folders with harness programs, to mount read-only at the same path inside.
+    - `layer` is a file that `save_layer` of another sandbox of the same spec wrote. The new sandbox starts with its
+      contents. Only a `SavesLayers` runtime receives a layer.
+    - `gpus` are the GPUs that only this sandbox may use, named as in the setting `sandboxes.gpus`. The tuple is empty
+      unless the kind has `gives_gpus`.
+    - `ahead` is True for a sandbox that is started before any session needs it.
     """
 
     session_id: str
@@ -67,9 +69,9 @@ class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Exit code and outputs of a command. `exit_code` is None when the command was killed for its time limit
-    (`timed_out`), and 128 + N when signal N killed the command. Outputs are raw bytes, truncated in the middle past
-    MAX_OUTPUT."""
+    """Exit code and outputs of a command. `exit_code` is None if the command reached its time limit and was killed
+    (`timed_out`), and 128 + N if signal N killed the command. Outputs are raw bytes. The middle of an output longer
+    than MAX_OUTPUT is cut out."""
 
     exit_code: int | None
     stdout: bytes
@@ -78,8 +80,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
     def log_tail(self, *, limit: int = LOG_TAIL) -> str:
-        """Return the last `limit` bytes of stdout and stderr, stdout first; each stream may use the space left free by
-        the other."""
+        """Return the last `limit` bytes of stdout and stderr, stdout first. Each stream gets half of the limit, plus
+        what the other stream leaves free."""
         out, err = self.stdout.rstrip(), self.stderr.rstrip()
         err = err[-max(limit // 2, limit - len(out)) :]
         room = limit - len(err)
@@ -88,8 +90,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SandboxProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process in a sandbox. `pid` and `parent` are ids of the sandbox's own. Times are seconds since the epoch; `end`
-    is None while the process lives. `exit_code` is known only for children of the tool server."""
+    """A process in a sandbox. `pid` and `parent` are process ids as seen inside the sandbox. Times are seconds since
+    the epoch; `end` is None while the process lives. `exit_code` is known only for children of the tool server."""
 
     pid: int
     parent: int
@@ -100,15 +102,15 @@ class SandboxProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Display(msgspec.Struct, frozen=True):
-    """A rich result of an interpreter's input. `data` holds the result's forms by MIME type: images as bytes, all other
-    forms (JSON too) as text. A `text/plain` form is in the output as well."""
+    """A rich result of interpreter input, such as a plot. `data` holds the result in one or more formats, by MIME type:
+    images as bytes, all other formats (JSON too) as text. A `text/plain` format is also part of the output."""
 
     data: dict[str, str | bytes]
 
 
 class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
     """Output of one shell or interpreter input, stdout and stderr merged in order. `displays` are IPython's rich
-    results, at most 8 MiB together. A note replaces a form that does not fit."""
+    results, at most 8 MiB together. Data that does not fit is replaced by a note."""
 
     output: str
     exit_code: int | None
@@ -123,8 +125,8 @@ ShellKind = Literal["bash", "python", "ipython"]
 class Shell(Protocol):
     """A live bash, Python or IPython that keeps its state between calls.
 
-    `run` raises RuntimeFailure when the shell is gone. On a time limit the running job is killed and the shell stays
-    usable.
+    `run` raises RuntimeFailure when the shell is gone. When `run` reaches its time limit, the running job is killed and
+    the shell stays usable.
     """
 
     async def run(self, text: str, *, seconds: float) -> ShellResult: ...
@@ -132,7 +134,7 @@ class Shell(Protocol):
 
 
 class NoShell(RuntimeFailure):
-    """The sandbox has no interpreter of that `kind`, or an agent has made the interpreter unusable."""
+    """Raised when the sandbox has no interpreter of that `kind`, or when an agent has made the interpreter unusable."""
 
     def __init__(self, kind: ShellKind, *, hint: str, log_tail: str | None) -> None:
         name = "IPython" if kind == "ipython" else "Python"
@@ -141,11 +143,11 @@ class NoShell(RuntimeFailure):
 
 
 class PatchConflict(ValueError):
-    """A patch does not apply, and no file was changed. The error's text is the output of git."""
+    """Raised when a patch does not apply. No file was changed. The message is the output of git."""
 
 
 class Availability(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a check of this machine: `ok`, and a description of the feature or of the missing part."""
+    """Result of a check of this machine. `detail` describes the feature, or the missing part if `ok` is False."""
 
     ok: bool
     detail: str
@@ -153,7 +155,7 @@ class Availability(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def found(cls, describe: Callable[[], str]) -> Availability:
-        """Return an availability that is `ok`. Its detail is the text that `describe` returns. If `describe` raises
+        """Return an availability whose detail is the text that `describe` returns. If `describe` raises
         RuntimeUnavailable, the availability is not `ok`, and has the error's message and hint."""
         try:
             return cls(ok=True, detail=describe())
@@ -162,15 +164,18 @@ class Availability(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RuntimeKind(Protocol):
-    """A kind of sandbox, as named by `task.runtime.kind`: any object with these methods. With class methods, a class
-    may be both the kind and the `Runtime` that the kind creates.
+    """A kind of sandbox, as named by `task.runtime.kind`. Any object with these methods is a kind. A class whose
+    methods are class methods can be both the kind and its `Runtime`.
 
-    Six attributes are optional. `shows_mounts` is False for a kind whose programs cannot see the folders of
-    `SandboxContext.mounts`. `saves_layers` is True for a kind whose sandboxes implement `SavesLayers`. `gives_gpus` is
-    True for a kind whose programs can use exactly the GPUs of `SandboxContext.gpus`. `uses_image_store` is True for a
-    kind whose images are those of `outrider image`. `filters_network` is True for a kind whose programs reach nothing
-    but `SandboxContext.gateway_socket`, at BRIDGE_URL. `part` exists for a kind whose sandboxes run elsewhere: it is
-    the class of the shared part that a node's host opens for this kind (see `Host.part`).
+    A kind may have these attributes:
+
+    - `shows_mounts` is False if programs in the sandbox cannot see the folders of `SandboxContext.mounts`.
+    - `saves_layers` is True if the sandboxes implement `SavesLayers`.
+    - `gives_gpus` is True if programs can use exactly the GPUs of `SandboxContext.gpus`.
+    - `uses_image_store` is True if the images are those of `outrider image`.
+    - `filters_network` is True if programs reach nothing but `SandboxContext.gateway_socket`, at BRIDGE_URL.
+    - `part` is the class whose object all sandboxes of a node share (see `Host.part`). A kind has this attribute if its
+      sandboxes run on other machines.
     """
 
     def create(self, spec: RuntimeSpec, context: SandboxContext) -> Runtime:
@@ -182,8 +187,8 @@ class RuntimeKind(Protocol):
         ...
 
     def check_spec(self, spec: RuntimeSpec) -> None:
-        """Check a spec before the task is stored. Raises InvalidField, naming the field, if this kind cannot fulfil
-        the spec. Blocks for a check of a few files."""
+        """Check a spec before the task is stored. Raises InvalidField, naming the field, if this kind cannot fulfil the
+        spec. Blocks briefly, because a few files are checked."""
         ...
 
 
@@ -191,8 +196,8 @@ class Runtime(Protocol):
     """One sandbox. Every method raises RuntimeFailure when the sandbox is broken or stopped.
 
     `endpoint` is the base URL (no trailing slash) of the model gateway for programs inside, valid after `start`.
-    `scratch` is the path of a folder in the sandbox for files that do not belong to the task. `start` leaves nothing
-    behind when it raises. `stop` is idempotent, never raises, and makes a concurrent `start` fail.
+    `scratch` is a folder in the sandbox for files that do not belong to the task. If `start` raises, it leaves nothing
+    behind. `stop` is idempotent, never raises, and makes a concurrent `start` fail.
     """
 
     endpoint: str
@@ -210,7 +215,7 @@ class Runtime(Protocol):
         merged: bool = False,
         seconds: float,
     ) -> ExecResult:
-        """Run a command to its end. A string is run by `bash -c`, or by `sh -c` in a sandbox without bash; a sequence
+        """Run a command to its end. A string is run by `bash -c`, or by `sh -c` in a sandbox without bash. A sequence
         is executed directly. With `merged`, stderr is in `stdout`, in the order of writing. When the command exceeds
         `seconds`, or the caller is cancelled, the command and all its descendants are killed."""
         ...
@@ -220,9 +225,10 @@ class Runtime(Protocol):
         ...
 
     async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
-        """Return a file's bytes. Raises FileNotFoundError (also if a parent of the path is a file) and
-        IsADirectoryError. Raises RuntimeFailure for a file of more than `limit` bytes and, if `follow` is false, for a
-        symbolic link."""
+        """Return a file's bytes.
+
+        Raises FileNotFoundError (also if a parent of the path is a file) and IsADirectoryError. Raises RuntimeFailure
+        for a file of more than `limit` bytes. If `follow` is false, raises RuntimeFailure for a symbolic link."""
         ...
 
     async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
@@ -230,15 +236,15 @@ class Runtime(Protocol):
         ...
 
     async def glob(self, pattern: str, *, limit: int = MAX_PATHS) -> list[str]:
-        """Return the matching paths, sorted. The rules are those of Python's `glob.glob(pattern, recursive=True)`: a
-        relative pattern gives relative paths, and a hidden name matches only a part of the pattern that begins with a
-        dot. `**` does not follow symbolic links. Raises RuntimeFailure for more than `limit` paths."""
+        """Return the matching paths, sorted, as Python's `glob.glob(pattern, recursive=True)` does. A relative pattern
+        gives relative paths. A hidden name matches only if that part of the pattern begins with a dot too. Unlike in
+        Python, `**` does not follow symbolic links. Raises RuntimeFailure for more than `limit` paths."""
         ...
 
     async def patch(self, text: str | bytes, *, cwd: str | None = None) -> None:
-        """Apply a unified diff to the files below `cwd` by `git apply`: completely or not at all. Raises PatchConflict
-        if the patch does not apply or is too large, and RuntimeFailure if git fails. If the sandbox has no git, the
-        error has a hint."""
+        """Apply a unified diff to the files below `cwd` with `git apply`, completely or not at all. Raises
+        PatchConflict if the patch does not apply or is too large. Raises RuntimeFailure if git fails, with a hint if
+        the sandbox has no git."""
         ...
 
     async def upload(self, source: Path, target: str) -> None:
@@ -248,18 +254,18 @@ class Runtime(Protocol):
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
         """Write a tar archive of the given paths into the new host file `target`.
 
-        Files that are missing, vanish during the call or may not be read are left out. With `alone`, every other
-        process of the sandbox is killed first, live shells too, so that no process changes the files during the copy.
-        Raises RuntimeFailure, and leaves no file, when a file cannot be read for lack of a resource, or the archive
-        exceeds the maximum size."""
+        Files that are missing, unreadable or deleted during the call are left out. With `alone`, every other process of
+        the sandbox is killed first, live shells too, so that no process changes the files during the copy. If a file
+        cannot be read for lack of a resource, or the archive exceeds the maximum size, the call raises RuntimeFailure
+        and leaves no file."""
         ...
 
     async def restore(self, archive: Path, paths: Sequence[str]) -> None:
-        """Bring `paths` to their state in another sandbox, whose `snapshot` is the host file `archive`.
+        """Make `paths` as they were in another sandbox, of which `snapshot` wrote the host file `archive`.
 
-        Files that exist at `paths` are removed first, and nothing of the archive is written anywhere else. An agent
-        may have crafted the archive. Therefore devices, sockets, pipes and links that lead out of `paths` are left
-        out, except links to the system's folders."""
+        Files that exist at `paths` are removed first. Nothing is written outside `paths`. An agent may have crafted the
+        archive. Therefore devices, sockets, pipes and links that lead out of `paths` are skipped, except links to the
+        system's folders."""
         ...
 
     async def stop(self) -> None: ...
@@ -270,8 +276,8 @@ class TellsCause(Protocol):
     """A runtime that can detect whether a sandbox was broken from inside."""
 
     async def broken_inside(self) -> bool:
-        """Return whether programs inside broke the sandbox. Returns False for a working, unstarted or stopped sandbox,
-        after a failure of the host's own part, and when the cause cannot be determined."""
+        """Return whether programs inside broke the sandbox. Returns False for a working, unstarted or stopped sandbox.
+        Also returns False if the host's own part failed, and if the cause cannot be determined."""
         ...
 
 
@@ -287,14 +293,14 @@ class ListsProcesses(Protocol):
     """A runtime that lists the processes that its programs have started."""
 
     async def processes(self) -> list[SandboxProcess]:
-        """Return the processes that began, ended or changed their command line since the last call, each in its newest
-        state. Processes that ran for a short time may be missing. Raises RuntimeFailure."""
+        """Return the processes that began, ended or changed their command line since the last call, each with its
+        latest state. Short-lived processes may be missing. Raises RuntimeFailure."""
         ...
 
 
 @runtime_checkable
 class TellsImage(Protocol):
-    """A runtime whose image may be replaced by another image of the same name while the service runs."""
+    """A runtime that can detect whether its image's name now refers to a different image."""
 
     async def image_is_current(self) -> bool:
         """Return whether a sandbox started now would have the same image. Raises RuntimeFailure."""
@@ -303,17 +309,17 @@ class TellsImage(Protocol):
 
 @runtime_checkable
 class QueuesStarts(Protocol):
-    """A runtime whose `start` may wait until another system has room, or until its turn."""
+    """A runtime whose `start` may wait in a queue, or until the service that runs its sandboxes has room."""
 
     def queued_seconds(self) -> float:
-        """Return the seconds, up to now, for which the start has waited for the other system. No time limit counts
-        these seconds."""
+        """Return how many seconds the start has waited so far. No time limit includes these seconds."""
         ...
 
 
 class SavesLayers(Protocol):
-    """A runtime that can copy every file written in a sandbox into another sandbox."""
+    """A runtime that can save every file written in a sandbox, for use in another sandbox."""
 
     async def save_layer(self, target: Path) -> None:
-        """Write the writable layer into a new host file, for `SandboxContext.layer` of another sandbox."""
+        """Write the sandbox's writable layer into a new host file, for use as `SandboxContext.layer` of another
+        sandbox."""
         ...

@@ -14,13 +14,13 @@ import msgspec
 from outrider.concurrency.events import Feed
 
 MOST_CHARACTERS = 1000
-"""Maximum number of characters of a command that are announced."""
+"""Maximum number of characters of a command in an announcement. Longer commands are cut."""
 
 
 class CommandRun(msgspec.Struct, frozen=True, kw_only=True):
     """A command that a sandbox runs, or an input of a live shell. `number` is unique in the sandbox. Times are seconds
-    since the epoch; `end` is None while the command runs. `exit_code` is also None for a command that was killed for
-    its time limit or whose caller was cancelled."""
+    since the epoch; `end` is None while the command runs. `exit_code` is None while the command runs, when the command
+    was killed for its time limit, and when its caller was cancelled."""
 
     number: int
     text: str
@@ -38,8 +38,8 @@ class CommandFeed(Feed[CommandRun]):
 
     @contextmanager
     def running(self, text: str) -> Iterator[Callable[[int | None], None]]:
-        """Publish a command that begins and ends with the block. The block calls the yielded function with the
-        command's exit code."""
+        """Publish that a command begins when the block is entered, and that it ends when the block is left. The block
+        passes the command's exit code to the yielded function."""
         self._begun += 1
         command = CommandRun(number=self._begun, text=text[:MOST_CHARACTERS], start=time.time())
         code: int | None = None

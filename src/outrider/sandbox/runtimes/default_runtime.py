@@ -1,4 +1,4 @@
-"""The default runtime of `outrider demo` and `outrider harness check`. A task without a runtime has the default of
+"""The default runtime of `outrider demo` and `outrider harness check`. Tasks do not use it: their default is that of
 `RuntimeSpec.kind`. Runtimes are looked up by name, so this module imports none."""
 
 from __future__ import annotations

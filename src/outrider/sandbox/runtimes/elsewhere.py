@@ -1,4 +1,4 @@
-"""The kinds whose sandboxes run on other machines. Such a sandbox outlives a node that is killed.
+"""The kinds whose sandboxes run on other machines. Such a sandbox keeps running when its node is killed.
 
 Invariant: a kind that the operator has not set up is not imported.
 """
@@ -16,14 +16,14 @@ ELSEWHERE = ("e2b", "kubernetes")
 
 
 def is_set_up(kind: str, host: Host) -> bool:
-    """Return whether the operator has set up a kind: `e2b` by a variable, `kubernetes` by settings, because a
-    kubeconfig alone does not mean that the cluster is for sandboxes."""
+    """Return whether the operator has set up a kind. A variable with a key sets up `e2b`. Settings set up `kubernetes`,
+    because a kubeconfig alone does not mean that the cluster is for sandboxes."""
     return bool(environment("E2B_API_KEY")) if kind == "e2b" else host.pods != PodsConfig()
 
 
 async def join_services(host: Host) -> None:
-    """Connect to the services that are set up, and remove the sandboxes of this machine's dead nodes there. The sweeps
-    of the host repeat the removal. Raises RuntimeFailure."""
+    """Connect to the services that are set up. Each connection removes the sandboxes that this machine's dead nodes
+    left at the service, and `Host.sweep` later repeats the removal. Raises RuntimeFailure."""
     for kind in ELSEWHERE:
         if is_set_up(kind, host):
             await host.part(resolve("runtime", kind).part)

@@ -1,7 +1,7 @@
 """Limits of a sandbox, computed from its `resources`: the numbers for control groups, rlimits and the tool server.
 
-This module applies no limit itself. Invariant: each resource is bounded for every sandbox, even where no control group
-can be made. The exceptions are processors, and the number of processes of a sandbox that shares the host's users.
+This module applies no limit itself. Invariant: each resource of every sandbox is bounded, even if no control group can
+be made. There are two exceptions: CPU time, and the number of processes of a sandbox without its own user namespace.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ number."""
 MAX_OPEN_FILES = 1 << 16
 SHARES = {"RLIMIT_SIGPENDING": (16, 64), "RLIMIT_MSGQUEUE": (8, 0)}
 """Resources that the kernel bounds per user. Each value is a divisor and a minimum: a sandbox gets the user's limit
-divided by the divisor, but at least the minimum. An eighth of Linux's default of 800 KiB for messages is one queue of
-the usual size."""
+divided by the divisor, but at least the minimum. Linux's default for message queues is 800 KiB; an eighth of this holds
+one queue of the usual size."""
 COUNTED_BY_NAMESPACE = (5, 14)
-"""First Linux version that counts the resources of `SHARES` per user namespace as well as per user. On an older kernel
-all sandboxes share one count: a lower limit for each would not separate them, and would only be reached earlier."""
+"""The first Linux version that counts the resources of `SHARES` per user namespace as well as per user. Older
+kernels have one count for all sandboxes, so a lower limit would not separate the sandboxes. They would only reach it
+earlier."""
 
 
 def counted_memory(resources: Resources, controllers: Container[str]) -> int:
-    """Return the maximum bytes of memory for all programs of the sandbox together, which the tool server enforces (see
-    guest/memory_watch.py). Returns 0 where a control group enforces the limit."""
+    """Return the maximum bytes of memory for all programs of the sandbox together. The tool server enforces this limit
+    (see guest/memory_watch.py). Returns 0 if a control group enforces it."""
     return 0 if "memory" in controllers else resources.most_memory_mb * MEBIBYTE
 
 
 def rlimits(resources: Resources, controllers: Container[str], *, own_users: bool = False) -> dict[str, int]:
-    """Return the limits of each single process. Keys are the limits' names in `resource`, such as `RLIMIT_DATA`. Only
-    resources that no control group limits for the whole sandbox have an entry.
+    """Return the limits of each single process. Keys are the names of limits in the module `resource`, such as
+    `RLIMIT_DATA`. A limit that a control group enforces for the whole sandbox is left out.
 
     `own_users` is true if the sandbox has a user namespace. Without a user namespace the kernel counts all processes of
     the user on the host, so the number of processes cannot be limited."""
@@ -57,8 +58,8 @@ def rlimits(resources: Resources, controllers: Container[str], *, own_users: boo
 
 def shared_limits() -> dict[str, int]:
     """Return the limits of resources that all processes of a user share: timers of `timer_create` and queued signals,
-    and bytes of POSIX message queues. Each sandbox has its own part, so no agent can exhaust the resources of the
-    others."""
+    and bytes of POSIX message queues. Each sandbox gets its own share, so an agent cannot exhaust the resources of
+    other sandboxes."""
     return {
         name: min(max(own // share, least), own)
         for name, (share, least) in SHARES.items()
@@ -72,11 +73,11 @@ def kernel_version() -> tuple[int, int]:
 
 
 def open_files(soft: int, hard: int) -> int:
-    """Return the number of descriptors that a program may have open, from the soft and hard limits of this process.
+    """Return the number of descriptors that a program may have open. `soft` and `hard` are the limits of this process.
 
-    The kernel refuses to send a descriptor over a socket when the user has more descriptors in flight than the sending
-    process may have open. A program gets half of the node's own limit, so that the sandboxes' descriptors in flight
-    never keep the node from sending descriptors."""
+    Descriptors that were sent over a socket and not yet received count against the user. The kernel refuses to send
+    another if there are more of them than the sending process may have open. A program gets half of the node's own
+    limit, so the sandboxes' unreceived descriptors never stop the node from sending."""
     soft, hard = (MAX_OPEN_FILES * 2 if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
     return max(min(MAX_OPEN_FILES, soft // 2), min(MIN_OPEN_FILES, hard))
 
@@ -84,8 +85,8 @@ def open_files(soft: int, hard: int) -> int:
 def writable_bounds(resources: Resources) -> tuple[int, int]:
     """Return the maximum (bytes, number of files) that may be written.
 
-    In the sandboxes that use these bounds, files live in memory. If a task bounds its memory, files may take only a
-    part of this memory, so that a full disk is an error and does not kill all programs."""
+    The sandboxes that use these bounds keep their files in memory. If a task limits its memory, files may take only a
+    part of that memory. Then a full disk is an error and does not kill all programs."""
     size = resources.disk_mb * MEBIBYTE
     if resources.memory_mb is not None:
         size = min(size, round(resources.memory_mb * MEBIBYTE * FILES_SHARE_OF_MEMORY))
@@ -93,7 +94,7 @@ def writable_bounds(resources: Resources) -> tuple[int, int]:
 
 
 def limits_in_words(hierarchies: Hierarchies) -> str:
-    """Return a description, for people, of the limits in force on this machine."""
+    """Return a description, for people, of how this machine limits sandboxes."""
     missing = [name for name in CONTROLLERS if name not in hierarchies.folders]
     instead = {
         "cpu": "cpus not limited",

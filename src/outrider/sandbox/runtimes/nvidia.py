@@ -2,8 +2,8 @@
 engine.
 
 The driver's state is read from files only: no library of the driver is loaded, and no GPU is opened. The file formats
-are taken from other programs that parse them, and were not tried on a machine with a GPU. Invariant: a sandbox is
-shown only the GPUs given to that sandbox.
+are taken from other programs that parse them, and were not tried on a machine with a GPU. Invariant: a sandbox is shown
+only the GPUs that were given to it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from outrider.errors import RuntimeUnavailable
 CDI_KIND = "nvidia.com/gpu="
 """Prefix of an NVIDIA GPU's name in the Container Device Interface of container engines."""
 CONTROL = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
-"""Names of device files that are shown together with any GPU. Every CUDA program opens the first two, and profilers
-also open the last."""
+"""Device files that are shown together with any GPU. Every CUDA program opens the first two. Profilers also open the
+last."""
 LIBRARIES_AT = "/run/outrider-nvidia"
 """Folder of the driver's libraries in a sandbox. An image cannot contain these libraries, because their version must
 match the kernel module."""
@@ -36,7 +36,8 @@ MACHINES = {"x86_64": "x86-64", "aarch64": "AArch64"}
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """One GPU. `index` counts in PCI bus order, as in nvidia-smi; `minor` is the minor number of the device file."""
+    """One GPU. `index` is its position in PCI bus order, as in nvidia-smi; `minor` is the minor number of its device
+    file."""
 
     index: int
     minor: int
@@ -53,7 +54,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class GpuFiles(msgspec.Struct, frozen=True):
-    """Pairs (path on this machine, path in the sandbox) of device files and of the driver's libraries."""
+    """Device files and the driver's libraries, as pairs (path on this machine, path in the sandbox)."""
 
     devices: tuple[tuple[str, str], ...] = ()
     libraries: tuple[tuple[str, str], ...] = ()
@@ -65,7 +66,7 @@ class GpuFiles(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class NvidiaDriver:
-    """The driver's state, read from the folders `proc` and `dev`. The program `ldconfig` lists the driver's
+    """The NVIDIA driver's state, read from the folders `proc` and `dev`. The program `ldconfig` lists the driver's
     libraries."""
 
     proc: Path = Path("/proc/driver/nvidia")
@@ -73,18 +74,18 @@ class NvidiaDriver:
     ldconfig: str = "/sbin/ldconfig"
 
     def gpus(self) -> tuple[Gpu, ...]:
-        """Return the GPUs that this process may open. A batch job may have only some of the machine's GPUs: a control
-        group refuses the others, and `access` detects the refusal without opening a GPU."""
+        """Return the GPUs that this process may open. A batch job may have only some of the machine's GPUs, because a
+        control group denies the others. `access` detects the denial without opening a GPU."""
         known = [_gpu(at, _text(file)) for at, file in enumerate(sorted(self.proc.glob("gpus/*/information")))]
-        if not known:  # a container may have only the device files
+        if not known:  # in a container, /proc may lack these files
             minors = sorted(int(path.name[6:]) for path in self.dev.glob("nvidia[0-9]*") if path.name[6:].isdigit())
             known = [Gpu(index, minor) for index, minor in enumerate(minors)]
         return tuple(gpu for gpu in known if os.access(self.dev / f"nvidia{gpu.minor}", os.R_OK | os.W_OK))
 
     def visible(self) -> tuple[Gpu, ...]:
         """Return the GPUs that a CUDA program started by this process would use. If CUDA_VISIBLE_DEVICES is set, these
-        are the GPUs named there, up to the first name that is repeated or has no GPU. Numbers are in PCI bus order, as
-        with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+        are the GPUs in that list, up to the first name that is repeated or matches no GPU. Numbers are in PCI bus
+        order, as with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
         here = self.gpus()
         if (wanted := environment("CUDA_VISIBLE_DEVICES")) is None:
             return here
@@ -100,11 +101,11 @@ class NvidiaDriver:
         return tuple(chosen)
 
     def shown(self, names: Sequence[str]) -> GpuFiles:
-        """Return the files to show a sandbox for the GPUs of these names. Blocks. Raises RuntimeUnavailable."""
+        """Return the files that a sandbox needs for the GPUs of these names. Blocks. Raises RuntimeUnavailable."""
         return GpuFiles(self._devices(names), self._libraries()) if names else GpuFiles()
 
     def _devices(self, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """Return the device files of these GPUs, and the device files needed with any GPU."""
+        """Return the device files of these GPUs, and those listed in CONTROL."""
         here = self.gpus()
         files = []
         for name in names:
@@ -138,7 +139,7 @@ NVIDIA = NvidiaDriver()
 
 def driver_libraries(listing: str, machine: str) -> dict[str, str]:
     """Return the paths of the driver's libraries from the output of `ldconfig -p`. Keys are the libraries' names. If a
-    library is listed several times, the first path is kept, because programs load the first."""
+    library is listed several times, the first path is kept, because programs load that file."""
     found: dict[str, str] = {}
     for line in listing.splitlines():
         if (match := LISTED.match(line)) and LIBRARY.fullmatch(match[1]) and machine in match[2].split(","):
@@ -147,8 +148,8 @@ def driver_libraries(listing: str, machine: str) -> dict[str, str]:
 
 
 def variables(names: Sequence[str]) -> Mapping[str, str]:
-    """Return the environment variables that list a sandbox's GPUs for the programs inside. The mapping is empty unless
-    all GPUs are NVIDIA's. CUDA numbers the visible GPUs from 0."""
+    """Return the environment variables that tell programs inside a sandbox which GPUs they have. The mapping is empty
+    unless all GPUs are NVIDIA's. CUDA numbers the visible GPUs from 0."""
     if not names or not all(is_nvidia(name) for name in names):
         return {}
     return {
@@ -158,7 +159,7 @@ def variables(names: Sequence[str]) -> Mapping[str, str]:
 
 
 def is_nvidia(name: str) -> bool:
-    """Return whether a name in the setting sandboxes.gpus names an NVIDIA GPU. Such a name is plain, such as `0`, or
+    """Return whether a name in the setting sandboxes.gpus is an NVIDIA GPU's. Such a name contains no slash (`0`), or
     begins with CDI_KIND."""
     return "/" not in name or name.startswith(CDI_KIND)
 

@@ -1,7 +1,7 @@
 """A cache for the result of a runtime's probe of this machine.
 
-Invariant: a result is kept forever, because installed programs do not change under a running service. After a failure
-the probe runs again, but at most once in RETRY_SECONDS, so that a repair is found without a restart.
+Invariant: a successful result is kept forever, because installed programs do not change under a running service. After
+a failure the probe runs again, but at most once in RETRY_SECONDS, so a repair is noticed without a restart.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 
 class ProbeCache(Generic[T]):
-    """The cached result of `probe`, which returns a finding or raises RuntimeUnavailable. The probe may block;
-    concurrent callers in other threads wait for the result."""
+    """The cached result of `probe`. The probe returns a value or raises RuntimeUnavailable. It may block; concurrent
+    callers in other threads wait for the result."""
 
     def __init__(self, probe: Callable[[], T]) -> None:
         self._probe = probe
@@ -30,7 +30,7 @@ class ProbeCache(Generic[T]):
         self._probing = threading.Lock()
 
     def get(self) -> T:
-        """Return the finding. Raises RuntimeUnavailable with a hint for the repair. Blocks."""
+        """Return the probe's result. Raises RuntimeUnavailable with a hint for the repair. Blocks."""
         with self._probing:
             if not self._found:
                 if self._failure is not None and time.monotonic() - self._failed_at < RETRY_SECONDS:

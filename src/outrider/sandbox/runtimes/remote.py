@@ -1,9 +1,11 @@
 """The common parts of runtimes whose sandboxes run on other machines: the labels of sandboxes, the pace of starts, and
-the way to the model gateway.
+the tunnel to the model gateway.
 
-Nothing here depends on a service that runs sandboxes. Invariants: a sandbox counts as an orphan only if the process of
-its node has certainly ended; the wait of a start for its turn is not charged to the session; through the tunnel,
-programs in a sandbox reach the gateway of their node and nothing else.
+Nothing here depends on a particular service that runs sandboxes. Invariants:
+
+- A sandbox is an orphan only if the process of its node has certainly ended.
+- The time that a start waits in the queue is not charged to the session.
+- Through the tunnel, programs in a sandbox reach the gateway of their node and nothing else.
 """
 
 from __future__ import annotations
@@ -32,13 +34,14 @@ from outrider.spec import RuntimeSpec
 NODE_LABEL = "outrider.node"
 SESSION_LABEL = "outrider.session"
 ATTEMPT_LABEL = "outrider.attempt"
-"""Keys of the labels of every sandbox: the node that started the sandbox, its session, and the attempt."""
+"""Keys of the labels that every sandbox has: the node that started the sandbox, its session, and the attempt."""
 
 MACHINE_CHARACTERS = 8
 HEAD = 5
-"""Number of bytes before a part's data: the part's kind and the client's number."""
+"""Number of bytes before the data of a message in the tunnel: one byte for the message's kind, four for the client's
+number."""
 MOST_WAITING = 64 << 20
-"""Maximum bytes that wait in one buffer: from a client for the gateway, or for the tool server."""
+"""Maximum bytes that wait in one buffer, to be sent to the gateway or to the tool server."""
 UNBOUNDED = 1 << 62
 
 
@@ -61,23 +64,23 @@ def labels_of(context: SandboxContext) -> dict[str, str]:
 def is_orphan(label: str) -> bool:
     """Return whether the node with this label has ended.
 
-    Returns False if this machine cannot determine whether the node has ended: the node runs on another machine, ran on
-    this machine before its last boot, or runs in another pid namespace. A sandbox of such a node ends at the end of its
-    own term."""
+    Returns False if this machine cannot determine that. This is the case if the node runs on another machine, ran on
+    this machine before its last boot, or runs in another pid namespace. A sandbox of such a node ends by itself after
+    some time."""
     machine, _, name = label.partition("-")
     return machine == _machine() and not lives(name)
 
 
 def _machine() -> str:
-    """Return a name for this machine that changes with each boot. Other machines of a service have other names,
-    although their process ids and namespaces may be the same."""
+    """Return a name for this machine that changes with each boot. Other machines that use the same service have other
+    names, even if their process ids and namespaces are the same."""
     boot = host_id().partition(" ")[0]
     return hashlib.sha256(boot.encode()).hexdigest()[:MACHINE_CHARACTERS]
 
 
 class StartQueue:
-    """The queue of a node's sandbox starts at one service. Starts get their turns in the order of their requests, at
-    most `per_second` in each second."""
+    """The queue in which the sandbox starts of a node wait for one service. It is first in, first out, and lets at most
+    `per_second` starts through in each second."""
 
     def __init__(self, per_second: float) -> None:
         self._pause = 1 / per_second
@@ -93,12 +96,12 @@ class StartQueue:
             self._next = clock() + self._pause
 
     def hold(self, seconds: float) -> None:
-        """Delay all starts for `seconds`, because the service has no room."""
+        """Delay all starts by `seconds`, because the service has no room."""
         self._next = max(self._next, asyncio.get_running_loop().time() + seconds)
 
 
 class QueueClock:
-    """The time that the start of one sandbox has waited for its turn or for room."""
+    """A stopwatch for the time that the start of one sandbox waits in the queue or for room at the service."""
 
     def __init__(self) -> None:
         self._waited = 0.0
@@ -121,8 +124,8 @@ RemoteLaunch = Callable[[RuntimeSpec, SandboxContext, QueueClock], AbstractAsync
 
 
 class RemoteSandbox(ToolServerSandbox):
-    """A sandbox on another machine, with a tool server. The function `launch` gets a `QueueClock`, and records in it
-    the time for which the start waits in a queue."""
+    """A sandbox on another machine, with a tool server. The function `launch` gets a `QueueClock`, which measures how
+    long the start waits in a queue."""
 
     def __init__(self, launch: RemoteLaunch, spec: RuntimeSpec, context: SandboxContext, **options: Any) -> None:
         self._queued = QueueClock()
@@ -137,8 +140,8 @@ class RemoteSandbox(ToolServerSandbox):
 async def gateway_tunnel(
     tools: ToolClient, gateway: Path, chores: Chores, *, port: int = BRIDGE_PORT, seconds: float
 ) -> AsyncIterator[None]:
-    """Forward connections to 127.0.0.1:port in the sandbox to the Unix socket `gateway` of this machine, within the
-    block and for at most `seconds`. The tunnel's tasks belong to `chores`. Raises RuntimeFailure when the tunnel cannot
+    """Within the block, forward connections to 127.0.0.1:port in the sandbox to the Unix socket `gateway` of this
+    machine, for at most `seconds`. The tunnel's tasks belong to `chores`. Raises RuntimeFailure when the tunnel cannot
     be opened.
 
     The tunnel uses the connection to the tool server. So the sandbox needs no network, and the node needs no address
@@ -160,7 +163,7 @@ async def gateway_tunnel(
 
 
 class _GatewayTunnel:
-    """The host's end of a tunnel; the sandbox's end is guest/tunnel.py. `opened` is set when the sandbox's end listens,
+    """The host's end of a tunnel; the sandbox's end is guest/tunnel.py. `opened` is set when the sandbox's end listens
     or has failed to listen."""
 
     def __init__(self, tools: ToolClient, gateway: Path, chores: Chores) -> None:
@@ -184,11 +187,12 @@ class _GatewayTunnel:
             stream.abort()
 
     def _take(self, part: bytes) -> None:
-        """Handle a part, which any program in the sandbox may have forged. Raises ValueError for a part that the tool
-        server does not send; the client of the tool server then drops the connection."""
+        """Handle a message from the sandbox's end, which any program in the sandbox may have forged. Raises ValueError
+        for a message that the tool server never sends. The client of the tool server then drops the connection."""
         if len(part) < HEAD:
             raise ValueError("a part of the tunnel without a number")
-        if self._tools.backlog() > MOST_WAITING:  # each part may cause a reply, so a flood of parts would fill memory
+        # each message may cause a reply, so a flood of messages would fill memory
+        if self._tools.backlog() > MOST_WAITING:
             raise ValueError("a tool server that sends and does not read")
         kind, number, data = part[0], int.from_bytes(part[1:HEAD], "big"), part[HEAD:]
         stream = self._streams.get(number)
@@ -209,8 +213,8 @@ class _GatewayTunnel:
 
 
 class _GatewayStream(asyncio.Protocol):
-    """A connection to the gateway for one client. `closed` is called with the client's number when the stream is lost.
-    Bytes of the client that arrive before the connection is open are kept until then."""
+    """A connection to the gateway for one client in the sandbox. `closed` is called with the client's number when the
+    connection is lost. Bytes from the client are kept until the connection is open."""
 
     def __init__(self, tools: ToolClient, number: int, closed: Callable[[int, None], object]) -> None:
         self._tools = tools
@@ -228,7 +232,8 @@ class _GatewayStream(asyncio.Protocol):
             self.connection_lost(None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = opened = cast(asyncio.Transport, transport)  # uvloop's transport is of a class of its own
+        # a cast, because uvloop's transport is not a subclass of asyncio's
+        self._transport = opened = cast(asyncio.Transport, transport)
         if self._lost:
             opened.abort()
             return

@@ -1,4 +1,4 @@
-"""Folders and files of the host that are visible in every sandbox of a kind, whatever its task names."""
+"""Folders and files of the host that every sandbox of a kind can see, whatever its task asks for."""
 
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 """Folders beside /usr with the system's programs and libraries. On many systems they are links into /usr."""
@@ -8,8 +8,8 @@ SHOWN = {
     "process-landlock": (
         *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/proc"),
         *("/etc/alternatives", "/etc/ld.so.cache", "/etc/pki/ca-trust", "/etc/crypto-policies"),
-        # Only these entries are readable, because their parent folders may also contain the keys of the machine's
-        # certificates.
+        # The parent folders may also contain the private keys of the machine's certificates, so only these entries are
+        # readable.
         *(f"/etc/{folder}/{name}" for folder in ("ssl", "pki/tls") for name in ("certs", "cert.pem", "openssl.cnf")),
         *("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf", "/etc/localtime", "/etc/mime.types"),
         *("/etc/os-release", "/etc/protocols", "/etc/services", "/sys/devices/system/cpu"),

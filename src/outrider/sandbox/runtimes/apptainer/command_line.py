@@ -1,4 +1,5 @@
-"""The program Apptainer: its path, a probe for this user, and the command line of one sandbox.
+"""Apptainer on the command line: the path of the program, a check that it works for this user, and the command of one
+sandbox.
 
 Only `find_apptainer` starts programs. Invariant: a container is shown only the host paths named by the caller, and gets
 no variable of the service's environment.
@@ -38,7 +39,7 @@ ISOLATION = (
     "--no-umask",
 )
 ROOT_OF_OWN = ("--fakeroot", "--ignore-subuid", "--ignore-fakeroot-command")
-"""Options for an ordinary user, who becomes uid 0, the only user of a new user namespace."""
+"""Options for an ordinary user, who becomes uid 0 in a new user namespace with no other user."""
 ROOT_AS_ROOT = ("--userns",)
 """Options for root, who also becomes uid 0 of a new user namespace. `--fakeroot` is not used, because it fails for root
 without an entry in /etc/subuid."""
@@ -57,8 +58,9 @@ class Apptainer(msgspec.Struct, frozen=True):
 
 
 class Bind(msgspec.Struct, frozen=True):
-    """A folder, file or socket of the host, shown read-only at `target`; or, with `device`, a device file that programs
-    may use. A file system mounted below `source` needs its own bind to be read-only too (see kernel/mounts.py)."""
+    """A folder, file or socket of the host, shown read-only at `target`. With `device`, it is a device file that
+    programs may use. A file system mounted below `source` is read-only only if it has its own bind (see
+    kernel/mounts.py)."""
 
     source: str
     target: str
@@ -70,11 +72,11 @@ class Bind(msgspec.Struct, frozen=True):
 
 
 def find_apptainer() -> Apptainer:
-    """Return a working Apptainer. Raises RuntimeUnavailable, with a hint for the repair, when there is none.
+    """Return a working Apptainer. Raises RuntimeUnavailable, with a hint for the repair, if this machine has none.
     Blocks."""
     path = apptainer_program()
     found = Apptainer(path, _version(path))
-    # Apptainer works if the portable interpreter starts in an empty root.
+    # The check: Apptainer works if the portable interpreter starts in an empty root.
     with tempfile.TemporaryDirectory(prefix="outrider-probe-") as folder:
         root = Path(folder, "root")
         for name in EMPTY_FOLDERS:
@@ -116,8 +118,8 @@ def _version(path: str) -> str:
 
 
 def exec_command(found: Apptainer, image: str, binds: Sequence[Bind], env: Mapping[str, str]) -> list[str]:
-    """Return the start of a command line, to which the caller appends a program. `env` are the program's variables in
-    the container."""
+    """Return the start of a command line, to which the caller appends a program with its arguments. `env` is the
+    program's environment in the container."""
     return [
         *(found.path, "--quiet", "exec"),
         *ISOLATION,
@@ -129,8 +131,8 @@ def exec_command(found: Apptainer, image: str, binds: Sequence[Bind], env: Mappi
 
 
 def program_environment(folder: Path) -> dict[str, str]:
-    """Return the environment of Apptainer itself. Apptainer finds its helpers in PATH, and writes its files below
-    `folder`."""
+    """Return the environment of Apptainer itself. Apptainer finds its helper programs in PATH, and writes its files
+    below `folder`."""
     cache = environment("APPTAINER_CACHEDIR")
     return {
         "PATH": environment("PATH") or PATH,
@@ -143,13 +145,14 @@ def program_environment(folder: Path) -> dict[str, str]:
 
 
 def in_groups(entrances: Sequence[str], command: Sequence[str]) -> list[str]:
-    """Return a command that enters the control groups and then runs `command`, so that all processes of `command` are
-    in the groups."""
+    """Return a command that enters the control groups and then runs `command`. All processes of `command` are then in
+    the groups."""
     return ["/bin/sh", "-c", ENTER_GROUPS, "sh", *entrances, "--", *command] if entrances else list(command)
 
 
 def server_command(size: int, files: int, memory: int, limits: Mapping[str, int]) -> list[str]:
-    """Return the command of the tool server; its last words are arguments for guest/isolation/container_entry.py."""
+    """Return the command of the tool server. The words after BOOT are arguments for
+    guest/isolation/container_entry.py."""
     options = {"bytes": size, "files": files, "memory": memory, **limits}
     return [*portable_command(), *FLAGS, "-c", BOOT, *(f"{name}={value}" for name, value in options.items())]
 

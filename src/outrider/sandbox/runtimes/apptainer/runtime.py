@@ -1,8 +1,8 @@
-"""The apptainer runtime: rootless containers of HPC machines, without a daemon, from a SIF file or a root folder.
+"""The apptainer runtime: rootless containers on HPC machines, without a daemon, from a SIF file or a root folder.
 
 A sandbox is one `apptainer exec` that runs for the sandbox's whole life, with our tool server as its program.
 Invariant: the tool server is the first process of the container's pid namespace, so its exit kills all processes
-inside; when `stop` returns, Apptainer's processes outside the container are dead too.
+inside. When `stop` returns, Apptainer's processes outside the container are dead too.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ OWN_PROCESSES = 48
 OWN_MEMORY_MB = 64
 PREFIXES = ("APPTAINER_", "SINGULARITY_", "LD_", "OUTRIDER_")
 NAMES = frozenset(("HOME", "PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "SHLVL", "TERM", "USER", "_"))
-"""PREFIXES and NAMES match the variables that Apptainer itself sets, whichever image it starts."""
+"""PREFIXES and NAMES match the variables that Apptainer sets in every container."""
 
 
 class ApptainerRuntime:
-    """The kind `apptainer`. Paths passed to the methods of a sandbox are paths in the sandbox's own root. Written files
-    are in memory, and `stop` discards them."""
+    """The kind `apptainer`. Paths passed to the methods of a sandbox are relative to the sandbox's own root. Written
+    files are in memory, and `stop` discards them."""
 
     gives_gpus = True
     filters_network = True
@@ -89,14 +89,14 @@ class ApptainerRuntime:
 
 
 def _found() -> str:
-    """Return a description of the machine's features that sandboxes of this kind use. Raises RuntimeUnavailable."""
+    """Return a description of Apptainer, and of how this machine limits sandboxes. Raises RuntimeUnavailable."""
     found = APPTAINER.get()
     return f"apptainer {found.version} at {found.path}; limits by {limits_in_words(cgroups.find())}"
 
 
 def named_image(spec: RuntimeSpec) -> str:
-    """Return the path of a SIF file or root folder, or the name of an image. Raises InvalidField if the spec has
-    neither."""
+    """Return the image that the spec names: the path of a SIF file or root folder, or a name in the image store. Raises
+    InvalidField if the spec names none."""
     if (named := spec.image or spec.rootfs) is None:
         raise InvalidField(
             "an apptainer sandbox needs an image",
@@ -151,7 +151,8 @@ async def launch(
         undo.push_async_callback(undone, name, tools.close)
         await tools.open()
         tools.send_raw(delivery(confined(CONFINEMENT, server_code)))
-        # A set-up with `memory` starts a memory watch, so only the second set-up, further down, has `memory`.
+        # If `memory` is set, the tool server starts a memory watch. Only the second `configure` below sets it, so that
+        # there is one watch.
         await configure(tools, msgspec.structs.replace(first, memory=0))
         descendants.hold()
         # The variables set by the image can only be read from the running server.
@@ -159,15 +160,15 @@ async def launch(
         await configure(tools, msgspec.structs.replace(setup({**image_env, **stored_env}), bridge_port=0))
 
         async def ended_inside() -> bool:
-            """Return whether programs inside ended the tool server: the sandbox's control group has reached its memory
-            limit. The server's log is not used as evidence, because Apptainer writes to the same log."""
+            """Return whether programs inside ended the tool server. This is the case if the sandbox's control group
+            reached its memory limit. The server's log is no evidence, because Apptainer writes to the same log."""
             return group.ran_out()
 
         yield RunningServer(tools=tools, group=group, ended_inside=ended_inside)
 
 
 def check_owners(spec: RuntimeSpec, image: RootImage) -> None:
-    """Raise InvalidField for an image whose files belong to several users, unless the task sets `users`."""
+    """Raise InvalidField if the image's files belong to several users and the task does not set `users`."""
     if image.owners.foreign and spec.users is None:
         raise InvalidField(
             f"the image {spec.image!r} has {image.owners.foreign}, and apptainer sandboxes have one user",
@@ -177,8 +178,8 @@ def check_owners(spec: RuntimeSpec, image: RootImage) -> None:
 
 
 def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:
-    """Return the path of the image for Apptainer, and the variables that our image store lists for the image. There
-    are no variables if the spec itself names a path. Blocks. Raises InvalidField, RuntimeUnavailable."""
+    """Return the image's path, and the environment variables that our image store lists for it (none if the spec names
+    a path). Blocks. Raises InvalidField, RuntimeUnavailable."""
     named = named_image(spec)
     if not named.startswith("/"):
         image = known_image(named)
@@ -190,7 +191,8 @@ def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:
 
 
 def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, hosts: Path, gpus: GpuFiles) -> list[Bind]:
-    """Return the files and folders to mount in the sandbox. Blocks while the mounts of this machine are read."""
+    """Return the files and folders to mount in the sandbox. Blocks, because it reads the list of this machine's
+    mounts."""
     shown = [
         (python, PORTABLE_AT),
         (context.directory / "tools", SHARED_AT),
@@ -199,22 +201,22 @@ def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, hosts: Path
         *((Path(mount.source), mount.target or mount.source) for mount in spec.mounts),
         *((Path(source), target) for source, target in gpus.libraries),
     ]
-    # Each folder is followed at once by the mounts in it. A later folder may have the same target, and must then cover
+    # Each folder is followed immediately by the mounts inside it. If a later folder has the same target, it then covers
     # both the earlier folder and its mounts.
     binds = [Bind(str(path), target) for one in shown for path, target in (one, *inner_mounts([one]))]
     return [*binds, *(Bind(source, target, device=True) for source, target in gpus.devices)]
 
 
 def with_apptainer(resources: Resources) -> Resources:
-    """Return the limits plus the needs of Apptainer's own processes, which share the sandbox's control group and
-    user."""
+    """Return the task's limits, raised by what Apptainer's own processes need, because they share the sandbox's control
+    group and user."""
     memory = resources.most_memory_mb + OWN_MEMORY_MB
     return resources.model_copy(update={"pids": resources.pids + OWN_PROCESSES, "memory_mb": memory})
 
 
 async def _end(child: Child, descendants: Descendants, mark: str) -> None:
-    """Kill the processes inside and wait for the exit of every process started for the sandbox. `hold` may miss a
-    server that is still starting. Such a server exits by itself, because its connection is already closed."""
+    """Kill the processes inside and wait until every process started for the sandbox has exited. `hold` may miss a
+    server that is still starting. That server exits by itself, because its connection is already closed."""
     descendants.hold()
     descendants.kill_first_inside()
     if not await child.end(STOP_SECONDS):
@@ -223,7 +225,7 @@ async def _end(child: Child, descendants: Descendants, mark: str) -> None:
 
 
 def of_image(env: Mapping[str, str]) -> dict[str, str]:
-    """Return only the variables of a container's environment that its image has set. LANG=C is left out, because
+    """Return the variables that the image has set, from the environment of a container. LANG=C is left out, because
     Apptainer sets this value."""
     own = {name: value for name, value in env.items() if name not in NAMES and not name.startswith(PREFIXES)}
     return {name: value for name, value in own.items() if (name, value) != ("LANG", "C")}

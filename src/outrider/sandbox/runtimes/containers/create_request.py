@@ -1,9 +1,9 @@
-"""The request that creates a container, in the form of the Docker Engine API. Pure except for reading this process's
-own limits.
+"""The request that creates a container, in the form of the Docker Engine API. Only `ulimit` reads state of this
+process; everything else is pure.
 
-Invariant: a container has no network, has no privilege beyond its own files and cannot gain any, and is shown only the
-host paths mounted here, all read-only. File systems mounted below those paths must be named separately (see
-kernel/mounts.py).
+Invariant: a container has no network, has only the privileges that it needs for its own files, and cannot gain more. It
+is shown only the host paths mounted here, all read-only. File systems mounted below those paths must be listed
+separately (see kernel/mounts.py).
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ MAX_FILES = 1 << 16
 MAX_PROCESSES = 1 << 15
 """Maximum number of processes of the container's user. Podman has the same limit."""
 MIN_NANO_CPUS = 10_000_000
-"""The minimum limit of processor time that daemons accept, in billionths of a processor."""
+"""The smallest CPU limit that daemons accept, in billionths of a processor."""
 NEUTRAL = {"LD_PRELOAD": "", "LD_LIBRARY_PATH": "", "LD_AUDIT": "", "NVIDIA_VISIBLE_DEVICES": "void"}
-"""Overrides for variables that images set. An image must not load code into the tool server's interpreter. Nor must it
-give the container GPUs: CUDA images set NVIDIA_VISIBLE_DEVICES=all, which takes effect where NVIDIA's runtime is the
-daemon's default."""
+"""Variables that override those of an image. An image must not load code into the tool server's interpreter. It must
+not give the container GPUs either: CUDA images set NVIDIA_VISIBLE_DEVICES=all, which takes effect where NVIDIA's
+runtime is the daemon's default."""
 
 ROOT = ("DAC_OVERRIDE",)
-"""Capability for images with files of other users, and with folders whose mode denies writing even to root."""
+"""The only capability of root in a container with one user. Images may contain files of other users, and folders whose
+mode denies writing even to their owner."""
 MANY_USERS = (
     *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETPCAP", "SETUID"),
     "SYS_CHROOT",
 )
-"""Capabilities for `apt`, `su`, `chown` and similar programs. They are a part of the defaults of container engines:
-the capabilities for devices and raw sockets, for example, are missing."""
+"""Capabilities for `apt`, `su`, `chown` and similar programs. This is a subset of the capabilities that container
+engines give by default. For example, the ones for devices and raw sockets are left out."""
 
 
 class HostMount(msgspec.Struct, frozen=True):
@@ -46,7 +47,7 @@ class HostMount(msgspec.Struct, frozen=True):
 
 class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters of one container. `command` runs as root, without a shell. `limits` is true if the daemon can
-    limit containers to `resources`."""
+    enforce the limits in `resources`."""
 
     image: str
     command: Sequence[str]
@@ -60,10 +61,10 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
     gpus: Sequence[str] = ()
 
     def body(self, sized: bool) -> dict[str, Any]:
-        """Return the JSON body. `sized` is true if the daemon can bound the size of a container's file system."""
+        """Return the JSON body. `sized` is true if the daemon can limit the size of a container's file system."""
         env = {**NEUTRAL, **self.env}
-        # The names of the GPUs must replace the value `void` of NEUTRAL, because docker adds this variable only after
-        # the entries of this request.
+        # Docker appends its own value of this variable, which does not override `void` from NEUTRAL. So the names of
+        # the GPUs must replace `void` here.
         if plain := [name for name in self.gpus if "/" not in name]:
             env["NVIDIA_VISIBLE_DEVICES"] = ",".join(plain)
         host: dict[str, Any] = {
@@ -71,14 +72,14 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
             "NetworkMode": "none",
             "CapDrop": ["ALL"],
             "CapAdd": list(ROOT if self.users == 1 else MANY_USERS),
-            # Without label=disable SELinux blocks sockets between processes of the host and of a container.
+            # Without label=disable, SELinux blocks sockets between the host's processes and the container's.
             "SecurityOpt": ["no-new-privileges", "label=disable"],
             "Mounts": [
                 {"Type": "bind", "Source": str(one.source), "Target": one.target, "ReadOnly": True}
                 for one in self.shown
             ],
-            # Every request sets these limits, because a daemon's default for containers may exceed the daemon's own
-            # hard limit, and then no container starts.
+            # These limits are always set. Otherwise the daemon's default applies, which may exceed the daemon's own
+            # hard limit; then no container starts.
             "Ulimits": [
                 ulimit("nofile", resource.RLIMIT_NOFILE, MAX_FILES),
                 ulimit("nproc", resource.RLIMIT_NPROC, MAX_PROCESSES),
@@ -112,9 +113,9 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def device_requests(gpus: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the GPU requests in docker's form. A plain name is for docker's own NVIDIA driver, which needs no
-    description of the machine's devices. `vendor/class=device` names a device of the Container Device Interface
-    (CDI)."""
+    """Return the GPU requests in docker's form. A plain name, such as `0`, is a GPU of docker's own NVIDIA driver,
+    which needs no description of the machine's devices. `vendor/class=device` is a device of the Container Device
+    Interface (CDI)."""
     requests: list[dict[str, Any]] = []
     if plain := [name for name in gpus if "/" not in name]:
         requests.append({"Driver": "nvidia", "DeviceIDs": plain, "Capabilities": [["gpu"]]})

@@ -1,8 +1,8 @@
-"""The container engines, docker and podman, and the daemon of an engine, which all sandboxes of a node share.
+"""The container engines docker and podman, and the client of their daemon, which all sandboxes of a node share.
 
 This module handles names and labels of containers, not the programs inside. Invariant: a container of this node is in
-`_ours` from before the request for its creation until `remove` has ended. The next `sweep` removes every other
-container with the label of this node or of a dead node.
+`_ours` from before it is requested until `remove` has ended. `sweep` removes the other containers of this node, and all
+containers of dead nodes. It finds them by their label.
 """
 
 from __future__ import annotations
@@ -47,9 +47,13 @@ log = logging.getLogger("outrider.runtime")
 
 @dataclass(frozen=True)
 class ContainerEngine:
-    """A container engine: its name, the environment variable and the usual `places` of its daemon's socket (most likely
-    first), the hint for a machine without the engine, and the hint for a daemon that cannot give a GPU. `libpod` is
-    true if the daemon has Podman's own API besides Docker's."""
+    """A container engine.
+
+    - `name` is the engine's name.
+    - `variable` is the environment variable with the address of the daemon's socket.
+    - `hint` is for a machine without a daemon, `gpu_hint` for a daemon that cannot give a GPU.
+    - `places` returns the usual paths of the socket, most likely first.
+    - `libpod` is true if the daemon has Podman's own API besides Docker's."""
 
     name: str
     variable: str
@@ -59,12 +63,12 @@ class ContainerEngine:
     libpod: bool = False
 
     def daemon(self, host: Host) -> ContainerDaemon:
-        """Make the part of a node's host that runs containers with this engine. The part is not entered yet. For use in
-        `await host.part(engine.daemon)`."""
+        """Make the part of a node's host (see node_host.py) that runs this engine's containers. `await
+        host.part(engine.daemon)` calls this method and enters the part."""
         return ContainerDaemon(self, host)
 
     def find(self) -> Path:
-        """Return the daemon's socket. Raises RuntimeUnavailable."""
+        """Return the path of the daemon's socket. Raises RuntimeUnavailable."""
         if find_spec("aiodocker") is None:
             raise RuntimeUnavailable("aiodocker is not installed", hint=install_command("docker"))
         if named := environment(self.variable):
@@ -97,8 +101,8 @@ class ContainerEngine:
         return Availability(ok=True, detail=f"{version} at {path}{limits}")
 
     def oci_runtimes(self) -> frozenset[str]:
-        """Return the names of the OCI runtimes that the daemon can start containers with; empty when the daemon does
-        not respond. Blocks."""
+        """Return the names of the OCI runtimes that the daemon can start containers with. The set is empty when the
+        daemon does not respond. Blocks."""
         try:
             return frozenset(msgspec.json.decode(get(self.find(), "/info").body, type=Info).runtimes)
         except (RuntimeUnavailable, OSError, HTTPException, msgspec.MsgspecError):
@@ -138,9 +142,11 @@ PODMAN_ENGINE = ContainerEngine(
 
 
 class ContainerDaemon:
-    """The part of a node's host (see node_host.py) that runs containers. `limits` is true if the daemon can limit the
-    resources of a container. `sized` is true if requests bound the size of a container's file system. It is false for a
-    rootless daemon, and becomes false when the daemon refuses such a request."""
+    """The part of a node's host (see node_host.py) that runs containers.
+
+    `limits` is true if the daemon can limit a container's resources. `sized` is true while requests limit the size of a
+    container's file system. It is false for a rootless daemon, and becomes false when the daemon refuses such a
+    request."""
 
     def __init__(self, engine: ContainerEngine, host: Host) -> None:
         self.engine = engine
@@ -148,14 +154,16 @@ class ContainerDaemon:
         self._ours: set[str] = set()
 
     async def __aenter__(self) -> Self:
-        """Connect to the daemon and sweep. Raises RuntimeUnavailable, RuntimeFailure."""
+        """Connect to the daemon and remove leftover containers (see `sweep`). Raises RuntimeUnavailable,
+        RuntimeFailure."""
         from outrider.sandbox.runtimes.containers.docker_api import DockerApi, DockerApiError  # needs aiodocker
 
         self._error = DockerApiError
         self.socket = await asyncio.to_thread(self.engine.find)
         try:
             self.limits = await asyncio.to_thread(limits_hold, self.socket)
-            self.sized = not await asyncio.to_thread(rootless, self.socket)  # True until the daemon refuses a size
+            # if True, stays so until the daemon refuses a size
+            self.sized = not await asyncio.to_thread(rootless, self.socket)
         except OSError as error:
             raise RuntimeFailure(
                 f"there is no {self.engine.name} daemon at {self.socket}: {error}", hint=self.engine.hint
@@ -177,8 +185,8 @@ class ContainerDaemon:
             await self._api.close()
 
     async def image(self, name: str) -> LocalImage:
-        """Return an image. Raises RuntimeUnavailable when the daemon does not have the image: no image is pulled for a
-        task."""
+        """Return an image of the daemon. Raises RuntimeUnavailable if the daemon does not have the image, because
+        images are not pulled for a task."""
         try:
             return await self._api.image(name)
         except self._error as error:
@@ -190,9 +198,9 @@ class ContainerDaemon:
             raise self._failure("find the image", error) from error
 
     async def run(self, name: str, plan: ContainerRequest) -> None:
-        """Create and start a container. `remove` must follow, even when this method raises or is cancelled. A request
-        that was sent is awaited to its end, because only the response shows whether there is a container to remove.
-        Raises RuntimeUnavailable if the daemon cannot give the container its GPUs, and RuntimeFailure."""
+        """Create and start a container. The caller must then call `remove`, even if this method raises or is cancelled.
+        A sent request is always awaited, because only the response shows whether there is a container to remove. Raises
+        RuntimeFailure, or RuntimeUnavailable if the daemon cannot give the container its GPUs."""
         self._ours.add(name)
         sized = self.sized
         try:
@@ -228,15 +236,15 @@ class ContainerDaemon:
 
     async def out_of_memory(self, name: str) -> bool | None:
         """Return whether a process in the container was killed because the container reached its memory limit. Returns
-        None when the daemon does not respond, or when the container is missing because somebody has removed it."""
+        None if the daemon does not respond, or if somebody has already removed the container."""
         try:
             return (await self._api.state(name)).out_of_memory
         except self._error:
             return None
 
     async def remove(self, name: str) -> None:
-        """Kill the container and wait until the daemon has no container of this name. Raises RuntimeFailure if that
-        fails; the next sweep tries again."""
+        """Kill the container and wait until the daemon no longer has a container of this name. Raises RuntimeFailure if
+        that fails; the next sweep tries again."""
         try:
             async with asyncio.timeout(REMOVE_SECONDS):
                 while await self._is_there(name):  # noqa: ASYNC110  # no event reports a removal by another client
@@ -250,8 +258,8 @@ class ContainerDaemon:
     async def _is_there(self, name: str) -> bool:
         """Send two requests to remove the container, and return whether it still exists.
 
-        Status 404 means that the container is gone. Usually the second response has this status, because the first only
-        confirms the request."""
+        Status 404 means that the container is gone. The first request usually just starts the removal, and the response
+        to the second has this status."""
         for _ in range(2):
             try:
                 await self._api.remove(name)
@@ -265,8 +273,7 @@ class ContainerDaemon:
 
     async def sweep(self) -> int:
         """Remove the containers of dead nodes, and the containers of this node that no sandbox uses any more. Returns
-        the number of removed containers. Called about once a minute. Raises RuntimeFailure when the daemon does not
-        respond."""
+        the number of removed containers. Raises RuntimeFailure when the daemon does not respond."""
         try:
             listed = await self._api.labelled(NODE_LABEL)
         except self._error as error:
@@ -289,7 +296,7 @@ class Pong(msgspec.Struct, frozen=True):
 
 
 class Info(msgspec.Struct, frozen=True):
-    """The used fields of the response to `GET /info`."""
+    """The fields that this module uses of the response to `GET /info`."""
 
     runtimes: dict[str, msgspec.Raw] = msgspec.field(name="Runtimes", default_factory=dict)
 
@@ -309,11 +316,11 @@ def get(path: Path, what: str) -> Pong:
 
 
 def rootless(path: Path) -> bool:
-    """Return whether the daemon at this socket runs as an ordinary user, who then owns the socket."""
+    """Return whether the daemon runs as an ordinary user. That user then owns the daemon's socket, which is at
+    `path`."""
     return path.stat().st_uid != 0
 
 
 def limits_hold(path: Path) -> bool:
-    """Return whether the daemon can limit containers. A daemon of an ordinary user can do so only with version 2 of
-    control groups."""
+    """Return whether the daemon can limit containers. A rootless daemon needs version 2 of control groups for this."""
     return not rootless(path) or Path("/sys/fs/cgroup/cgroup.controllers").exists()

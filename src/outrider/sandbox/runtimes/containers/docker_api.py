@@ -1,7 +1,7 @@
 """The calls of the Docker Engine API that sandboxes need, over a daemon's Unix socket, with aiodocker.
 
-No call is repeated or undone here. Invariant: every failure is a `DockerApiError` with the daemon's own text and
-status, or with status 0 if it is unknown whether the call was carried out.
+This module repeats no call and undoes none. Invariant: every failure is a `DockerApiError` with the daemon's own text
+and status. The status is 0 if it is unknown whether the daemon carried out the call.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ URL = "http://localhost"
 CALL_SECONDS = 120.0
 CONNECT_SECONDS = 5.0
 LIBPOD = "v4.0.0"
-"""The version of Podman's own API that is used. Every newer Podman supports this version."""
+"""The version of Podman's own API that we use. Every newer Podman supports it."""
 NO_CONNECTION = 900
-"""aiodocker's own status for a call that did not reach the daemon."""
+"""The status that aiodocker gives to a call that did not reach the daemon."""
 
 
 class DockerApiError(Exception):
-    """A failed call. `status` is the daemon's HTTP status, or 0 without a response."""
+    """A failed call. `status` is the daemon's HTTP status, or 0 if there was no response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class DockerApiError(Exception):
 
 
 class LocalImage(msgspec.Struct, frozen=True):
-    """An image of the daemon: the id of its content, and its environment variables."""
+    """An image that the daemon has. `id` is the id of its content, `env` its environment variables."""
 
     id: str
     env: dict[str, str]
@@ -50,11 +50,11 @@ class ContainerState(msgspec.Struct, frozen=True):
 
 
 class DockerApi:
-    """A client of one daemon, to be closed after use. Any number of calls may be in flight. A call that fails raises
+    """A client of one daemon. Close it after use. Calls may run concurrently. A call that fails raises
     DockerApiError."""
 
     def __init__(self, socket: Path) -> None:
-        # A call on a kept connection that the daemon is just closing would fail, so each call has its own connection.
+        # A call on a reused connection fails if the daemon is just closing it, so each call has its own connection.
         self._connector = aiohttp.UnixConnector(str(socket), limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=CALL_SECONDS, sock_connect=CONNECT_SECONDS)
         self._session = aiohttp.ClientSession(connector=self._connector, timeout=timeout)
@@ -66,8 +66,8 @@ class DockerApi:
         await self._session.close()
 
     async def _api(self) -> aiodocker.Docker:
-        """Return the client, with the newest API version of the daemon. The ping returns the version at once;
-        aiodocker's own version request takes podman half a second."""
+        """Return the client, set to the newest API version that the daemon supports. A ping returns the version at
+        once; aiodocker's own request for it takes half a second with podman."""
         if self._docker is None:
             async with self._session.get(f"{URL}/_ping") as answer:
                 version = f"v{answer.headers['Api-Version']}"

@@ -2,7 +2,7 @@
 server as its first process.
 
 Docker and podman differ only in their daemon; gvisor is docker with the OCI runtime runsc. Invariant: when `stop`
-returns, the daemon has confirmed that everything requested by the launch is gone.
+returns, the daemon has confirmed that the sandbox's container is gone.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ BRIDGE_SOCKET = f"{TOOLS_AT}/{GATEWAY}"
 
 @dataclass(frozen=True)
 class ContainerRuntime:
-    """A kind whose sandboxes are containers of `engine`, started by `oci_runtime` (None: the daemon's default).
-
-    Paths passed to the methods of a sandbox are paths in the container. `stop` discards everything written."""
+    """A kind whose sandboxes are containers of `engine`. `oci_runtime` starts them (None: the daemon's default). Paths
+    passed to the methods of a sandbox are paths in the container. `stop` discards everything written."""
 
     engine: ContainerEngine
     oci_runtime: str | None = None
@@ -112,15 +111,15 @@ async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxCont
         ours = [HostMount(python, PORTABLE_AT), HostMount(server.folder, TOOLS_AT)]
         plan = await asyncio.to_thread(_plan, kind, spec, context, image, setup, ours, limits=daemon.limits)
         name = f"{context.host.name}-{context.directory.name}"
-        # The removal is registered before the request, because a failed `run` may have created the container in part.
+        # The removal is registered first, because a failed `run` may have created the container.
         undo.push_async_callback(undone, context.directory.name, partial(daemon.remove, name))
         await daemon.run(name, plan)
         tools = await server.connect(bytecode, setup, partial(daemon.runs, name))
 
         async def ended_inside() -> bool:
             out_of_memory = await daemon.out_of_memory(name)
-            # If `out_of_memory` is None, somebody else removed the container, or the daemon is gone: the cause was
-            # outside.
+            # `out_of_memory` is None if the daemon is gone or somebody has removed the container. Then the cause was
+            # outside the sandbox.
             return out_of_memory is not None and (out_of_memory or died_inside(tools, None))
 
         async def image_is_current() -> bool:
@@ -139,7 +138,7 @@ def _plan(
     *,
     limits: bool,
 ) -> ContainerRequest:
-    """Return the request for a container. Blocks while the mounts of this machine are read."""
+    """Return the request for a container. Blocks, because it reads the list of this machine's mounts."""
     shown = [
         *(HostMount(path, str(path)) for path in context.mounts),
         *(HostMount(Path(one.source), one.target or one.source) for one in spec.mounts),

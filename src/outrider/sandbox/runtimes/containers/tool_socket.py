@@ -1,7 +1,7 @@
 """The start command of a tool server in a container, and the socket over which the server connects to the host.
 
-The server connects back through a mounted folder, so no call goes through the daemon. Invariant: the server's socket is
-in the folder only until the server has connected, because any program in the container could connect.
+The server connects through a mounted folder, so calls bypass the container daemon. Invariant: the socket is removed
+from the folder as soon as the server has connected, because any program in the container could connect to it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ CONNECT = (
     " for fd in fds: posix.dup2(end.fileno(),fd)\n"
     " end.close()\n"
 )
-"""Program that connects the server to the host: the first connection is for calls, the second for its standard
-error."""
+"""A Python program that connects the server to the host. The first connection is for calls, the second for the server's
+standard error."""
 
 
 def command(file_bytes: int, memory: int) -> list[str]:
-    """Return a container's command, which needs the portable interpreter and the shared folder mounted. `memory` is
+    """Return the container's command. It needs the portable interpreter and the shared folder mounted. `memory` is
     `ToolServerSetup.memory`.
 
-    The command sets rlimits. With them, no file written in the container can exceed `file_bytes`, even if the daemon
-    cannot bound the container's file system."""
+    The command sets rlimits. With them, a file written in the container cannot exceed `file_bytes`, even if the daemon
+    cannot limit the container's file system."""
     limits = [f"RLIMIT_FSIZE={file_bytes}", *([f"RLIMIT_DATA={memory}"] if memory else [])]
     return [*portable_command(), *FLAGS, "-c", CONNECT + BOOT, f"memory={memory}", *limits]
 
@@ -69,12 +69,12 @@ class LogTail(asyncio.Protocol):
 
 
 class ToolSocket:
-    """The host's end of the socket to which a container's tool server connects. The socket listens from the creation of
-    this object on, so start the container afterwards. Always call `close`, but not while `connect` runs."""
+    """The host's end of the socket to which a container's tool server connects. The socket listens as soon as this
+    object exists, so start the container afterwards. Always call `close`, but not while `connect` runs."""
 
     def __init__(self, folder: Path, gateway: Path) -> None:
-        """Create `folder`, which the caller mounts at TOOLS_AT, with this socket and the gateway's socket in it. Raises
-        OSError."""
+        """Create `folder`, which the caller mounts at TOOLS_AT. It contains this socket and the gateway's socket.
+        Raises OSError."""
         self.folder = folder
         share_gateway(gateway, folder)
         self._listener = _listening(folder)
@@ -82,8 +82,8 @@ class ToolSocket:
         self._log = LogTail()
 
     async def connect(self, bytecode: bytes, setup: ToolServerSetup, runs: Runs) -> ToolClient:
-        """Wait for the server in the container, and configure it. Raises RuntimeFailure when the container has stopped,
-        and when the server does not connect within START_SECONDS."""
+        """Wait until the server in the container connects, and configure it. Raises RuntimeFailure if the container
+        stops first, or if the server does not connect within START_SECONDS."""
         try:
             async with asyncio.timeout(START_SECONDS):
                 self._tools = tools = ToolClient(await self._accept(runs), self._log.text)
@@ -130,10 +130,10 @@ class ToolSocket:
 
 
 def _listening(folder: Path) -> socket.socket:
-    """Return a socket in `folder` to which any user of the container may connect. The folder is shown only to the
-    container.
+    """Return a listening socket in `folder`. Any user of the container may connect to it. No other container sees the
+    folder.
 
-    The socket is bound through the folder's descriptor, because the path of a socket is limited to 107 bytes."""
+    The socket is bound through the folder's descriptor, because a socket's path is limited to 107 bytes."""
     held = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     listener = socket.socket(socket.AF_UNIX)
     try:

@@ -1,8 +1,8 @@
-"""The calls of the E2B API that sandboxes need, and where the API is.
+"""The calls of the E2B API that sandboxes need, and the settings with the API's address and key.
 
-No call is repeated or undone here. Wire: https://e2b.dev/docs/api-reference. Invariants: the API key is sent only to
-the API's own address, and no error contains the key; every failure is an `E2BError` with the service's own text and
-status, or with status 0 if it is unknown whether the call was carried out.
+No call is repeated or undone here. The API is described at https://e2b.dev/docs/api-reference. Invariants: the API key
+is sent only to the API's own address, and no error contains the key; every failure is an `E2BError` with the service's
+own text and status. The status is 0 if it is unknown whether the service carried out the call.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from outrider.errors import RuntimeUnavailable
 
 DOMAIN = "e2b.app"
 ENVD_PORT = 49983
-"""Port in every sandbox of `envd`, the program that starts processes and copies files."""
+"""Port of `envd` in every sandbox. This program starts processes and copies files."""
 CALL_SECONDS = 60.0
 CONNECT_SECONDS = 10.0
 MAX_REPLY = 16 << 20
 LIST = "/v2/sandboxes"
 PAGE = 100
-"""Number of sandboxes in one page of a list. The service supports no larger pages."""
+"""Number of sandboxes in one page of a list. The service does not support larger pages."""
 MAX_PAGES = 1000
 NEXT_TOKEN = "x-next-token"
-"""Name of the header with the token of the next page. The last page of a list does not have this header."""
+"""Response header with the token of a list's next page. The last page lacks this header."""
 PORT_CLOSED = "port is not open"
-"""Part of the message with which the service's proxy reports that a sandbox runs, and that no program listens on the
+"""Part of the message with which the service's proxy reports that a sandbox runs but no program listens on the
 requested port."""
 TEXT_MAX = 500
 ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -42,8 +42,8 @@ T = TypeVar("T")
 
 
 class E2BError(Exception):
-    """A failed call. `status` is the HTTP status, or 0 without a reply. `wait` is the number of seconds after which the
-    service asks the client to call again, None if the service names none."""
+    """A failed call. `status` is the HTTP status, or 0 without a reply. `wait` is how many seconds the service asks the
+    client to wait before another call, or None."""
 
     def __init__(self, status: int, message: str, wait: float | None = None) -> None:
         super().__init__(message)
@@ -53,8 +53,8 @@ class E2BError(Exception):
 
 @dataclass(frozen=True)
 class E2BSettings:
-    """The addresses of an E2B service, and its key. `sandbox_url` is the address of all sandboxes, or "" if each
-    sandbox has an address of its own below `domain`."""
+    """The addresses of an E2B service, and its API key. `sandbox_url` is the address of all sandboxes, or "" if each
+    sandbox has its own address below `domain`."""
 
     key: str = field(repr=False)
     url: str
@@ -63,7 +63,7 @@ class E2BSettings:
 
     @classmethod
     def read(cls) -> E2BSettings:
-        """Read the variables of E2B's own SDK. Raises RuntimeUnavailable."""
+        """Read the environment variables that E2B's own SDK uses. Raises RuntimeUnavailable."""
         key = (environment("E2B_API_KEY") or "").strip()
         if not key:
             raise RuntimeUnavailable(
@@ -95,7 +95,7 @@ class ListedSandbox(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ApiReply(Generic[T]):
-    """The decoded reply of a call. `next` is the token of the next page of a list, "" without one."""
+    """The decoded reply to a call. `next` is the token of a list's next page, or "" if there is none."""
 
     value: T
     next: str
@@ -108,7 +108,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class E2BApi:
-    """A client of one service, to be closed after use. A call that fails raises E2BError."""
+    """A client of one service. Close it after use. A failed call raises E2BError."""
 
     def __init__(self, settings: E2BSettings, *, seconds: float = CALL_SECONDS) -> None:
         """A call, with its whole reply, takes at most `seconds`."""
@@ -121,8 +121,8 @@ class E2BApi:
         await self.http.close()
 
     async def create(self, template: str, metadata: Mapping[str, str], *, seconds: int, key: str) -> MadeSandbox:
-        """Create a sandbox that ends after `seconds` and has no access to the internet. A service that supports
-        idempotency keys creates only one sandbox for a `key`."""
+        """Create a sandbox that ends after `seconds` and has no internet access. If the service supports idempotency
+        keys, repeated requests with the same `key` create only one sandbox."""
         body = {
             "templateID": template,
             "timeout": seconds,
@@ -137,7 +137,7 @@ class E2BApi:
         return made
 
     async def labelled(self, label: str, value: str | None = None) -> list[ListedSandbox]:
-        """Return the sandboxes with the label, and with this value of the label if one is given."""
+        """Return the sandboxes that have the label. If `value` is given, the label must have this value."""
         found = await self._pages({} if value is None else {"metadata": f"{label}={value}"})
         own = [one for one in found if label in (one.metadata or {}) and ID.fullmatch(one.id)]
         return [one for one in own if value is None or (one.metadata or {})[label] == value]
@@ -168,7 +168,7 @@ class E2BApi:
         await self._call("POST", f"/sandboxes/{sandbox}/timeout", None, {"timeout": seconds})
 
     async def delete(self, sandbox: str) -> bool:
-        """Kill a sandbox. Returns False if there is none with this id."""
+        """Kill a sandbox. Returns False if it does not exist."""
         try:
             await self._call("DELETE", f"/sandboxes/{sandbox}", None)
         except E2BError as error:
@@ -212,7 +212,7 @@ async def bounded(answer: aiohttp.ClientResponse, limit: int = MAX_REPLY) -> byt
 
 
 def refusal(answer: aiohttp.ClientResponse, data: bytes) -> E2BError:
-    """Return the error for a reply whose status is not a success."""
+    """Return the error for an unsuccessful reply."""
     try:
         text = msgspec.json.decode(data, type=Problem).message
     except (msgspec.MsgspecError, ValueError):
@@ -228,5 +228,5 @@ async def translated() -> AsyncIterator[None]:
         yield
     except TimeoutError as error:
         raise E2BError(0, "no reply in time") from error
-    except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: the reply has an unexpected form
+    except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: the reply cannot be decoded
         raise E2BError(0, f"{type(error).__name__}: {error}") from error

@@ -1,8 +1,8 @@
-"""A process in an E2B sandbox whose standard input and output are a socket of this machine.
+"""A process in an E2B sandbox, connected to a socket of this machine by its standard input and output.
 
 The wire format is the Connect protocol with JSON, as in E2B's own SDKs: `process.Process/Start` streams the output, and
-each `SendInput` carries a piece of the input. Invariants: pieces of the input arrive in order and at most once; when
-the stream of the output breaks or is silent for SILENCE_SECONDS, the socket is closed, because bytes may be missing.
+each `SendInput` carries a piece of the input. Invariants: pieces of the input arrive in order and at most once; if the
+output stream breaks or is silent for SILENCE_SECONDS, the socket is closed, because bytes may be missing.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from outrider.sandbox.runtimes.e2b.api import (
 )
 
 USER = "root"
-"""The user of all processes in a sandbox. It may be root, because an E2B sandbox is a machine of its own."""
+"""The user of all processes in a sandbox. It may be root, because an E2B sandbox is a separate machine."""
 PIECE = 1 << 20
 """Maximum bytes of the input in one call."""
 MAX_FRAME = 16 << 20
 PING_SECONDS = 20
 SILENCE_SECONDS = 120.0
-"""Seconds without a frame after which the stream counts as broken. The client asks for a keep-alive every PING_SECONDS;
-a service that ignores this request sends a keep-alive every 90 seconds."""
+"""If no frame arrives for this many seconds, the stream counts as broken. The client asks for a keep-alive every
+PING_SECONDS. A service that ignores this sends one every 90 seconds."""
 BUSY = RetryPolicy(first=0.2, longest=10.0, attempts=20)
-"""Waits before a call is repeated after a reply with status 429. A call with this reply has not been carried out."""
+"""How to repeat a call whose reply has status 429. Such a call was not carried out."""
 END_SECONDS = 2.0
-"""Seconds to wait for the end of the process after its input has failed."""
+"""How long to wait for the end of the process after sending input to it has failed."""
 COMPRESSED, LAST = 1, 2
-"""Bits in the flags of a frame: the frame is compressed, and the frame is the last of its stream."""
+"""Flag bits of a frame: it is compressed, or it is the last of its stream."""
 
 
 class DataEvent(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ class StartEvent(msgspec.Struct, frozen=True):
 
 
 class ProcessEvent(msgspec.Struct, frozen=True):
-    """An event of a process. At most one field is set. In a keep-alive no field is set."""
+    """An event of a process. At most one field is set, and none in a keep-alive."""
 
     start: StartEvent | None = None
     data: DataEvent | None = None
@@ -104,7 +104,7 @@ class Envd:
             self._headers["E2B-Traffic-Access-Token"] = sandbox.traffic_access_token
 
     async def is_closed(self) -> bool:
-        """Return True if the service reports that the sandbox runs and that envd does not run in the sandbox."""
+        """Return True if the service reports that the sandbox runs but that `envd` in it does not."""
         try:
             async with translated(), self._get("/health") as answer:
                 return answer.status == 502 and PORT_CLOSED in str(refusal(answer, await bounded(answer)))
@@ -115,7 +115,7 @@ class Envd:
         return self._http.get(self._url + path, headers=self._headers, allow_redirects=False)
 
     async def upload(self, path: str, data: AsyncIterator[bytes]) -> None:
-        """Create or replace a file, with its folders. Raises E2BError."""
+        """Create or replace a file, with its parent folders. Raises E2BError."""
         form = aiohttp.FormData()
         form.add_field("file", data, filename=path, content_type="application/octet-stream")
         query = {"path": path, "username": USER}
@@ -159,8 +159,8 @@ class Envd:
     async def _called(
         self, method: str, body: bytes, headers: Mapping[str, str], timeout: aiohttp.ClientTimeout | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Call a method of envd's process service. The call is repeated, as BUSY sets, while the reply has status 429.
-        Raises E2BError."""
+        """Call a method of envd's process service. While the reply has status 429, the call is repeated as BUSY
+        specifies. Raises E2BError."""
         options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         refusals = 0
         while True:
@@ -199,7 +199,7 @@ def frame(data: bytes) -> bytes:
 
 
 async def frames(stream: aiohttp.StreamReader) -> AsyncIterator[ProcessEvent]:
-    """Yield the events of a process up to the last frame. Raises E2BError if the stream ends earlier, and ValueError
+    """Yield the events of a process up to the last frame. Raises E2BError if the stream ends before it, and ValueError
     for data that is not an event."""
     while True:
         try:
@@ -218,8 +218,8 @@ async def frames(stream: aiohttp.StreamReader) -> AsyncIterator[ProcessEvent]:
 
 
 class ProcessSocket:
-    """A process in a sandbox. `run` starts the process. `end` is a socket that carries the process's input and output.
-    `exit` states how the process ended. It is None until then, and stays None if the stream breaks earlier."""
+    """A process in a sandbox, started by `run`. `end` is a socket that carries the process's input and output. `exit`
+    describes how the process ended. It is None until then, and stays None if the stream breaks first."""
 
     def __init__(self, envd: Envd) -> None:
         self.end, self._far = socket.socketpair()
@@ -230,7 +230,7 @@ class ProcessSocket:
         self.exit: EndEvent | None = None
 
     def log_tail(self) -> str:
-        """Return the end of the process's standard error, and the reason for which the connection has ended."""
+        """Return the end of the process's standard error, and why the connection ended."""
         parts = [self._log.decode("utf-8", "replace").strip(), self._reason]
         return "\n".join(filter(None, parts))
 
@@ -271,13 +271,13 @@ class ProcessSocket:
             try:
                 await self._envd.send(pid, data)
             except E2BError:
-                # If the call failed because the process has ended, the stream reports the end during this pause.
+                # If the call failed because the process has ended, the output stream reports this during the pause.
                 await asyncio.sleep(END_SECONDS)
                 raise
         raise OSError("this machine has closed the connection")
 
     def close(self) -> None:
-        """Close this machine's side. Needed only if `run` was never called."""
+        """Close this object's end of the socket pair. Needed only if `run` was never called."""
         self._far.close()
 
 

@@ -1,7 +1,7 @@
-"""The harness's programs in a sandbox on another machine: folders of this machine, copied to the same paths.
+"""Copies the harness's programs into a sandbox on another machine: folders of this machine, copied to the same paths.
 
-A folder whose path exists in the sandbox is not copied: a template may contain the programs. Invariant: an archive is
-made once per node, because the folders do not change after their installation.
+A folder whose path exists in the sandbox is not copied, because a template may contain the programs. Invariant: an
+archive is made once per node, because the folders do not change after their installation.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from outrider.sandbox.runtimes.tool_server.client import ExecDone, ToolClient
 ARCHIVE_AT = "/tmp/.outrider-programs"
 PIECE = 1 << 18
 LEVEL = 1
-"""Level of the compression. It is low, because an archive is compressed once per node and then sent once per
-sandbox."""
+"""The compression level. It is low, because an archive is compressed once per node but sent once per sandbox."""
 UNPACK_SECONDS = 600.0
 UNPACK = (
     "import os,sys,tarfile\n"
@@ -34,7 +33,7 @@ UNPACK = (
 
 
 class ProgramArchives:
-    """The archives of one node, in `folder`."""
+    """The archives that one node has made, in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,7 +41,7 @@ class ProgramArchives:
         self._making = asyncio.Lock()
 
     async def of(self, path: Path) -> Path:
-        """Return the archive of a file or folder. Raises OSError."""
+        """Return the archive of a file or folder, which is made on first use. Raises OSError."""
         async with self._making:
             if path not in self._made:
                 target = self._folder / f"programs-{len(self._made)}.tgz"

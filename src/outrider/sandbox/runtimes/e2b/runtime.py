@@ -1,8 +1,8 @@
 """The kind `e2b`: sandboxes of a service that speaks the E2B API, with our tool server inside.
 
-The tool server is a process that `envd` starts. Its input and output are the connection to the node, which also carries
-the model calls. So the sandbox needs no network, and the node needs no public address. Invariant: when `stop` returns,
-the service has confirmed that it has no such sandbox, or the failure is logged and the next sweep tries again.
+`envd` starts the tool server as a process. The process's input and output connect it to the node, and also carry the
+model calls. So the sandbox needs no network, and the node needs no public address. Invariant: when `stop` returns, the
+service has confirmed that the sandbox is gone, or the failure is logged and the next sweep tries again.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ TEMPLATE = "base"
 PROBE_SECONDS = 5.0
 MEASURE = "import os; print(os.cpu_count(), os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') >> 20)"
 SETTLE_SECONDS = 2.0
-"""Seconds between two requests for the state of a sandbox whose tool server has ended. The sandbox's programs are
-blamed for the end only if both replies report that the sandbox still exists."""
+"""After the tool server has ended, the sandbox's state is requested twice, with this many seconds in between. The
+sandbox's programs are blamed only if the sandbox still exists both times."""
 KERNEL_SHARE = 0.85
-"""At least this part of a machine's memory is available to its programs. The kernel uses the rest."""
+"""The fraction of a machine's memory that programs can always use. The kernel uses the rest."""
 
 
 class E2BRuntime:
@@ -76,7 +76,7 @@ def _probe_of(settings: E2BSettings) -> ProbeCache[str]:
 
 def _probe(settings: E2BSettings) -> str:
     """Check the service's address and key by requesting its list of sandboxes. Returns a description of the service.
-    Blocks; raises RuntimeUnavailable."""
+    Blocks. Raises RuntimeUnavailable."""
     try:
         status = _list_status(settings)
     except (OSError, HTTPException) as error:
@@ -92,7 +92,7 @@ def _probe(settings: E2BSettings) -> str:
 
 
 def _list_status(settings: E2BSettings) -> int:
-    """Return the status of a request for the list of sandboxes. Blocks; raises OSError, HTTPException."""
+    """Request the list of sandboxes, and return the HTTP status. Blocks. Raises OSError, HTTPException."""
     url = urlsplit(settings.url)
     kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
     connection = kind(url.hostname or "", url.port, timeout=PROBE_SECONDS)
@@ -141,9 +141,9 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
         )
 
         async def ended_inside() -> bool:
-            """Return whether programs in the sandbox ended the tool server or envd. This is the case if one of the two
-            has ended and the sandbox still exists. The state is requested twice, because a service that ends a sandbox
-            may report the end of the tool server first. If the service does not respond, the cause is outside."""
+            """Return whether programs in the sandbox ended the tool server or envd. This is the case if either has
+            ended and the sandbox still exists. The state is requested twice, because when the service ends a sandbox,
+            it may report the end of the tool server first. If the service does not respond, the cause is outside."""
             for pause in (0.0, SETTLE_SECONDS):
                 await asyncio.sleep(pause)
                 if not await service.exists(start) or not (process.exit is not None or await envd.is_closed()):
@@ -154,8 +154,7 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
 
 
 async def _check_size(tools: ToolClient, spec: RuntimeSpec) -> None:
-    """Raise RuntimeUnavailable, naming the field, if the task asks for more processors or memory than the template
-    has."""
+    """Raise RuntimeUnavailable, naming the field, if the task asks for more CPUs or memory than the template has."""
     asked = spec.resources
     if asked.cpus is None and asked.memory_mb is None:
         return
@@ -176,8 +175,8 @@ async def _check_size(tools: ToolClient, spec: RuntimeSpec) -> None:
 
 
 def _without_python(process: ProcessSocket) -> RuntimeUnavailable | None:
-    """Return the error to raise if the tool server did not start because the sandbox has no usable Python. Returns
-    None if the start failed for another reason."""
+    """Return the error to raise if the tool server did not start because the sandbox has no usable Python. Returns None
+    if there was another reason."""
     if process.exit is None and "python3" not in process.log_tail():
         return None
     return RuntimeUnavailable(

@@ -1,8 +1,10 @@
-"""The E2B service that all sandboxes of a node share.
+"""The client of an E2B service, which all sandboxes of a node share.
 
-Invariants: a sandbox of this node is in `_ours` from before the request for its creation until `remove` has ended; the
-next `sweep` removes every other sandbox with the label of this node or of a dead node; a sandbox that nobody removes
-ends by itself TERM_SECONDS after its node extended its term for the last time.
+Invariants:
+
+- A sandbox of this node is in `_ours` from before it is requested until `remove` has ended.
+- `sweep` removes this node's other sandboxes, and all sandboxes of dead nodes. It finds them by their label.
+- A sandbox that nobody removes ends TERM_SECONDS after its node last extended its term.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.remote import NODE_LABEL, QueueClock, StartQueue, is_orphan, node_label
 
 START_LABEL = "outrider.start"
-"""Key of the label with the random name of one request. If the reply to the request is lost, the sandbox is found by
-this label."""
+"""Key of a label that identifies one request. Its value is random. If the reply to the request is lost, the sandbox is
+found by this label."""
 TERM_SECONDS = 300
 EXTEND_SECONDS = 60.0
 REMOVE_SECONDS = 60.0
 ROOM_SECONDS = 3600.0
 """Maximum seconds that a start waits for room at the service."""
 REFUSALS = (400, 401, 403, 404, 422, 429)
-"""Statuses with which the service refuses to create a sandbox. After any other failure a sandbox may exist."""
+"""Statuses with which the service refuses to create a sandbox. After any other failure, a sandbox may exist."""
 CREATE = RetryPolicy(first=1.0, longest=10.0, attempts=3)
 ROOM = RetryPolicy(first=2.0, longest=60.0)
 REMOVE = RetryPolicy(first=0.5, longest=5.0)
@@ -40,8 +42,8 @@ log = logging.getLogger("outrider.runtime")
 
 
 class E2BService:
-    """The part of a node's host (see node_host.py) that makes sandboxes. A call of the API takes at most
-    `call_seconds`."""
+    """The part of a node's host (see node_host.py) that makes E2B sandboxes. `call_seconds` is the time limit of each
+    API call."""
 
     def __init__(self, host: Host, *, call_seconds: float = CALL_SECONDS) -> None:
         self._call_seconds = call_seconds
@@ -52,7 +54,7 @@ class E2BService:
         self.archives = ProgramArchives(host.folder)
 
     async def __aenter__(self) -> Self:
-        """Connect and sweep. Raises RuntimeUnavailable, RuntimeFailure."""
+        """Connect, and remove leftover sandboxes (see `sweep`). Raises RuntimeUnavailable, RuntimeFailure."""
         self.api = E2BApi(E2BSettings.read(), seconds=self._call_seconds)
         try:
             await self.sweep()
@@ -72,10 +74,12 @@ class E2BService:
     async def create(
         self, start: Start, template: str, labels: Mapping[str, str], queued: QueueClock, *, ahead: bool = False
     ) -> MadeSandbox:
-        """Wait for the start's turn and for room at the service, and create a sandbox. Neither the waits nor the time
-        that the service takes count as time of the session. A sandbox made `ahead` does not wait for room. `remove`
-        must follow, even when this method raises or is cancelled. Raises RuntimeUnavailable if the service refuses the
-        key or the template, and RuntimeFailure."""
+        """Wait for the start's turn and for room at the service, and create a sandbox. The caller must then call
+        `remove`, even if this method raises or is cancelled.
+
+        The session is charged neither for the waits nor for the time that the service takes. A sandbox made `ahead`
+        does not wait for room. Raises RuntimeFailure, or RuntimeUnavailable if the service refuses the key or the
+        template."""
         failures = waits = 0
         while True:
             self._begin(start)
@@ -115,7 +119,7 @@ class E2BService:
         self._ours.add(start.key)
 
     async def _request(self, start: Start, template: str, labels: Mapping[str, str]) -> MadeSandbox:
-        """Send one request to create a sandbox. Its reply is awaited even after a cancellation, because only the reply
+        """Send one request to create a sandbox. The reply is awaited even after a cancellation, because only the reply
         shows whether there is a sandbox to remove."""
         start.requested = True
         made = await self.api.create(
@@ -128,7 +132,8 @@ class E2BService:
         return made
 
     async def _forget(self, start: Start) -> None:
-        """Remove the sandbox of a request without a reply. Raises RuntimeFailure; then a sweep removes the sandbox."""
+        """Remove the sandbox, if any, of a request whose reply was lost. Raises RuntimeFailure; a sweep then removes
+        it."""
         try:
             for one in await self.api.labelled(START_LABEL, start.key):
                 await self.api.delete(one.id)
@@ -140,19 +145,19 @@ class E2BService:
         try:
             await self.api.extend(start.sandbox, TERM_SECONDS)
         except E2BError as error:
-            if error.status != 404:  # 404: the sandbox is gone, which the tool server's client detects
+            if error.status != 404:  # 404: the sandbox is gone, and the tool server's client notices that
                 raise failure("extend the term of a sandbox", error) from error
 
     async def exists(self, start: Start) -> bool | None:
-        """Return whether the service still has the sandbox; None if the service does not respond."""
+        """Return whether the service still has the sandbox, or None if the service does not respond."""
         try:
             return await self.api.exists(start.sandbox)
         except E2BError:
             return None
 
     async def remove(self, start: Start) -> None:
-        """Kill the sandbox, and wait until the service has removed the sandbox. Raises RuntimeFailure if that fails;
-        the next sweep tries again."""
+        """Kill the sandbox, and wait until the service has removed it. Raises RuntimeFailure if that fails; the next
+        sweep tries again."""
         try:
             if start.sandbox:
                 await self._delete(start.sandbox)
@@ -188,7 +193,7 @@ class E2BService:
             raise failure("list its sandboxes", error) from error
         left = [one.id for one in listed if self._is_left(one.metadata or {})]
         refused: E2BError | None = None
-        for sandbox in left:  # a failed removal does not prevent the other removals
+        for sandbox in left:  # a failed removal does not prevent the others
             try:
                 await self.api.delete(sandbox)
             except E2BError as error:
@@ -204,8 +209,8 @@ class E2BService:
 
 
 class Start:
-    """The start of one sandbox. `key` is the random name of the last request to create the sandbox. `requested` is True
-    if this request may have created a sandbox. `sandbox` is the sandbox's id, or "" before the reply."""
+    """The start of one sandbox. `key` is the random name of the last request to create it. `requested` is True if this
+    request may have created a sandbox. `sandbox` is the sandbox's id, or "" before the reply."""
 
     def __init__(self) -> None:
         self.key = ""

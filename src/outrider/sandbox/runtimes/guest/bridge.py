@@ -1,7 +1,6 @@
-"""A bridge from 127.0.0.1 in a sandbox without a network to the Unix socket of the model gateway outside.
+"""Forwards connections from 127.0.0.1 in a sandbox without a network to the Unix socket of the model gateway outside.
 
-The bridge does not parse HTTP. Invariant: when one direction of a connection ends, the end is forwarded, and the other
-direction stays open.
+The bridge does not parse HTTP. Invariant: when one end stops sending, the other end is told, and can still send.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BUFFER_BYTES = 4 << 20
-"""Size of a buffer at which reading pauses, in bytes that were read and not yet written."""
+"""If a buffer holds this many bytes that were read and not yet written, reading pauses."""
 RETRY_SECONDS = 0.01
 CONNECT_TRIES = 200
 MAX_PAIRS = 256
-"""Maximum number of clients at once; further clients are closed. Each client also takes a descriptor of the node, which
-has some thousands for all its sandboxes."""
+"""Maximum number of connected clients. Further clients are disconnected. Each client also takes a descriptor of the
+node, which has some thousands for all its sandboxes."""
 
 
 class Stream:
-    """One direction of a bridged connection. `buffer` has the bytes that were read from `source` and not yet written to
+    """One direction of a bridged connection. `buffer` holds bytes that were read from `source` and not yet written to
     `sink`. `ended` is True when `source` has ended, `closed` when `sink` is shut down for writing."""
 
     def __init__(self, source: _socket.socket, sink: _socket.socket) -> None:
@@ -56,7 +55,8 @@ class Stream:
 
 
 class BridgedConnection:
-    """A client's connection and its connection to the gateway. `closed` is called once, when both are closed."""
+    """A client's connection and its connection to the gateway. `closed` is called once, when both connections are
+    closed."""
 
     def __init__(
         self, loop: Loop, client: _socket.socket, upstream: _socket.socket, closed: Callable[[], object]
@@ -88,7 +88,7 @@ class BridgedConnection:
 
     def _watch_socket(self, inward: Stream, outward: Stream) -> None:
         """Watch the socket that `inward` reads from and `outward` writes to, but only for events that can be handled
-        now. `poll` reports an event again and again until it is handled, and would keep the loop spinning."""
+        now. `poll` reports an unhandled event again at once, so the loop would spin."""
         fd = inward.source.fileno()
         reads = not inward.ended and len(inward.buffer) < BUFFER_BYTES
         mask = (select.POLLIN if reads else 0) | (select.POLLOUT if outward.buffer else 0)
@@ -109,7 +109,7 @@ class Bridge:
     `path`, the client's connection is closed."""
 
     def __init__(self, loop: Loop, port: int, path: str) -> None:
-        import _socket  # importing `socket` costs as much as starting the interpreter
+        import _socket  # importing `socket` takes as long as starting the interpreter
 
         self.socket = _socket
         self.loop = loop
@@ -130,7 +130,7 @@ class Bridge:
             fd, _ = self.listener._accept()  # type: ignore[attr-defined]  # `_socket` has `_accept`, which its stub lacks
         except BlockingIOError:
             return
-        except OSError:  # no descriptor is free, and `poll` would report the same client again at once
+        except OSError:  # no descriptor is free, so `poll` would report this client again at once
             self.loop.unwatch(self.listener.fileno())
             self.loop.at(self, RETRY_SECONDS, self._listen)
             return
@@ -153,7 +153,7 @@ class Bridge:
         self.clients -= 1
 
     def _connect(self, client: _socket.socket, tries: int) -> None:
-        """Connect to the gateway. A Unix socket connects at once, or fails with EAGAIN while the listener's queue is
+        """Connect to the gateway. A Unix socket connects at once, or fails with EAGAIN if the listener's queue is
         full."""
         try:
             upstream = self.socket.socket(self.socket.AF_UNIX, self.socket.SOCK_STREAM)

@@ -1,8 +1,8 @@
-"""One command: its start, its input, its output and its reply. A time limit or a cancellation kills the command with
-its descendants.
+"""Runs one command: its start, input, output and reply. At its time limit or a cancellation, the command and its
+descendants are killed.
 
-Invariant: an output stream takes at most 1.5 times its bound plus one read (256 KiB) of memory, however long the stream
-is.
+Invariant: an output stream takes at most 1.5 times its maximum size (`cap`) plus one read (256 KiB) of memory, however
+much is written to it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 READS_AT_END = 16
-"""Maximum number of reads that take the last output of an ended program from a pipe. A pipe holds at most 1 MiB and
-each read takes 256 KiB, so this many reads empty the pipe. Without the maximum, a child that goes on writing would keep
-the server busy."""
+"""Maximum number of reads that collect the last output after a program has ended. A pipe holds at most 1 MiB and each
+read takes 256 KiB, so this many reads empty the pipe. Without a maximum, a child that keeps writing would occupy the
+server."""
 
 
 class Capture:
@@ -41,7 +41,7 @@ class Capture:
             data = data[room:]
         if data and self.half:
             self.tail += data
-            if len(self.tail) > 2 * self.half:  # trimming at every piece would copy the tail each time
+            if len(self.tail) > 2 * self.half:  # trimming after every piece would copy the tail each time
                 self._trim()
 
     def _trim(self) -> None:
@@ -71,7 +71,7 @@ class Drain:
         loop.watch(fd, POLL_READ, self.ready)
 
     def ready(self, events: int) -> bool:
-        """Read one piece. Returns whether there was any data."""
+        """Read one piece. Returns whether there was data to read."""
         data = read_ready(self.fd) if self.open else b""
         if data is None:
             self.open = False
@@ -82,7 +82,7 @@ class Drain:
         return bool(data)
 
     def finish(self) -> bytes:
-        """Return the output until now, with the middle cut out if it exceeds the capture's bound."""
+        """Return the output so far. If it is larger than the capture keeps, its middle is cut out."""
         for _ in range(READS_AT_END):
             if not self.ready(0):
                 break
@@ -90,8 +90,8 @@ class Drain:
 
 
 class Command:
-    """One command from start to reply. Children that outlive the command keep the command's pipes open, but the reply
-    does not wait for them. Their later output is read and dropped: a full pipe would block these children, and a closed
+    """One command from start to reply. The reply does not wait for children that outlive the command. They keep the
+    command's pipes open, and their later output is read and dropped, because a full pipe would block them, and a closed
     pipe would kill them by SIGPIPE."""
 
     def __init__(self, calls: Calls, call: int, args: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ class Command:
         self.cancel()
 
     def cancel(self) -> None:
-        """Kill the command with all its descendants. The reply goes out when the exit is reaped."""
+        """Kill the command with all its descendants. The reply is sent when the exit is reaped."""
         kill_tree({self.pid}, self.mark)
 
     def exited(self, code: int) -> None:

@@ -1,7 +1,7 @@
-"""The connection to the host: non-blocking frames in and out, and the replies to the calls under way.
+"""The connection to the host: frames in both directions, without blocking, and the replies to calls.
 
-A frame holds one message (see msgpack.py). Invariants: frames leave in the order in which they were sent; each call
-gets exactly one "ok" or "error", after any number of parts, unless the connection ends first.
+A frame holds one message (see msgpack.py). Invariants: frames are sent in the order in which `send` was called; each
+call gets exactly one "ok" or "error", after any number of parts, unless the connection ends first.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class HostConnection:
-    """A stream of frames over the socket `fd` or, if `out` is given, over two pipes: `fd` for reading and `out` for
-    writing. `on_frame` is called with each frame. When the connection has ended, the loop stops, and messages sent
-    afterwards are dropped."""
+    """A stream of frames over the socket `fd`. If `out` is given, the stream uses two pipes: `fd` for reading and `out`
+    for writing. `on_frame` is called with each frame. When the connection ends, the loop stops, and later messages are
+    dropped."""
 
     def __init__(self, loop: Loop, fd: int, on_frame: Callable[[bytes], object], out: int = -1) -> None:
         self.loop = loop
@@ -40,10 +40,10 @@ class HostConnection:
         if not self.open:
             return
         start = len(self.outgoing)
-        self.outgoing += b"\0\0\0\0"  # after packing, these bytes are replaced by the length
+        self.outgoing += b"\0\0\0\0"  # filled in below with the length of the packed message
         pack(message, self.outgoing)
         self.outgoing[start : start + 4] = (len(self.outgoing) - start - 4).to_bytes(4, "big")
-        if start == 0:  # if bytes were left, the descriptor is full, and the loop waits for room
+        if start == 0:  # otherwise the descriptor is full, and the loop waits until it is writable
             self._flush()
 
     def _watch(self) -> None:
@@ -58,7 +58,7 @@ class HostConnection:
             self.loop.unwatch(self.out)
 
     def _writable(self, events: int) -> None:
-        """Handle events of the pipe for writing: the pipe has room, or its reader is gone."""
+        """Handle events of the pipe for writing: it can be written to, or its reader is gone."""
         self._flush()
         if self.open:
             self._watch()
@@ -101,8 +101,8 @@ class HostConnection:
 
 
 class Calls:
-    """State shared by all calls, and the functions that reply to calls. `running` maps each cancellable call to its
-    cancel function."""
+    """State that all calls share, and the functions that reply to calls. `running` maps each cancellable call to the
+    function that cancels it."""
 
     def __init__(self, loop: Loop, connection: HostConnection) -> None:
         self.loop = loop
@@ -116,8 +116,8 @@ class Calls:
         self.known_shell = ""
 
     def environment(self, extra: dict[str, str], owner: int) -> dict[str, str]:
-        """Return the environment of a program that `owner` starts. `owner` is the number of a call, or minus the number
-        of a shell."""
+        """Return the environment of a program that `owner` starts. `owner` is the number of a call, or the negated
+        number of a shell."""
         env = dict(self.base_env)
         env.update(extra)
         env["OUTRIDER_CALL"] = f"{self.sandbox_mark}:{owner}"
@@ -125,12 +125,12 @@ class Calls:
 
     def mark(self, owner: int) -> bytes:
         """Return the entry that `environment` adds to the environment of the owner's programs. When a time limit
-        expires, this entry identifies the owner's descendants that have left their session and their parent. Such a
-        process becomes a child of this server, and has no other trace of its owner."""
+        expires, it identifies those descendants of the owner that have left their session and their parent. Such a
+        process becomes a child of this server, and only this entry still shows its owner."""
         return f"OUTRIDER_CALL={self.sandbox_mark}:{owner}\0".encode()
 
     def shell(self) -> str:
-        """Return the shell of this sandbox: bash, or sh if there is no bash. The PATH is searched once."""
+        """Return the shell of this sandbox: bash, or sh if there is no bash. PATH is searched only once."""
         if not self.known_shell:
             path = self.base_env.get("PATH", DEFAULT_PATH)
             self.known_shell = "bash" if find_program("bash", path) else "sh"

@@ -1,9 +1,9 @@
-"""A bound on the total memory of a sandbox's programs, where no control group sets a bound.
+"""Limits the total memory of a sandbox's programs, where no control group does.
 
-The watch scans /proc now and then and counts the memory of processes: private pages, shared pages, page tables and
-swap. Programs cannot get memory that belongs to no process (see seccomp.py), and files have their own bound.
-Invariant: when two scans in a row find the programs above the limit, the largest ones are killed, as the kernel does in
-a control group. Memory that comes and goes between two scans is bounded for each process alone, by its rlimits.
+The watch scans /proc at intervals and counts the memory of processes: private pages, shared pages, page tables and
+swap. Programs cannot get memory that belongs to no process (see seccomp.py), and files have their own limit. Invariant:
+when two scans in a row find the programs above the limit, the largest ones are killed, as the kernel does in a control
+group. Memory that is used only between two scans is limited for each process separately, by its rlimits.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from outrider.sandbox.runtimes.guest.processes import (
 )
 
 RATE = 4 << 30
-"""Assumed maximum growth of the programs in bytes per second. The next scan takes place at the earliest time at which
-the programs can reach the limit at this rate."""
+"""Assumed maximum growth of the programs' memory, in bytes per second. The next scan happens when the programs could
+reach the limit at this rate."""
 MIN_PAUSE, MAX_PAUSE = 0.05, 1.0
-"""Bounds of the seconds between two scans."""
+"""Minimum and maximum seconds between two scans."""
 OWN_FIELDS = (b"RssAnon", b"VmSwap", b"VmPTE", b"HugetlbPages")
 """Lines of /proc/PID/status that add up to a process's memory. A page shared with forks counts in full for each
 process."""
 DIVIDED_FIELDS = (b"Pss_Anon", b"SwapPss", b"Private_Hugetlb", b"Shared_Hugetlb")
-"""Lines of /proc/PID/smaps_rollup that add up to the memory of OWN_FIELDS without page tables. A shared page is divided
-among the processes that share it."""
+"""Lines of /proc/PID/smaps_rollup that add up to the memory of OWN_FIELDS without page tables. Here a shared page is
+divided among the processes that share it."""
 SHARED_AREAS = (b"/dev/zero (deleted)", b"[anon_shmem:")
-"""Beginnings of the names, in /proc/PID/maps, of shared memory that does not belong to a file."""
+"""Prefixes of the names, in /proc/PID/maps, of shared memory that does not belong to a file."""
 
 
 class ProcessMemory:
-    """The memory of one process, in bytes: `own`, and in addition `mapped`. `mapped` consists of libraries, reserved
-    address space, and memory shared with other processes. A scan first counts both, because `own` lacks shared pages
-    that exist but that this process has not touched yet."""
+    """The memory of one process, in bytes. `own` is memory that the process has touched. `mapped` is additional:
+    libraries, reserved address space, and memory shared with other processes. A scan first counts both, because `own`
+    lacks shared pages that another process has touched."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -49,9 +49,8 @@ class ProcessMemory:
         self.areas: dict[bytes, int] = {}
 
     def find_areas(self) -> None:
-        """Fill `areas`: keys are the inodes of areas of shared memory, values the areas' sizes in bytes, up to the last
-        byte that the process has mapped. If the process's maps are unreadable, all its mapped memory counts as one
-        area."""
+        """Fill `areas`, which maps the inode of each area of shared memory to its size in bytes, up to the last byte
+        that the process has mapped. If the process's maps cannot be read, all its mapped memory counts as one area."""
         maps = read_of_process(self.pid, "maps")
         if not maps:
             self.areas = {b"%d" % self.pid: max(0, self.mapped)}
@@ -63,8 +62,8 @@ class ProcessMemory:
                 self.areas[inode] = max(last, self.areas.get(inode, 0))
 
     def divide(self) -> None:
-        """Count a page shared by forks as a fraction for each process. If the process is not readable, such pages still
-        count in full."""
+        """Divide pages that forks share among them. If the process's files cannot be read, these pages still count in
+        full."""
         text = read_or_empty(f"/proc/{self.pid}/smaps_rollup")
         if text:
             self.own = sum_of_fields(text, DIVIDED_FIELDS) + sum_of_fields(self.status, (b"VmPTE",))
@@ -75,8 +74,8 @@ class ProcessMemory:
 
 
 class MemoryWatch:
-    """Scans as long as the loop runs. Processes are killed only after two scans in a row above the limit, because all
-    memory of a process seems to exist twice while it forks to start a program."""
+    """Scans as long as the loop runs. A single scan above the limit kills no process, because a process that forks to
+    start a program seems to have its memory twice for a moment."""
 
     def __init__(self, loop: Loop, limit: int) -> None:
         self.loop = loop
@@ -89,8 +88,7 @@ class MemoryWatch:
         me = posix.getpid()
         found = [ProcessMemory(pid) for pid in descendants(processes(), {me}) - {me}]
         total = sum(one.own + max(0, one.mapped) for one in found)
-        # Each of the two refinements makes the count more exact, and takes longer. Most scans find less than the limit
-        # at once, and need no refinement.
+        # Each refinement makes the count more exact, but takes longer. Most scans stay below the limit without them.
         for refine in (ProcessMemory.find_areas, ProcessMemory.divide):
             if total > self.limit:
                 for one in found:
@@ -104,7 +102,7 @@ class MemoryWatch:
 
 
 def total_memory(found: list[ProcessMemory]) -> int:
-    """Return the bytes of memory that all processes use together. Each shared area is counted once."""
+    """Return how many bytes of memory all processes use together. Each shared area counts once."""
     areas: dict[bytes, int] = {}
     for one in found:
         for inode, size in one.areas.items():
@@ -121,7 +119,7 @@ def kill_largest(found: list[ProcessMemory], excess: int) -> None:
 
 
 def sum_of_fields(text: bytes, names: tuple[bytes, ...]) -> int:
-    """Return the sum, in bytes, of the lines `Name: 123 kB` whose name is in `names`. Only a newline ends a line here:
-    one line has the program's name, in which a program may put any other character."""
+    """Return the sum, in bytes, of the lines `Name: 123 kB` whose name is in `names`. Only a newline ends a line,
+    because the line with the program's name may contain any other character."""
     lines = (line.partition(b":") for line in text.split(b"\n"))
     return sum(int(value.split()[0]) for name, _, value in lines if name in names) << 10

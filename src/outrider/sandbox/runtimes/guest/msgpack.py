@@ -1,8 +1,8 @@
 """The wire format of the tool server: the part of msgpack that both ends use (no floats, no extensions).
 
-A frame is a u32 big-endian length and as many bytes of msgpack: `[call, method, {arguments}]` from the host, `[call,
-"ok" | "error" | "part", {fields}]` to the host. Text that is not UTF-8, such as an odd file name, is sent as its bytes;
-this module reads and writes such text as a str with surrogate escapes. Invariant: `Unpacker` reads every packed value
+A frame is a u32 big-endian length and that many bytes of msgpack. The host sends `[call, method, {arguments}]`. The
+server sends `[call, "ok" | "error" | "part", {fields}]`. Text that is not UTF-8, such as an odd file name, is sent as
+raw bytes; this module represents it as a str with surrogate escapes. Invariant: `Unpacker` reads every packed value
 back unchanged (a tuple as a list), and so does msgspec if all text is UTF-8. Pure.
 """
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def pack(value: Any, out: bytearray) -> None:
-    """Append a value. Lengths and numbers always have the widest form, which keeps the code short. The frames are
-    small, so this costs little."""
+    """Append a value. Lengths and numbers always use the widest encoding. This keeps the code short, and costs little
+    because the frames are small."""
     kind = type(value)
     if kind is str:
         data = value.encode("utf-8", "surrogateescape")
@@ -45,8 +45,8 @@ def pack(value: Any, out: bytearray) -> None:
 
 
 class Unpacker:
-    """Reads one msgpack value out of a complete frame. Raises ValueError for a frame that ends early, or an unknown
-    tag."""
+    """Reads one msgpack value from a complete frame. Raises ValueError for a frame that ends early or contains an
+    unknown tag."""
 
     PLAIN: ClassVar[dict[int, bool | None]] = {0xC0: None, 0xC2: False, 0xC3: True}
 

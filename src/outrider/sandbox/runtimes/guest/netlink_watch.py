@@ -1,10 +1,9 @@
-"""A bound on the kernel memory of the netlink sockets in a sandbox that has its own network.
+"""Limits the kernel memory of the netlink sockets in a sandbox that has its own network.
 
 If a program sends requests to the kernel and does not read the replies, the kernel holds up to 1 MiB for each socket.
-No control group of any version counts this memory. Without this module, only the limit on open files would bound it.
-The bound, MOST, is the same for every task. No honest program comes near it. Invariant: if a check finds that the
-sockets hold more than MOST bytes, all programs of the sandbox are killed, because the owner of a socket cannot always
-be determined.
+Control groups do not count this memory. Without this module, only the limit on open files would bound it. The limit,
+MOST, is the same for every task, and ordinary programs stay far below it. Invariant: if a check finds more than MOST
+bytes in the sockets, all programs of the sandbox are killed, because the owner of a socket cannot always be determined.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ if TYPE_CHECKING:
     from outrider.sandbox.runtimes.guest.poll_loop import Loop
 
 SOCKETS = "/proc/self/net/netlink"
-"""The kernel's table: a line of headings, then one line for each netlink socket of this network."""
+"""The kernel's table of netlink sockets in this network: a line of headings, then one line for each socket."""
 HELD = (4, 5)
-"""Indexes of two columns of SOCKETS: bytes received but not yet read, and bytes sent but not yet received."""
+"""Indexes of the columns of SOCKETS that count bytes received but not read, and bytes sent but not received."""
 MOST = 64 << 20
 PAUSE = 1.0
 

@@ -1,7 +1,7 @@
-"""A poll loop for one thread: readiness of descriptors, timers, and exits of children.
+"""A single-threaded event loop: readiness of descriptors, timers, and exits of children.
 
-asyncio would be the natural choice, but importing it takes several times as long as starting the interpreter.
-Invariant: every child that exits is reaped, adopted orphans included.
+Importing asyncio would take several times as long as starting the interpreter. Invariant: every child that exits is
+reaped, adopted orphans included.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     import signal as _signal
     from collections.abc import Callable
 else:
-    import _signal  # importing `signal` would lengthen the start-up by half
+    import _signal  # importing `signal` would lengthen the start by half
 
 POLL_READ = select.POLLIN | select.POLLHUP | select.POLLERR
 CHUNK = 1 << 18
-"""Maximum bytes of one read or write: large enough for few system calls, and small enough that no call holds up the
+"""Maximum bytes of one read or write: large enough to need few system calls, and small enough that no call delays the
 loop."""
 
 REST_FACTOR = 20
-"""A pause between two scans lasts at least 20 times as long as the scan before it. Scans of many processes or sockets
-take long, and must not take much of the processor's time."""
+"""The pause after a scan of processes or sockets lasts at least this many times as long as the scan, because scans can
+be slow and must not use much CPU time."""
 
 
 class Loop:
     """The loop. `handlers` maps a descriptor to the function that is called with its events. `exits` maps the pid of a
     child to the function that is called once with the child's exit code. `timers` maps a key to a deadline, in seconds
-    of the monotonic clock, and an action. A key has at most one timer.
+    of the monotonic clock, and the function to call then. A key has at most one timer.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class Loop:
         self.watchers: list[Callable[[int, int], object]] = []
         """Functions that are called with the pid and the exit code of each child that was reaped."""
         self.stopped = False
-        # SIGCHLD writes a byte into this pipe, and the byte wakes `poll`. So a signal that comes just before `poll` is
-        # not lost.
+        # SIGCHLD writes a byte into this pipe, which wakes `poll`. So a signal that arrives just before `poll` is not
+        # lost.
         reader, writer = posix.pipe()
         posix.set_blocking(reader, False)
         posix.set_blocking(writer, False)
@@ -72,9 +72,10 @@ class Loop:
             soonest = float("inf")
             if self.timers:
                 soonest = min(deadline for deadline, _ in self.timers.values())
-                timeout = max(0.0, (soonest - time.monotonic()) * 1000) + 0.5  # `poll` truncates to whole milliseconds
+                # 0.5, because `poll` truncates to whole milliseconds
+                timeout = max(0.0, (soonest - time.monotonic()) * 1000) + 0.5
             for fd, events in self.poll.poll(timeout):
-                handler = self.handlers.get(fd)  # an earlier handler of this round may have removed the entry
+                handler = self.handlers.get(fd)  # an earlier handler of this round may have removed it
                 if handler is not None:
                     handler(events)
             now = time.monotonic()
@@ -105,10 +106,9 @@ class Loop:
 
 
 class PipeWriter:
-    """Writes data into a pipe as fast as the reader takes the data. `fd` is non-blocking, or -1 for a closed pipe.
-
-    `written(False)` is called each time when all data is written. `written(True)` is called when a write finds no
-    reader any more, and the rest of the data is dropped."""
+    """Writes data into a pipe as fast as the reader reads it. `fd` is non-blocking, or -1 for a closed pipe.
+    `written(False)` is called whenever all data has been written. `written(True)` is called if the pipe has no reader
+    any more; the remaining data is dropped."""
 
     def __init__(self, loop: Loop, fd: int, written: Callable[[bool], object] = lambda gone: None) -> None:
         self.loop = loop
@@ -130,7 +130,7 @@ class PipeWriter:
     def _ready(self, events: int) -> None:
         gone = False
         try:
-            if self.left:  # one write for each event, because a fast reader must not hold up the loop
+            if self.left:  # one write per event, so that a fast reader does not block the loop
                 self.left = self.left[posix.write(self.fd, self.left[:CHUNK]) :]
         except BlockingIOError:
             pass
@@ -145,8 +145,8 @@ class PipeWriter:
 
 
 def read_ready(fd: int) -> bytes | None:
-    """Return the data that can be read now: b"" if there is none yet, None at the end. An error counts as the end, such
-    as EIO from a terminal whose other end is closed."""
+    """Return the data that can be read now: b"" if there is none yet, or None at the end. An error also counts as the
+    end, such as EIO from a terminal whose other end is closed."""
     try:
         return posix.read(fd, CHUNK) or None
     except BlockingIOError:

@@ -1,9 +1,9 @@
-"""The record of the processes that start and end in a sandbox with process ids of its own.
+"""Records the processes that start and end in a sandbox with its own process ids.
 
-The kernel announces processes only to the host's root, so this module looks at /proc from time to time: often while
-processes start or end, seldom while nothing changes. A look that finds nothing new reads one short file, and one more
-for each living process. Invariants: the record has a bounded size; every recorded process has run, but a process that
-ends between two looks may be missing.
+The kernel announces processes only to the host's root, so this module scans /proc: often while processes start or end,
+seldom while nothing changes. A scan that finds nothing new reads one short file, and one more for each living process.
+Invariants: the record has a bounded size; every recorded process has run. A process that ends between two scans may be
+missing.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from typing import Any
 
 SHORTEST_LOOK, LONGEST_LOOK = 0.05, 2.0
-"""Bounds of the seconds between two looks."""
+"""Minimum and maximum seconds between two scans."""
 IDLE_FACTOR = 5
-"""The pause between two looks is at most 1/IDLE_FACTOR of the time since the last change."""
+"""The pause between two scans is at most 1/IDLE_FACTOR of the time since the last change."""
 MOST_WATCHED = 100
-"""While more processes than this live in the sandbox, new ones are not recorded, and no file of a process is read: a
-read waits while the process forks, so a fork bomb could block the server without end."""
+"""While the sandbox has more processes than this, new processes are not recorded and no process's files are read. Such
+a read waits while the process forks, so a fork bomb could block the server forever."""
 LOOK_SECONDS = 0.01
-"""A look begins no further read after this many seconds, and the next look continues."""
+"""After this many seconds a scan starts no further read. The next scan continues."""
 MOST_REPORTED = 200
 """Maximum number of processes in one reply. `MOST_PROCESSES` in the host's `tool_server/client.py` has the same
 value."""
@@ -35,8 +35,8 @@ MOST_WAITING = 1000
 COMMAND_BYTES = 400
 """Maximum bytes of a command line that are recorded."""
 LOOKS_AT_NAME = 3
-"""Number of looks in which a process's command line is read. Several are needed, because a new process shows the
-command line of its parent until it has started its program."""
+"""Number of scans that read a process's command line. Several are needed, because a new process shows its parent's
+command line until it has started its own program."""
 CLOCK_BOOTTIME = 7
 
 
@@ -55,7 +55,7 @@ class WatchedProcess:
 
 
 class ProcessWatch:
-    """Looks at /proc as long as the loop runs."""
+    """Scans /proc as long as the loop runs."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
@@ -70,12 +70,12 @@ class ProcessWatch:
         self.hurry()
 
     def hurry(self) -> None:
-        """Look soon, because a program is about to start."""
+        """Scan soon, because a program is about to start."""
         self.changed = time.monotonic()
         self.loop.at(self, SHORTEST_LOOK / 2, self.look)
 
     def report(self) -> dict[str, Any]:
-        """Return the records that are new since the last report, and drop them."""
+        """Return the processes that changed since the last report, at most MOST_REPORTED."""
         self.look()
         now = time.monotonic()
         found = list(self.news)[:MOST_REPORTED]
@@ -84,7 +84,7 @@ class ProcessWatch:
         return {"processes": [reported(process, now) for process in found]}
 
     def note_exit(self, pid: int, code: int) -> None:
-        """Note that a child of the server was reaped."""
+        """Record the exit of a child of the server, which has just been reaped."""
         process = self.living.get(pid)
         if process is not None:
             process.code = code
@@ -92,7 +92,8 @@ class ProcessWatch:
 
     def look(self) -> None:
         began = time.monotonic()
-        newest = read_or_empty("/proc/loadavg").rpartition(b" ")[2]  # the id of the newest process of this namespace
+        # the id of the newest process in this pid namespace
+        newest = read_or_empty("/proc/loadavg").rpartition(b" ")[2]
         pids: set[int] = set()
         if newest != self.newest or not newest:
             self.newest = newest
@@ -109,13 +110,13 @@ class ProcessWatch:
         self.loop.at(self, max(wait, REST_FACTOR * (now - began)), self.look)
 
     def _look_closely(self, pids: set[int], deadline: float) -> None:
-        """Read the files of the living processes, and the files of the new processes among `pids`."""
+        """Read the files of the recorded living processes, and of the new processes among `pids`."""
         for process in list(self.living.values()):
             if time.monotonic() > deadline:
                 break
             self._look_at(process)
         since_boot = time.clock_gettime(CLOCK_BOOTTIME)
-        for pid in pids - self.living.keys() - {self.me, 1}:  # process 1 belongs to the sandbox itself
+        for pid in pids - self.living.keys() - {self.me, 1}:  # process 1 is not one of the sandbox's programs
             if time.monotonic() > deadline:
                 self.newest = b""
                 break
@@ -124,7 +125,7 @@ class ProcessWatch:
     def _look_at(self, process: WatchedProcess) -> None:
         fields = stat_of(process.pid)
         if fields is not None and fields[0] == b"Z" and int(fields[1]) == self.me:
-            return  # a child of the server: `note_exit` will record its end and its exit code
+            return  # `note_exit` will record the end and the exit code of this child of the server
         if fields is None or has_ended(process.pid, fields) or fields[19] != process.ticks:
             self._end(process)
         elif process.looks < LOOKS_AT_NAME:
@@ -140,7 +141,7 @@ class ProcessWatch:
             return
         command = command_of(pid)
         if command == self.own_command:
-            self.newest = b""  # this fork has not started its program yet: look again
+            self.newest = b""  # this fork of the server has not started its program yet, so scan again
             return
         age = max(0.0, since_boot - int(fields[19]) / posix.sysconf("SC_CLK_TCK"))
         process = WatchedProcess(pid, int(fields[1]), fields[19], time.monotonic() - age, command)
@@ -159,7 +160,7 @@ class ProcessWatch:
 
 
 def stat_of(pid: int) -> list[bytes] | None:
-    """Return the fields of /proc/PID/stat after the program's name; None if there is no such process."""
+    """Return the fields of /proc/PID/stat after the program's name, or None if the process does not exist."""
     fields = read_or_empty(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return fields if len(fields) > 19 else None
 
@@ -170,7 +171,7 @@ def has_ended(pid: int, fields: list[bytes]) -> bool:
 
 
 def command_of(pid: int) -> bytes:
-    """Return the beginning of a process's command line, or its name in brackets."""
+    """Return the beginning of a process's command line, or its name in brackets if the command line is empty."""
     words = read_or_empty(f"/proc/{pid}/cmdline")[:COMMAND_BYTES].rstrip(b"\0").replace(b"\0", b" ")
     return words or b"[" + read_or_empty(f"/proc/{pid}/comm").rstrip(b"\n") + b"]"
 

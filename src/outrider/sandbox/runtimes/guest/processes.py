@@ -1,4 +1,4 @@
-"""The processes listed in /proc: finding the descendants of a process, killing them, and starting a process.
+"""Finds the descendants of a process in /proc, kills them, and starts processes.
 
 Invariant: `kill_tree` returns every process that is still alive in its last scan of /proc.
 """
@@ -19,22 +19,21 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 else:
-    import _signal  # importing `signal` would lengthen the start-up by half
+    import _signal  # importing `signal` would lengthen the start by half
 
 SIGINT, SIGKILL, SIGSTOP = _signal.SIGINT, _signal.SIGKILL, _signal.SIGSTOP
 OTHER_ERROR = 255
-"""Exit code of a child of `fork_with_pipe` that ended by an exception without an errno."""
+"""Exit code of a child of `fork_with_pipe` that raised an exception without an errno."""
 SWIFT_LOOKS = 3
-"""The first scans of one `kill_tree`, up to this number, kill every process at once. Later scans stop a new process
-before they kill the process."""
+"""How many scans of `kill_tree` kill each process at once. Later scans first stop every new process."""
 LOOKS = 200
-"""Maximum number of scans in one `kill_tree`. A process that forks faster than it is killed would otherwise keep
-`kill_tree` busy forever."""
+"""Maximum number of scans in `kill_tree`. Without a maximum, processes that fork faster than they are killed would keep
+it busy forever."""
 
 
 class Spare:
-    """A descriptor in reserve for reading /proc. Programs may make the server use up all its descriptors, and the
-    server must still be able to find and kill these programs."""
+    """A spare descriptor for reading /proc. If programs make the server use up all its descriptors, the server can
+    still find and kill them."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -46,7 +45,8 @@ class Spare:
             self.fd = -1
 
     def read(self, action: Callable[[str], T], path: str) -> T:
-        """Return `action(path)`, which opens one descriptor and closes it. Raises OSError."""
+        """Return `action(path)`, which opens and closes one descriptor. If none is free, use the spare one. Raises
+        OSError."""
         try:
             return action(path)
         except OSError as error:
@@ -63,8 +63,8 @@ SPARE = Spare()
 
 
 class Process:
-    """One process, as in its line of /proc/PID/stat. `zombie` is True if the whole process has ended. The kernel
-    reports the same state if only the first thread has ended, so the threads are counted, too."""
+    """One process, as in /proc/PID/stat. `zombie` is True if the whole process has ended. The kernel reports the state
+    of a zombie even if only the first thread has ended, so the threads are counted too."""
 
     def __init__(self, pid: int, fields: list[bytes]) -> None:
         self.pid = pid
@@ -79,14 +79,14 @@ def processes() -> dict[int, Process]:
         if name.isdigit():
             stat = read_or_empty("/proc/" + name + "/stat")
             if stat:
-                # A program's name may have any character, a parenthesis too. The fields follow the last parenthesis.
+                # The program's name may contain any character, even a parenthesis. The fields follow the last
+                # parenthesis.
                 found[int(name)] = Process(int(name), stat.rpartition(b")")[2].split())
     return found
 
 
 def read_or_empty(path: str) -> bytes:
-    """Return a file's content, or b"" if the file cannot be read, for example because the process has ended
-    meanwhile."""
+    """Return a file's content, or b"" if it cannot be read, for example because the process has just ended."""
     try:
         return SPARE.read(read_file, path)
     except OSError:
@@ -99,7 +99,7 @@ def read_file(path: str) -> bytes:
 
 
 def threads(pid: int) -> list[str]:
-    """Return the ids of a process's threads; none if the process has ended."""
+    """Return the ids of a process's threads. Empty if the process has ended."""
     try:
         return SPARE.read(posix.listdir, f"/proc/{pid}/task")
     except OSError:
@@ -108,7 +108,7 @@ def threads(pid: int) -> list[str]:
 
 def read_of_process(pid: int, name: str, needed: bytes = b"") -> bytes:
     """Return the content of the file `name` in /proc/PID. If the process's first thread has ended, this file is empty
-    or lacks `needed`, and the file of another thread is returned."""
+    or lacks `needed`; then the same file of another thread is returned."""
     text = read_or_empty(f"/proc/{pid}/{name}")
     for thread in () if text and needed in text else threads(pid):
         text = read_or_empty(f"/proc/{pid}/task/{thread}/{name}")
@@ -118,7 +118,7 @@ def read_of_process(pid: int, name: str, needed: bytes = b"") -> bytes:
 
 
 def descendants(table: dict[int, Process], roots: set[int]) -> set[int]:
-    """Return the living processes among `roots` and all living processes below `roots`."""
+    """Return the living processes among `roots` and their living descendants."""
     below: dict[int, list[int]] = {}
     for process in table.values():
         below.setdefault(process.parent, []).append(process.pid)
@@ -149,12 +149,12 @@ def send_signal(pid: int, number: int) -> bool:
 
 
 def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
-    """Send SIGKILL to `roots`, to adopted orphans with `mark`, and to all processes below these, until a scan of /proc
-    finds none alive. Returns the processes still alive after LOOKS scans: the kernel holds them, or they fork too
-    fast.
+    """SIGKILL `roots`, adopted orphans with `mark`, and all descendants of both, until a scan of /proc finds none
+    alive. Returns the processes still alive after LOOKS scans, because the kernel does not let them exit or they fork
+    too fast.
 
-    A fork bomb outlives the first scans: each killed process makes room for the fork of another. A stopped process
-    makes no room, so the later scans send SIGSTOP until all are stopped, and then SIGKILL."""
+    A fork bomb survives the first scans: under a limit of processes, each killed process makes room for another fork. A
+    stopped process makes no room, so later scans send SIGSTOP until all are stopped, and then SIGKILL."""
     victims: set[int] = set()
     stopped: set[int] = set()
     for attempt in range(LOOKS):
@@ -168,17 +168,17 @@ def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
             stopped |= victims
         for pid in victims:
             send_signal(pid, number)
-        time.sleep(0 if attempt < SWIFT_LOOKS else 0.002)  # most victims have exited by the second scan
+        time.sleep(0 if attempt < SWIFT_LOOKS else 0.002)  # by the second scan, most victims have exited
     return victims
 
 
 def exit_code(status: int) -> int:
-    """Return the exit code of a wait status: 128 + N for a signal N, as in shells."""
+    """Return the exit code of a wait status. As in shells, it is 128 + N if signal N ended the process."""
     return 128 + posix.WTERMSIG(status) if posix.WIFSIGNALED(status) else posix.WEXITSTATUS(status)
 
 
 def offer_to_oom_killer() -> None:
-    """Have the kernel kill this process and its children before the tool server when memory runs out."""
+    """Make the kernel kill this process and its children before the tool server when memory runs out."""
     try:
         fd = posix.open("/proc/self/oom_score_adj", posix.O_WRONLY)
         posix.write(fd, b"1000")
@@ -203,9 +203,8 @@ def pipes(number: int) -> list[tuple[int, int]]:
 
 def fork_with_pipe(work: Callable[[int], object], *, reads: bool = False) -> tuple[int, int]:
     """Fork a child that calls `work` with its end of a new pipe: the end for reading if `reads`, else for writing.
-
-    Returns the child's pid and the other end, which is non-blocking. The child exits with 0, with the number of the
-    OSError that `work` raised, or with OTHER_ERROR. Raises OSError, and then leaves no pipe open."""
+    Returns the child's pid and the other end, which is non-blocking. The child exits with 0, with the errno of an
+    OSError that `work` raised, or with OTHER_ERROR. If this function raises OSError, no pipe stays open."""
     reader, writer = posix.pipe()
     theirs, ours = (reader, writer) if reads else (writer, reader)
     try:
@@ -230,10 +229,11 @@ def fork_with_pipe(work: Callable[[int], object], *, reads: bool = False) -> tup
 
 
 def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], tty: bool = False) -> int:
-    """Fork, and execute a program in a session of its own. `fds` maps descriptors of the program to descriptors of this
-    process. The program inherits no other descriptor. If the program cannot be executed, the fork prints the error
-    on the program's standard error. The exit code is then 127, but 126 for an OSError other than a missing program or
-    folder."""
+    """Fork, and execute a program in its own session. `fds` maps descriptors of the program to descriptors of this
+    process. The program inherits no other descriptor.
+
+    If the program cannot be executed, the fork prints the error to the program's standard error. The exit code is then
+    127 if the program or folder is missing, and 126 for any other OSError."""
     pid = posix.fork()
     if pid:
         return pid
@@ -243,7 +243,8 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], t
         offer_to_oom_killer()
         _signal.set_wakeup_fd(-1)  # a signal to the fork must not wake the server's loop
         for number in (_signal.SIGCHLD, _signal.SIGPIPE, _signal.SIGXFSZ, SIGINT):
-            # Python and this server ignore or catch these signals, and an ignored signal stays ignored in the program.
+            # Python and this server ignore or catch these signals. The program would inherit ignored signals as
+            # ignored.
             _signal.signal(number, _signal.SIG_DFL)
         for target, source in fds.items():
             posix.dup2(source, target)
@@ -258,7 +259,7 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], t
         code = 127 if error.errno == errno.ENOENT else 126
         where = cwd if not is_folder(cwd) else argv[0]
         posix.write(2, (where + ": " + posix.strerror(error.errno or 0) + "\n").encode("utf-8", "surrogateescape"))
-    except BaseException as error:  # after any error this fork exits, and must not continue as the server
+    except BaseException as error:  # whatever the error is, this fork must not continue as the server
         posix.write(2, (type(error).__name__ + ": " + str(error) + "\n").encode("utf-8", "replace"))
     finally:
         posix._exit(code)

@@ -1,12 +1,12 @@
 """The tool server: Outrider's program inside each sandbox. Standard library only, Python 3.8 or newer.
 
 The server carries out the calls that the host sends over one connection: commands, live shells, files, archives. In a
-sandbox with a network of its own, the server also forwards connections from 127.0.0.1 to the model gateway: through the
-gateway's socket, or, on another machine, through the connection to the host. Invariant: the server reaps all its
-children, adopted orphans included, while it runs, and kills all processes below it before it exits.
+sandbox with its own network, it also forwards connections from 127.0.0.1 to the model gateway: through the gateway's
+socket, or, on another machine, through the connection to the host. Invariant: the server reaps all its children while
+it runs, adopted orphans included, and kills all its descendants before it exits.
 
 `runtimes/tool_server/bundle.py` joins the modules of this folder into one program, which starts in bare interpreters.
-Modules with a load time of more than a millisecond are therefore imported in the functions that need them.
+Modules that take more than a millisecond to load are imported only in the functions that need them.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 else:
-    import _signal  # importing `signal` would lengthen the start-up by half
+    import _signal  # importing `signal` would lengthen the start by half
 
 PR_SET_CHILD_SUBREAPER = 36
 SEARCH_SECONDS = 60
 SEARCH_BYTES = 64 << 20
-"""Limits of a child that globs, in seconds and in bytes of its result. An agent can make a tree whose search would take
-forever."""
+"""Limits of a child that globs, in seconds and in bytes of its result. They are needed because an agent can make a tree
+whose search would take forever."""
 SEARCH_FAILED = f"it failed, or took longer than {SEARCH_SECONDS} s"
 
 
 class Server:
-    """Carries out the calls of the host. The method `do_NAME(call, arguments)` carries out the call NAME."""
+    """Carries out the host's calls. The method `do_NAME(call, arguments)` handles the call NAME."""
 
     def __init__(
         self, loop: Loop, fd: int, save_layers: Callable[[int], None] | None, gateway: int, out: int = -1
@@ -83,8 +83,8 @@ class Server:
         if args["subreaper"]:
             import ctypes
 
-            # After this call the server adopts orphans among the processes below, and can still find and kill them. The
-            # first process of a pid namespace adopts orphans without this call.
+            # Makes the server adopt orphans among its descendants, so that it can still find and kill them. The first
+            # process of a pid namespace adopts orphans anyway.
             if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
                 raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
         for path, data in args["files"].items():
@@ -99,12 +99,12 @@ class Server:
         if args["bridge_port"]:
             socket = f"/proc/self/fd/{self.gateway}" if self.gateway >= 0 else args["bridge_socket"]
             Bridge(self.loop, args["bridge_port"], socket)
-            # A sandbox with a bridge has a network of its own. Only such a sandbox needs this watch.
+            # A sandbox with a bridge has its own network. Only such a sandbox needs this watch.
             NetlinkWatch(self.loop)
         self.calls.reply(call, {})
 
     def expire(self) -> None:
-        """End the sandbox, whose lifetime is over. This also ends a sandbox whose node was killed."""
+        """End the sandbox, because its lifetime is over. This also ends a sandbox whose node was killed."""
         kill_tree({posix.getpid()})
         for call in self.calls.running:
             self.calls.fail(call, "ended", "the sandbox has come to the end of its lifetime")
@@ -124,7 +124,7 @@ class Server:
             cancel()
 
     def do_shell_open(self, call: int, args: dict[str, Any]) -> None:
-        # The number of the call is also the number of the shell, and so is unique on this connection. `LiveShell`
+        # The number of the call becomes the number of the shell, so it is unique on this connection. `LiveShell`
         # replies to the call.
         self.shells[call] = LiveShell(self.calls, call, args)
 
@@ -154,7 +154,7 @@ class Server:
             posix.close(fd)
 
     def do_environ(self, call: int, args: dict[str, Any]) -> None:
-        """Reply with the environment with which this process was started. In a container, this includes the image's
+        """Reply with the environment with which this process was started. In a container it includes the image's
         variables."""
         self.calls.reply(call, {"data": read_or_empty("/proc/self/environ")})
 
@@ -185,7 +185,7 @@ class Server:
         )
 
     def do_save_layer(self, call: int, args: dict[str, Any]) -> None:
-        """Send an archive of the writable layers. All other processes are killed first, so that nothing changes
+        """Send an archive of the writable layers. All other processes are killed first, so that no file changes
         meanwhile."""
         if self.save_layers is None:
             raise ValueError("this sandbox has no writable layer")
@@ -211,23 +211,22 @@ class Server:
         restore.feed(call, args["data"], args["last"])
 
     def do_drop_restore(self, call: int, args: dict[str, Any]) -> None:
-        """End a restore that the host has given up. Sends no reply."""
+        """End a restore that the host has abandoned. Sends no reply."""
         restore = self.restores.pop(args["key"], None)
         if restore is not None:
             restore.cancel()
 
     def do_tunnel(self, call: int, args: dict[str, Any]) -> None:
-        """Carry the clients' connections to the model gateway through the connection to the host, until the call is
-        cancelled."""
+        """Forward connections to the model gateway through the connection to the host, until the call is cancelled."""
         self.tunnel = Tunnel(self.loop, args["port"], self.calls, call)
 
     def do_tunnel_data(self, call: int, args: dict[str, Any]) -> None:
-        """Pass bytes of the gateway to a client. Sends no reply."""
+        """Pass bytes from the gateway to a client. Sends no reply."""
         if self.tunnel is not None:
             self.tunnel.take(args["client"], args["data"])
 
     def do_tunnel_drop(self, call: int, args: dict[str, Any]) -> None:
-        """Close a client. Sends no reply."""
+        """Close a client's connection. Sends no reply."""
         if self.tunnel is not None:
             self.tunnel.drop(args["client"])
 
@@ -236,15 +235,15 @@ class Server:
 
 
 def kill_all_below() -> None:
-    """Kill all processes below this process. Raises OSError if a process stays alive."""
+    """Kill all descendants of this process. Raises OSError if any stays alive."""
     left = kill_tree({posix.getpid()})
     if left:
         raise OSError(errno.EBUSY, f"{len(left)} processes in the sandbox cannot be killed")
 
 
 def preload() -> None:
-    """Import the modules that functions usually import when they are called. Once the process has changed its root, the
-    standard library cannot be imported any more."""
+    """Import all modules that functions import when they are called. After the process has changed its root, it cannot
+    import from the standard library any more."""
     import _socket
     import ctypes
     import fcntl
@@ -257,7 +256,7 @@ def preload() -> None:
 
 def main() -> None:
     """Serve the connection on descriptors 0 and 1 (see `serve`)."""
-    # The connection moves to other descriptors, because every program would inherit 0 and 1.
+    # The connection moves to another descriptor, because every program would inherit 0 and 1.
     connection = posix.dup(0)
     _without_programs({connection})
     serve(connection)
@@ -272,7 +271,7 @@ def main_on_pipes() -> None:
 
 def _without_programs(kept: set[int]) -> None:
     """Prepare this process for starting programs. Descriptors 0 and 1 lead to /dev/null, all others except 2 and `kept`
-    are closed, and the file mode mask is 022."""
+    are closed, and the umask is 022."""
     null = posix.open("/dev/null", posix.O_RDWR)
     for fd in (0, 1):
         posix.dup2(null, fd)
@@ -281,12 +280,12 @@ def _without_programs(kept: set[int]) -> None:
 
 
 def serve(fd: int, *, save_layers: Callable[[int], None] | None = None, gateway: int = -1, out: int = -1) -> None:
-    """Serve a connection until it ends, or until the sandbox's lifetime is over. Then kill all processes below this
+    """Serve a connection until it ends, or until the sandbox's lifetime is over. Then kill all descendants of this
     process.
 
-    For `out`, see `HostConnection`. `save_layers` writes an archive of the sandbox's writable layers to a descriptor,
-    and is None if there are no layers. `gateway` is a descriptor of the gateway's socket, for sandboxes in which no
-    path leads to the socket."""
+    For `out`, see `HostConnection`. `save_layers` writes an archive of the sandbox's writable layers to a descriptor.
+    It is None if there are no layers. `gateway` is a descriptor of the gateway's socket, for sandboxes in which no path
+    leads to the socket."""
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     SPARE.hold()
     loop = Loop()
@@ -296,8 +295,7 @@ def serve(fd: int, *, save_layers: Callable[[int], None] | None = None, gateway:
 
 
 def close_others(kept: set[int]) -> None:
-    """Close all descriptors except `kept`, because no descriptor of the host's process may reach a program in the
-    sandbox."""
+    """Close all descriptors except `kept`, so that a program in the sandbox inherits none of the host's."""
     start = 0
     for fd in sorted(kept):
         if start < fd:  # closerange(0, 0) would close everything if the C library has close_range

@@ -1,8 +1,9 @@
-"""A bridge from 127.0.0.1 in a sandbox on another machine to the model gateway, through the connection to the host.
+"""Forwards connections from 127.0.0.1 in a sandbox on another machine to the model gateway, through the connection to
+the host.
 
-The clients' bytes travel as parts of one call of the host, and the gateway's bytes as calls `tunnel_data`. The host's
-end is `runtimes/remote.py`. Invariant: each client has its own number, and after the part that closes a client no part
-has this client's number.
+The bytes of clients are sent as parts of the reply to one call of the host. The gateway's bytes come as calls
+`tunnel_data`. The host's end is `runtimes/remote.py`. Invariant: each client has its own number, and after the part
+that closes a client, no part has its number.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ if TYPE_CHECKING:
     from outrider.sandbox.runtimes.guest.connection import Calls
 
 READY, OPENED, DATA, ENDED, CLOSED = range(5)
-"""The kinds of parts: the tunnel listens; a client has connected; bytes of a client; a client sends no more; a client
-is closed. A part begins with its kind and, in four bytes, the client's number."""
+"""The kinds of parts. A part begins with its kind and, in four bytes, the client's number.
+
+- READY: the tunnel listens.
+- OPENED: a client has connected.
+- DATA: bytes of a client.
+- ENDED: a client sends no more.
+- CLOSED: a client's connection is closed."""
 
 
 class Tunnel(Bridge):
-    """Listens on 127.0.0.1:port while `call` of the host runs."""
+    """Listens on 127.0.0.1:port until the host cancels `call`."""
 
     def __init__(self, loop: Loop, port: int, calls: Calls, call: int) -> None:
         super().__init__(loop, port, "")
@@ -39,7 +45,7 @@ class Tunnel(Bridge):
         self.calls.part(self.call, bytes((kind,)) + number.to_bytes(4, "big") + data)
 
     def take(self, number: int, data: bytes) -> None:
-        """Pass bytes of the gateway to a client. Empty `data` means that the gateway sends no more."""
+        """Pass bytes from the gateway to a client. Empty `data` means that the gateway sends no more."""
         end = self.ends.get(number)
         if end is not None:
             end.take(data)
@@ -74,8 +80,8 @@ class Tunnel(Bridge):
 
 
 class TunnelEnd:
-    """The tunnel's end of a client. `socket` leads to the client's connection. `buffer` has the gateway's bytes that
-    are not yet written."""
+    """The tunnel's connection to one client. `socket` leads to the client's own connection. `buffer` holds bytes from
+    the gateway that are not yet written."""
 
     def __init__(self, tunnel: Tunnel, number: int, socket: _socket.socket) -> None:
         self.tunnel = tunnel

@@ -2,9 +2,9 @@
 namespaces.
 
 The isolation is weaker than that of namespaces: programs see the host's system folders and processes, but cannot look
-into these processes. Without control groups, limits hold for each process separately, not for all together. Invariant:
-programs change files only in the sandbox's own directory, except that they can write to the terminals of the service's
-user. `stop` kills the same processes as in the process runtime.
+into these processes. Without control groups, each process has its own limits, and the sandbox as a whole has none.
+Invariant: programs change files only in the sandbox's own directory, except that they can write to the terminals of the
+service's user. `stop` kills the same processes as in the process runtime.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from outrider.spec import RuntimeSpec
 
 CONFINEMENT = ("isolation.syscalls", "isolation.seccomp", "isolation.landlock")
 NEEDED = 3
-"""The version of Landlock (Linux 6.2) that also prevents truncating a file without write access."""
+"""The minimum version of Landlock (Linux 6.2). Older versions do not prevent truncating a file without write access."""
 WRITE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/ptmx", "/dev/pts")
-"""Writable paths. /dev/pts also gives access to other terminals of the service's user; without /dev/pts no new
-terminal can be opened."""
+"""Writable paths. /dev/pts is needed to open new terminals, but also gives access to other terminals of the service's
+user."""
 ENVIRONMENT = {"GIT_CONFIG_NOSYSTEM": "1"}
-"""Variables that make Git skip the host-wide configuration. Git exits with an error if that file exists but is not
-readable."""
+"""Variables that make Git skip the host-wide configuration file. If that file exists but cannot be read, Git exits with
+an error."""
 
 
 class LandlockRuntime:
-    """The kind `process-landlock`: like `ProcessRuntime`, but programs write only below the sandbox's own directory,
-    read only the system's folders and the harness's programs, and make TCP connections only to the gateway. The kernel
-    restricts connections from version 4 of Landlock on (`landlock.NETWORK_SINCE`)."""
+    """The kind `process-landlock`. It is like `ProcessRuntime`, but programs write only below the sandbox's own
+    directory, and read only the system's folders and the harness's programs. They make TCP connections only to the
+    gateway, if the kernel has Landlock 4 or newer (`landlock.NETWORK_SINCE`)."""
 
     check_spec = ProcessRuntime.check_spec
 
@@ -64,8 +64,8 @@ class LandlockRuntime:
 def confined_program(
     context: SandboxContext, bytecode: bytes, limits: Mapping[str, int], memory: int
 ) -> tuple[list[str], bytes]:
-    """Return the tool server's command and code. The code of guest/isolation/landlock.py comes before the server's own
-    code, and parses the words after the command."""
+    """Return the tool server's command and code. The code of guest/isolation/landlock.py runs first and parses the
+    arguments after the command."""
     shown = [*SHOWN["process-landlock"], str(Path(sys.base_prefix).resolve()), *map(str, context.mounts)]
     words = [
         str(urlsplit(gateway_url(context)).port or 0),

@@ -1,8 +1,8 @@
 """The process runtime: runs trusted code on the host itself, without isolation. Its sandboxes have the same tool server
 as those of other runtimes.
 
-Invariant: after `stop` no process of the sandbox is left, not even a process that has left its session and lost its
-parents.
+Invariant: after `stop` no process of the sandbox is left, not even one that has left its session and whose parents have
+exited.
 """
 
 from __future__ import annotations
@@ -41,15 +41,13 @@ SCRATCH = "tmp"
 """Names of the working folder and of the folder for temporary files, both in the sandbox's own directory."""
 
 Program = Callable[[SandboxContext, bytes, Mapping[str, int], int], tuple[list[str], bytes]]
-"""Function that returns the command that becomes the tool server, and the code to send to the server first. The
-arguments are the sandbox's context, the server's bytecode, the rlimits of each program, and
-`ToolServerSetup.memory`."""
+"""A function that returns the command of the tool server, and the code to send to the server first. Its arguments are
+the sandbox's context, the server's bytecode, the rlimits of each program, and `ToolServerSetup.memory`."""
 
 
 class ProcessRuntime:
-    """The kind `process`. The folder `work` of the sandbox's own directory stands for the spec's workdir, but only in
-    the paths passed to methods: a command itself sees the host's paths. A spec with `rootfs`, `image`, `mounts` or
-    `users` is refused."""
+    """The kind `process`. In paths passed to methods, the spec's workdir means the folder `work` in the sandbox's own
+    directory. A command itself sees the host's paths. A spec with `rootfs`, `image`, `mounts` or `users` is refused."""
 
     @classmethod
     def create(cls, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
@@ -74,7 +72,7 @@ class ProcessRuntime:
 
 
 def sandbox_on_host(launch: Launch, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
-    """Return a sandbox that uses the host's files, and reaches the gateway by the gateway's port."""
+    """Return a sandbox that uses the host's files and reaches the gateway at the gateway's own URL."""
     return ToolServerSandbox(
         launch,
         spec,
@@ -104,7 +102,7 @@ async def launch(
     program: Program = plain_program,
     env: Mapping[str, str] = {},
 ) -> AsyncIterator[RunningServer]:
-    """Start the tool server as a child of this process. The spec's variables take precedence over `env`. See
+    """Start the tool server as a child of this process. `env` are further variables; the spec's override them. See
     tool_server/launch.py."""
     name = context.directory.name
     work, scratch = str(context.directory / WORK), str(context.directory / SCRATCH)
@@ -133,9 +131,9 @@ async def launch(
 async def server_process(
     name: str, command: Sequence[str], code: bytes, setup: ToolServerSetup, *, group: ControlGroup | None = None
 ) -> AsyncIterator[RunningServer]:
-    """Start a tool server for the sandbox `name` as a child of this process: `command`, in `group`, with `code` on its
-    standard input. When the context has ended, every process that was ever below the server has exited. Raises
-    RuntimeFailure, OSError."""
+    """Start a tool server for the sandbox `name` as a child of this process: run `command` in `group`, and send `code`
+    to its standard input. When the context has ended, every descendant of the server has exited. Raises RuntimeFailure,
+    OSError."""
     with connection() as (ours, theirs):
         child = Child.spawn(command, setup.marking(), theirs)
     tools = ToolClient(ours, child.log_tail)
@@ -154,9 +152,11 @@ async def server_process(
 
 
 async def _end(child: Child, tools: ToolClient, mark: str) -> None:
-    """Kill all processes and wait for their exit. The server kills its own descendants, because only the server can
-    find processes that cleared their environment. If the server does not confirm that it has killed all, or does not
-    exit in time, the remaining processes are found by their mark and killed."""
+    """Kill all processes and wait for their exit.
+
+    The server kills its own descendants, because only the server can find processes that cleared their environment. If
+    the server does not confirm that it killed all, or does not exit in time, the remaining processes are found by their
+    mark and killed."""
     tools.fail_all("the sandbox was stopped")
     ended = False
     with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):

@@ -1,8 +1,8 @@
 """Control groups of a node, with which the kernel enforces the limits of the node's sandboxes.
 
 With version 2, a node can make groups in a delegated unit or container. With version 1, the node must be root or own
-the folders. Where neither holds, there are no groups. Invariants: a group is named after its node and sandbox, so that
-a dead node's groups can be recognised; when `remove` returns, the group is gone.
+the folders. Otherwise there are no groups. Invariants: a group is named after its node and sandbox, so that a dead
+node's groups can be recognised; when `remove` returns, the group is gone.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ log = logging.getLogger("outrider.node")
 MOUNT = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 UNIFIED = ""
-"""The name that stands for all controllers of version 2 in /proc/self/cgroup."""
+"""The empty name in /proc/self/cgroup. It stands for all controllers of version 2."""
 CONTROLLERS = ("cpu", "memory", "pids")
 CPU_PERIOD = 100_000
 SOCKET_BYTES = 64 << 20
-"""Maximum bytes that the kernel may hold for the sockets of one sandbox. Only version 1 of control groups has this
-limit. All sockets of the host share `net.ipv4.tcp_mem` and `udp_mem`, a tenth of the host's memory, and slow down when
-this memory is used up."""
+"""Maximum bytes that the kernel may hold for the sockets of one sandbox. A limit is needed because all sockets of the
+host share a tenth of its memory (`net.ipv4.tcp_mem` and `udp_mem`), and slow down when this is used up. Only version 1
+of control groups has this limit."""
 REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002
 OWN = "outrider-service"
-"""Name of the group into which this process moves with version 2 of control groups: there, a group with members cannot
-pass controllers on to inner groups."""
+"""Name of the group into which this process moves with version 2 of control groups, because a group that contains
+processes cannot pass controllers on to inner groups."""
 
 
 class Hierarchies(msgspec.Struct, frozen=True):
-    """The folders, by controller, in which this process may make groups with limits."""
+    """The folders in which this process may make control groups. Keys are controllers."""
 
     version: int
     folders: Mapping[str, Path]
@@ -54,7 +54,7 @@ class Hierarchies(msgspec.Struct, frozen=True):
 
     @property
     def parents(self) -> list[Path]:
-        """The folders, each once: with version 2 all controllers have the same folder."""
+        """The folders without duplicates, because with version 2 all controllers have the same folder."""
         return list(dict.fromkeys(self.folders.values()))
 
 
@@ -62,7 +62,7 @@ NONE = Hierarchies(0, {})
 
 
 def find(*, mount: Path = MOUNT, own: str | None = None) -> Hierarchies:
-    """Return the hierarchies that this process can use. `own` is the text of /proc/self/cgroup."""
+    """Return the folders in which this process can make control groups. `own` is the text of /proc/self/cgroup."""
     paths = by_controller(OWN_GROUPS.read_text() if own is None else own)
     if not (mount / "cgroup.controllers").exists():
         found = {}
@@ -92,7 +92,7 @@ def by_controller(own: str) -> dict[str, str]:
 
 
 def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, str]]:
-    """Return for each controller the files to write, in order, with their texts."""
+    """Return the control files to write for each controller, in order, with their contents."""
     found: dict[str, dict[str, str]] = {"pids": {"pids.max": str(resources.pids)}}
     memory = str(resources.most_memory_mb * MEBIBYTE)
     if version == 2:
@@ -116,7 +116,7 @@ def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, st
 
 UNLIMITED_CPU = {"cpu.max": "max", "cpu.cfs_quota_us": "-1"}
 OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max", "memory.kmem.tcp.limit_in_bytes"})
-"""Files that are missing if the kernel does not account for swap, or does not count sockets separately."""
+"""Files that may be missing, because the kernel does not account for swap or does not count sockets separately."""
 
 
 class ControlGroup:
@@ -127,7 +127,8 @@ class ControlGroup:
 
     @property
     def entrances(self) -> tuple[str, ...]:
-        """The files to which a process writes "0" to enter the group. Its later children are then in the group, too."""
+        """The control files to which a process writes "0" to enter the group. Its later children are then in the group
+        too."""
         return tuple(str(folder / "cgroup.procs") for folder in self.folders)
 
     def ran_out(self) -> bool:
@@ -135,8 +136,8 @@ class ControlGroup:
         return any(_short_of_memory(folder) and _was_full(folder) for folder in self.folders)
 
     def starved(self) -> bool:
-        """Return whether the kernel has killed a member for lack of memory although the group never reached its limit:
-        the host, or an enclosing group, had no more memory."""
+        """Return whether the kernel has killed a member for lack of memory although the group never reached its limit.
+        Then the host, or an enclosing group, ran out of memory."""
         return any(_short_of_memory(folder) and not _was_full(folder) for folder in self.folders)
 
     def was_crowded(self) -> bool:
@@ -148,17 +149,16 @@ class ControlGroup:
             Path(entrance).write_text(str(pid))
 
     def kill(self) -> None:
-        """SIGKILL every current member. The limit of processor time is lifted first, because exiting takes processor
-        time."""
+        """SIGKILL every current member. The CPU limit is lifted first, because exiting takes CPU time."""
         for folder in self.folders:
             for file, value in UNLIMITED_CPU.items():
-                with contextlib.suppress(OSError):  # the file belongs to the other version, or to another controller
+                with contextlib.suppress(OSError):  # there is no such file for this version or controller
                     (folder / file).write_text(value)
             _kill_members(folder)
 
     async def remove(self) -> None:
-        """Remove the groups, and kill their remaining processes. Raises RuntimeFailure when a group cannot be removed,
-        but removes the other groups first."""
+        """Remove the groups, and kill their remaining processes. If a group cannot be removed, the other groups are
+        removed, and then RuntimeFailure is raised."""
         deadline = time.monotonic() + REMOVE_SECONDS
         left: dict[Path, str] = {}
         for folder in self.folders:
@@ -182,19 +182,20 @@ def _short_of_memory(group: Path) -> bool:
 
 
 def _was_full(group: Path) -> bool:
-    """Return whether the group has ever reached its limit.
+    """Return whether the group has ever reached its memory limit.
 
-    Version 2 counts these events. With version 1, the highest use of memory is compared with the limit. The use
-    includes page cache, which the kernel reclaims on demand, so the result may be True for a group that never lacked
-    memory. (`failcnt` of version 1 stays 0 where swap is limited too.)"""
+    Version 2 counts these events. With version 1, the peak memory use is compared with the limit. It includes page
+    cache, which the kernel frees when needed, so the result may be True for a group that never lacked memory.
+    (`failcnt` of version 1 stays 0 where swap is limited too.)"""
     limit = _number(group / "memory.limit_in_bytes")
-    # Memory is charged in batches of pages, so the use of a full group may be a little below the limit.
+    # The kernel charges memory in batches of pages, so a group may reach its limit at a slightly lower measured use.
     nearly = _number(group / "memory.max_usage_in_bytes") + MEBIBYTE
     return _number(group / "memory.events", "oom") > 0 or 0 < limit < nearly
 
 
 def _number(file: Path, name: str = "") -> int:
-    """Return the number in a file, or the number after `name` in a file of lines `NAME NUMBER`; 0 if there is none."""
+    """Return the number in a file, or the number after `name` in a file with lines `NAME NUMBER`. Returns 0 if there is
+    none."""
     try:
         lines = file.read_text().splitlines()
     except OSError:
@@ -217,8 +218,8 @@ class Cgroups:
         await asyncio.to_thread(_remove_node, self.hierarchies.parents, self._name)
 
     def make(self, sandbox: str, resources: Resources) -> ControlGroup:
-        """Make the group of a sandbox. Of the limits in `resources`, the group gets those for which this process has a
-        controller. Raises RuntimeFailure."""
+        """Make the group of a sandbox. It enforces the limits in `resources` for which this process has a controller.
+        Raises RuntimeFailure."""
         wanted = settings(self.hierarchies.version, resources)
         folders: dict[Path, None] = {}
         try:
@@ -240,8 +241,8 @@ class Cgroups:
     def _open(self) -> None:
         try:
             if self.hierarchies.version == 2:
-                # Move the processes of our own group into an inner group: only a group without members can pass its
-                # controllers on to inner groups.
+                # Move the processes of our own group into an inner group, because a group that contains processes
+                # cannot pass its controllers on to inner groups.
                 (folder,) = self.hierarchies.parents
                 own = folder / OWN
                 own.mkdir(exist_ok=True)
@@ -259,8 +260,8 @@ class Cgroups:
 
 
 def sweep() -> int:
-    """Remove the control groups of dead nodes, and kill the processes in them. Returns the number of nodes whose groups
-    were removed. Blocks."""
+    """Remove the control groups of dead nodes, and kill the processes in them. Returns the number of these nodes.
+    Blocks."""
     parents = find().parents
     names = {folder.name for parent in parents for folder in parent.glob(f"{PREFIX}*")}
     ended = 0
@@ -270,7 +271,7 @@ def sweep() -> int:
         try:
             _remove_node(parents, name)
             ended += 1
-        # An error, for example for another user's groups, must not keep the groups of the other nodes from removal.
+        # An error, such as for groups of another user, must not prevent the removal of other nodes' groups.
         except OSError as error:
             log.warning("the control groups of the dead node %s cannot be removed: %s", name, error)
     return ended
@@ -287,8 +288,8 @@ def _remove_node(parents: Iterable[Path], name: str) -> None:
 
 
 def _kill_members(folder: Path) -> None:
-    """SIGKILL the members of a group. Each process is held by a pidfd before its membership is read again, so that a
-    pid reused by another process receives no signal."""
+    """SIGKILL the members of a group. Each process is held by a pidfd and its membership is then checked again, so that
+    no signal reaches another process with a reused pid."""
     for pid in _members(folder):
         with contextlib.suppress(OSError):
             held = os.pidfd_open(pid)
@@ -321,6 +322,6 @@ def _removed(folder: Path) -> bool:
 def _set(file: Path, value: str) -> None:
     try:
         file.write_text(value)
-    except OSError:  # a missing file gives EACCES, because the write would create it
+    except OSError:  # for a missing file the error is EACCES, because the write would create it
         if file.name not in OPTIONAL or file.exists():
             raise

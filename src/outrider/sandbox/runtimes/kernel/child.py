@@ -1,8 +1,8 @@
 """A process that works for the service, watched through a pidfd, and its descendants.
 
 The process is a child of this process, or a fork of the zygote. Invariants: after `Child.end` the process is dead, and
-reaped if it was a child; a signal is sent through a pidfd, or to a child that is not yet reaped, and so never to a pid
-that was reused.
+reaped if it was a child. A signal never reaches another process with a reused pid: it is sent through a pidfd, or to a
+child that is not yet reaped.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ END_SECONDS = 5.0
 
 
 class Child:
-    """One process. `pidfd` is a descriptor of the process. `log` is the descriptor of a file in memory with the
-    standard error of the process. `close` closes both."""
+    """One process. `pidfd` is its pidfd. `log` is the descriptor of a file in memory that contains its standard error.
+    `close` closes both."""
 
     def __init__(self, pid: int, pidfd: int, log: int) -> None:
         self.pid = pid
@@ -38,8 +38,8 @@ class Child:
         cls, argv: Sequence[str], env: Mapping[str, str], end: socket.socket, extra: Mapping[int, int] = {}
     ) -> Child:
         """Start `argv[0]` in a new session, with `end` as its standard input and output. `extra` maps further
-        descriptors of the new process (> 2) to descriptors of this process. The process is started by `posix_spawn`,
-        which neither copies page tables nor needs a thread that waits for the exit.
+        descriptors of the new process (> 2) to descriptors of this process. `posix_spawn` is used because it neither
+        copies page tables nor needs a thread that waits for the exit.
 
         Raises RuntimeFailure when `argv[0]` cannot be executed, and OSError when no descriptor is left for the pidfd.
         """
@@ -82,8 +82,8 @@ class Child:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     async def end(self, seconds: float) -> bool:
-        """Wait for the process to exit, kill it after `seconds`, reap it and close the descriptors. Returns True if the
-        process exited without being killed. Call once, shielded from cancellation."""
+        """Wait until the process exits, and kill it after `seconds`. Then reap it and close the descriptors. Returns
+        whether the process exited without being killed. Call once, shielded from cancellation."""
         in_time = await self.ends_within(seconds)
         if not in_time:
             self.kill()
@@ -121,7 +121,7 @@ class Child:
         self.close()
 
     def log_tail(self) -> str:
-        """Return the last LOG_TAIL bytes of the process's standard error; empty after `close`."""
+        """Return the last LOG_TAIL bytes of the process's standard error, or "" after `close`."""
         if self._log < 0:
             return ""
         size = os.fstat(self._log).st_size
@@ -138,8 +138,8 @@ class Child:
 
 
 async def readable(fd: int) -> None:
-    """Wait until `fd` is readable. A pidfd is readable when its process is dead. Each `fd` may have one waiter at a
-    time."""
+    """Wait until `fd` is readable. A pidfd is readable when its process is dead. Only one task may wait for an `fd` at
+    a time."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(fd, ready.set)
@@ -150,7 +150,8 @@ async def readable(fd: int) -> None:
 
 
 class Descendants:
-    """The descendants of a child. Call `hold` before the child exits, and again when more processes have started."""
+    """The descendants of a child. Call `hold` before the child exits, and again after more processes have started,
+    because only descendants that `hold` found are ended."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -164,13 +165,13 @@ class Descendants:
             for pid in _children(above) - self._held.keys():
                 with contextlib.suppress(OSError):
                     self._held[pid] = os.pidfd_open(pid)
-                    if _status(pid, "PPid") != [above]:  # the pid was reused, or the parent has exited
+                    if _status(pid, "PPid") != [above]:  # another process has this pid, or the parent has exited
                         os.close(self._held.pop(pid))
                         continue
                     todo.append(pid)
 
     def kill_first_inside(self) -> None:
-        """SIGKILL the first process of a pid namespace below the child: the kernel then kills all other processes of
+        """SIGKILL the first process of a pid namespace below the child. The kernel then kills all other processes of
         the namespace."""
         for pid, held in self._held.items():
             numbers = _status(pid, "NSpid")
@@ -179,7 +180,7 @@ class Descendants:
                     signal.pidfd_send_signal(held, signal.SIGKILL)
 
     async def end(self) -> None:
-        """Wait until all held processes have exited, and kill the remaining ones after END_SECONDS."""
+        """Wait until all processes found by `hold` have exited. Kills those that still run after END_SECONDS."""
         held, self._held = self._held, {}
         try:
             with contextlib.suppress(TimeoutError):
@@ -196,7 +197,7 @@ class Descendants:
 
 
 def _children(pid: int) -> set[int]:
-    """Return the children of all threads of a process; empty for a process that is gone."""
+    """Return the children of all threads of a process. Empty if the process is gone."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -207,8 +208,8 @@ def _children(pid: int) -> set[int]:
 
 
 def _status(pid: int, name: str) -> list[int]:
-    """Return the numbers in one line of a process's status; empty when the process is gone. Lines end only at a
-    newline, because the line with the program's name may have any other character."""
+    """Return the numbers in one line of a process's status. Empty if the process is gone. Lines are split only at
+    newlines, because the program's name may contain any other character."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_bytes().split(b"\n"):
             if line.startswith(f"{name}:".encode()):

@@ -1,9 +1,8 @@
-"""The file systems mounted on this machine, as seen by this process.
+"""Lists the file systems mounted on this machine, as seen by this process. It mounts nothing.
 
-Some file systems are mounted below a host folder that is shown in a sandbox. A container engine that mounts the folder
-read-only mounts these inner file systems too, but writable. An overlay over the folder leaves the inner file systems
-out. Each inner file system must therefore be mounted again, over its path. This module mounts nothing: it lists mounts,
-and checks whether their paths exist. Invariant: the returned mount points keep their positions relative to their
+A host folder that is shown in a sandbox may contain mounts, here called inner mounts. A container engine that mounts
+the folder read-only also mounts the inner mounts, but writable. An overlay over the folder leaves them out. Therefore
+each inner mount must be mounted again at its own path. Invariant: an inner mount keeps its position relative to its
 folder.
 """
 
@@ -19,7 +18,7 @@ import msgspec
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 ESCAPED = re.compile(rb"\\([0-7]{3})")
-"""Escape sequence of mountinfo for blanks and similar characters in a path."""
+"""The escape sequences for blanks and similar characters in paths of /proc/self/mountinfo."""
 
 
 class MountPoint(msgspec.Struct, frozen=True):
@@ -30,7 +29,7 @@ class MountPoint(msgspec.Struct, frozen=True):
 
 
 class MountTable:
-    """The mounts of this machine, read again only after the kernel has reported a change. Call `close` at the end."""
+    """The mounts of this machine, read again only after the kernel has reported a change. Call `close` after use."""
 
     def __init__(self, mountinfo: Path = MOUNTINFO) -> None:
         self._file = os.open(mountinfo, os.O_RDONLY | os.O_CLOEXEC)
@@ -39,8 +38,8 @@ class MountTable:
         self._mounts: tuple[MountPoint, ...] | None = None
 
     def mounts(self) -> tuple[MountPoint, ...]:
-        """Return all mounts, outer mounts before inner ones. At each path only the last mount counts, because it hides
-        the others."""
+        """Return all mounts, outer mounts before inner ones. If several are mounted at the same path, only the last is
+        returned, because it hides the others."""
         if self._mounts is None or self._changes.poll(0):
             os.lseek(self._file, 0, os.SEEK_SET)
             with open(self._file, "rb", closefd=False) as lines:
@@ -52,8 +51,8 @@ class MountTable:
 
 
 def parse(mountinfo: bytes) -> tuple[MountPoint, ...]:
-    """Parse mountinfo, see proc_pid_mountinfo(5): the fifth field is the mount point, and the kind follows a lone dash.
-    In a path, blanks, tabs, newlines and backslashes are escaped, but no other characters."""
+    """Parse the text of mountinfo, see proc_pid_mountinfo(5). The fifth field is the mount point. The kind of the file
+    system follows a lone dash. In a path, only blanks, tabs, newlines and backslashes are escaped."""
     kinds = {}
     for line in filter(None, mountinfo.split(b"\n")):
         fields = line.split(b" ")
@@ -63,9 +62,7 @@ def parse(mountinfo: bytes) -> tuple[MountPoint, ...]:
 
 def inner_mounts(shown: Iterable[tuple[Path, str]], *, mountinfo: Path = MOUNTINFO) -> list[tuple[Path, str]]:
     """Return the mounts below the paths of `shown`, outer mounts first. `shown` and the result are pairs (path on the
-    host, path inside).
-
-    Blocks for checks of a few paths."""
+    host, path inside). Blocks for checks of a few paths."""
     mounts = parse(mountinfo.read_bytes())
     found = []
     for source, target in shown:
@@ -77,12 +74,10 @@ def inner_mounts(shown: Iterable[tuple[Path, str]], *, mountinfo: Path = MOUNTIN
 
 
 def mounts_below(folder: Path, mounts: Iterable[MountPoint]) -> list[str]:
-    """Return the paths of those mounts that are below a folder, in the same order.
-
-    Blocks for checks of a few paths."""
+    """Return the paths of the mounts that are below a folder, in the given order. Blocks for checks of a few paths."""
     top = os.path.realpath(folder)
     below = [mount.path for mount in mounts if mount.path != top and mount.path.startswith(f"{top.rstrip('/')}/")]
-    # A mount that is hidden by a later mount is still listed. Its path may lead nowhere, and is then left out.
+    # A mount that is hidden by a later mount is still listed. It is left out if its path no longer exists.
     return [path for path in below if os.path.lexists(path)]
 
 

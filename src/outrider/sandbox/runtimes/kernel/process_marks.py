@@ -1,12 +1,12 @@
-"""Finds and kills the processes of a sandbox by the mark in their environment, so that no process is left.
+"""Finds and kills all processes of a sandbox by a mark in their environment.
 
 Every process of a sandbox starts with `OUTRIDER_CALL=FOLDER/SANDBOX:CALL`: the folder of its node, the sandbox's
-directory in that folder, and the call. Run as a program, `python process_marks.py FOLDER`, this module is a node's
-keeper: after the node's exit the keeper kills the processes of the node's sandboxes. Invariant: a signal is sent only
-through a pidfd opened before the mark is read, never to a process id.
+directory in that folder, and the call that started it. `python process_marks.py FOLDER` runs this module as a node's
+keeper. The keeper waits until the node exits, and then kills the processes of its sandboxes. Invariant: a signal is
+sent only through a pidfd opened before the mark is read, never to a process id.
 
-Every node starts a keeper, so the module imports as little of the standard library as it can: `pathlib`, `contextlib`
-and `signal` would take half of the processor time of a keeper's start.
+Every node starts a keeper, so the module avoids most of the standard library: importing `pathlib`, `contextlib` and
+`signal` would take half of the CPU time of a keeper's start.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ LOOK_SECONDS = 0.1
 PAUSE_SECONDS = 0.002
 READ_BYTES = 1 << 16
 QUIET_LOOKS = 2
-"""Number of consecutive scans of /proc that must find no marked process. A single scan can miss a process that is
-started during the scan by a parent that then exits."""
+"""How many scans of /proc in a row must find no marked process. One scan can miss a process that starts during the scan
+if its parent then exits."""
 
 
 def mark_of(directory: os.PathLike[str]) -> str:
-    """Return the mark of the sandbox with this private directory: unique on the host while the directory exists."""
+    """Return the mark of the sandbox with this private directory. It is unique on the host while the directory
+    exists."""
     folder, name = os.path.split(directory)
     return f"{os.path.basename(folder)}/{name}"
 
 
 def kill_marked(mark: str, *, seconds: float = KILL_SECONDS) -> int:
-    """Send SIGKILL to every process whose mark begins with `mark`, and to the descendants of these processes, until
-    /proc shows none. Returns the number of processes left after `seconds`. Blocks."""
+    """SIGKILL every process whose mark begins with `mark`, and its descendants, until /proc shows none. Returns how
+    many processes are left after `seconds`. Blocks."""
     deadline = time.monotonic() + seconds
     quiet = 0
     while quiet < QUIET_LOOKS:
@@ -49,13 +50,13 @@ def kill_marked(mark: str, *, seconds: float = KILL_SECONDS) -> int:
 
 
 def marked(mark: str) -> set[int]:
-    """Return the live processes whose mark begins with `mark`, and their descendants. This process is left out."""
+    """Return the live processes whose mark begins with `mark`, and their descendants, but not this process."""
     needle = f"\0{VARIABLE}={mark}".encode()
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     found = set()
     for pid in pids:
-        # `environ` is the environment with which the process started. It is empty for a dead process and for another
-        # user's process.
+        # `environ` is the environment with which the process started. It is empty if the process is dead or belongs to
+        # another user.
         environ = _bytes(f"/proc/{pid}/environ")
         if not environ and stat_fields(pid)[0] in "ZX":
             for thread in _threads(pid):
@@ -65,7 +66,8 @@ def marked(mark: str) -> set[int]:
     below: dict[int, set[int]] = {}
     for pid in pids if found else ():
         state, parent, *_ = stat_fields(pid)
-        # A process in state Z or X has ended, and has no children, unless it has further threads.
+        # A process in state Z or X has ended and has no children. However, other threads may live, and they may have
+        # children.
         if state not in "ZX" or _threads(pid):
             below.setdefault(int(parent), set()).add(pid)
     new = found
@@ -75,8 +77,8 @@ def marked(mark: str) -> set[int]:
 
 
 def _kill(mark: str) -> None:
-    """SIGKILL all marked processes. All of them are stopped by SIGSTOP first, because a process that runs could start
-    another one between the scan and the kill."""
+    """SIGKILL all marked processes. SIGSTOP stops them first, because a running process could start another between the
+    scan and the kill."""
     import signal  # imported late, because only the keeper of a dead node needs the module
 
     held: dict[int, int] = {}
@@ -108,21 +110,22 @@ def _kill(mark: str) -> None:
 
 def stat_fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the program's name: first the state's letter, then the parent's pid.
-    Returns ["X", "0"] if the process is gone. A process whose first thread has ended looks like a zombie, even if other
-    threads live."""
-    # The program itself chooses the name before the last parenthesis. The name may have any bytes, also invalid UTF-8.
+    Returns ["X", "0"] if the process is gone. If the first thread of a process has ended, the state is that of a
+    zombie, even if other threads live."""
+    # The parentheses contain the program's name. The program chooses it, so it may contain any bytes, even invalid
+    # UTF-8.
     return _bytes(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split() or ["X", "0"]
 
 
 def started(pid: int) -> str:
-    """Return the start time of a process, in the kernel's ticks since boot; "" if the process or its first thread has
-    ended. Pids are reused, but a pid and a start time together identify one process until the next boot."""
+    """Return the start time of a process, in the kernel's ticks since boot, or "" if the process or its first thread
+    has ended. Pids are reused, but until the next boot a pid and a start time together identify one process."""
     fields = stat_fields(pid)
     return "" if fields[0] in "ZX" else fields[19]
 
 
 def _threads(pid: int) -> list[str]:
-    """Return the ids of a process's threads if there are several. Empty for a process with one thread, or none."""
+    """Return the ids of a process's threads if it has more than one, else an empty list."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -131,8 +134,8 @@ def _threads(pid: int) -> list[str]:
 
 
 def _bytes(path: str) -> bytes:
-    """Return the contents of a file of /proc; empty for a file that cannot be read. A scan reads hundreds of them, and
-    bare system calls take less than half as long as a file object."""
+    """Return the contents of a file in /proc, or nothing if it cannot be read. A scan reads hundreds of files, and bare
+    system calls take less than half as long as file objects."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -142,16 +145,16 @@ def _bytes(path: str) -> bytes:
         while part := os.read(descriptor, READ_BYTES):
             found += part
         return found
-    except OSError:  # the process has ended since
+    except OSError:  # the process has just ended
         return b""
     finally:
         os.close(descriptor)
 
 
 def keep(folder: str, *, patience: float = PATIENCE_SECONDS) -> None:
-    """Run as the keeper of the node's folder with this name: wait for the node's exit, which closes standard input, and
-    kill all processes with the folder's mark. The processes have `patience` seconds to exit by themselves first,
-    because a tool server that exits also kills the processes that have cleared their environment and so their mark."""
+    """Run as the keeper of the node with this folder name. Waits until the node exits, which closes standard input, and
+    kills all processes with the folder's mark. They first get `patience` seconds to exit by themselves: a tool server
+    that exits also kills the processes that have cleared their environment, and so have no mark."""
     sys.stdin.buffer.read()
     deadline = time.monotonic() + patience
     while marked(f"{folder}/") and time.monotonic() < deadline:

@@ -1,1 +1,1 @@
-"""The runtime `kubernetes`: each sandbox is a pod, made and entered through the API server of a cluster."""
+"""The runtime `kubernetes`: each sandbox is a pod, made and accessed through the API server of a cluster."""

@@ -1,7 +1,7 @@
-"""The calls of the Kubernetes API that sandboxes need. Uses aiohttp.
+"""The calls of the Kubernetes API that sandboxes need, made with aiohttp.
 
-No call is repeated or undone here. Invariant: every failure is a `KubeApiError` with the server's own text and status,
-or with status 0 if it is unknown whether the call was carried out.
+No call is repeated or undone here. Invariant: every failure is a `KubeApiError` with the server's own text and status.
+The status is 0 if it is unknown whether the server carried out the call.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ CALL_SECONDS = 60.0
 CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
 OPEN_SECONDS = 10.0
-"""Time limit in seconds for the server to start a command in a pod."""
+"""Maximum seconds that the server may take to start a command in a pod."""
 WATCH_SECONDS = 300
-"""Seconds after which the server ends a watch by itself, and a new watch begins."""
+"""The server ends a watch after this many seconds, and a new watch begins."""
 WATCH_SILENCE = 60.0
 """A watch counts as lost after WATCH_SECONDS + WATCH_SILENCE seconds without an event."""
 PAGE = 500
 """Maximum number of objects in one page of a list."""
 LINE_MAX = 4 << 20
-"""Maximum bytes of one event of a watch. An API server stores no object of more than 1.5 MiB."""
+"""Maximum bytes of one event of a watch. API servers store no object of more than 1.5 MiB."""
 BODY_MAX = 64 << 20
 MESSAGE_MAX = 2000
 EXEC_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
@@ -38,8 +38,8 @@ T = TypeVar("T")
 
 
 class KubeApiError(Exception):
-    """A failed call. `status` is the HTTP status, or 0 without a response. `reason` is the server's own word, such as
-    `AlreadyExists`. `retry_after` is the wait that the server asks for, in seconds."""
+    """A failed call. `status` is the HTTP status, or 0 without a response. `reason` is the server's code for the error,
+    such as `AlreadyExists`. `retry_after` is the wait that the server asks for, in seconds."""
 
     def __init__(self, status: int, message: str, *, reason: str = "", retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -49,13 +49,13 @@ class KubeApiError(Exception):
 
     @property
     def passing(self) -> bool:
-        """True if the same call may succeed later: there was no response, the server is overloaded, or the server
-        itself failed."""
+        """True if the same call may succeed later, because there was no response, or the server is overloaded or failed
+        itself."""
         return self.status in (0, 408, 429) or self.status >= 500
 
 
 class StatusReply(msgspec.Struct):
-    """The `Status` object of a failed call, or of the end of a command in a pod."""
+    """The `Status` object that reports a failed call or the end of a command in a pod."""
 
     status: str = ""
     message: str = ""
@@ -88,8 +88,7 @@ class PodEvent(msgspec.Struct, frozen=True):
 
 
 class KubeApi:
-    """A client of one API server, to be closed after use. Any number of calls may be in flight. A failed call raises
-    KubeApiError."""
+    """A client of one API server. Close it after use. Calls may run concurrently. A failed call raises KubeApiError."""
 
     def __init__(self, access: ClusterAccess) -> None:
         self._access = access
@@ -143,7 +142,7 @@ class KubeApi:
         await self.call("DELETE", self.pods_path(namespace, name), msgspec.Raw, body=body)
 
     async def list_pods(self, namespace: str, selector: str) -> tuple[list[Pod], str]:
-        """Return the pods with these labels, and the version of the list. A watch can start from this version."""
+        """Return the pods with these labels, and the version of the list. A watch can start at this version."""
         found: list[Pod] = []
         query = {"labelSelector": selector, "limit": str(PAGE)}
         while True:
@@ -154,8 +153,8 @@ class KubeApi:
             query["continue"] = page.metadata.next
 
     async def watch_pods(self, namespace: str, selector: str, version: str) -> AsyncIterator[PodEvent]:
-        """Yield the changes of the pods with these labels since `version`. Ends when the server ends the watch. Raises
-        KubeApiError, with status 410 when the server no longer has the changes since `version`."""
+        """Yield changes of the pods with these labels, made after `version`. Ends when the server ends the watch.
+        Raises KubeApiError, with status 410 if the server no longer has these changes."""
         query = {
             "labelSelector": selector,
             "watch": "1",
@@ -191,8 +190,8 @@ class KubeApi:
     async def exec(
         self, namespace: str, name: str, container: str, command: Sequence[str]
     ) -> aiohttp.ClientWebSocketResponse:
-        """Run a command in a container. Returns a WebSocket with the command's three streams (see exec_stream.py). The
-        caller must close the WebSocket, and reply to pings."""
+        """Run a command in a container. Returns a WebSocket with the command's input and outputs (see exec_stream.py).
+        The caller must close the WebSocket, and reply to pings."""
         query = [("command", word) for word in command]
         query += [("container", container), ("stdin", "true"), ("stdout", "true"), ("stderr", "true")]
         async with translated(), asyncio.timeout(OPEN_SECONDS):
@@ -217,7 +216,7 @@ async def read_body(answer: aiohttp.ClientResponse) -> bytes:
 
 
 def failure_of(answer: aiohttp.ClientResponse, body: bytes) -> KubeApiError:
-    """Return the error of a response. Proxies and overloaded servers send plain text instead of a `Status`."""
+    """Return the error for a failed response. Proxies and overloaded servers send plain text instead of a `Status`."""
     try:
         status = msgspec.json.decode(body, type=StatusReply)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -236,7 +235,7 @@ async def translated() -> AsyncIterator[None]:
     try:
         yield
     except aiohttp.WSServerHandshakeError as error:
-        # The response's text is lost: aiohttp reads no body of a refused WebSocket.
+        # The response's text is lost, because aiohttp does not read the body of a refused WebSocket.
         raise KubeApiError(error.status, f"no command may be started: status {error.status}") from error
     except TimeoutError as error:
         raise KubeApiError(0, "no answer in time") from error

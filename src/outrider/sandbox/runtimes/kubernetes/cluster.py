@@ -1,8 +1,8 @@
-"""The pods of one node in a cluster: their creation, their states as the API server reports them, and their removal.
+"""The pods of one node in a cluster: creates them, follows their states, and removes them.
 
-This module does not depend on the programs in a pod. Invariant: a pod of this node is in `_ours` from before the
-request for its creation until `remove` has ended. The next `sweep` removes every other pod with the label of this node
-or of a node that has certainly ended, and every pod that has ended long ago.
+This module does not depend on the programs in a pod. Invariant: a pod of this node is in `_ours` from before it is
+requested until `remove` has ended. `sweep` removes the other pods of this node, the pods of nodes that have certainly
+ended, and every pod that ended long ago.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from outrider.sandbox.runtimes.remote import NODE_LABEL, QueueClock, StartQueue,
 
 REMOVE_SECONDS = 60.0
 PAUSES = RetryPolicy(first=0.5, longest=10.0)
-"""Waits between the attempts of a call that failed for a passing reason."""
+"""Waits before a failed call is repeated, if the failure may be temporary."""
 FULL_PAUSES = RetryPolicy(first=1.0, longest=15.0)
-"""Waits between the attempts to create a pod while the namespace's quota is used up."""
+"""Waits before a pod is requested again, while the namespace's quota is used up."""
 LOOK_SECONDS = 5.0
-"""The state of a pod is requested after this many seconds without an event, because an event may be lost."""
+"""If no event arrives for this many seconds, the pod's state is requested, because an event may be lost."""
 LEFT_SECONDS = 120.0
-"""A pod of another node is removed when the pod has ended more than this many seconds ago. If the other node still ran,
-it would have removed the pod earlier."""
+"""If a pod of another node ended more than this many seconds ago, this node removes it. If the other node were alive,
+it would have done so earlier."""
 QUOTA = "exceeded quota"
-"""Part of the message with which an API server refuses a pod for which the namespace's quota has no room."""
+"""Part of the message with which an API server refuses a pod that exceeds the namespace's quota."""
 RIGHTS = "the account needs the rights in docs/runtimes/kubernetes.md"
 FORBIDDEN = {
     "failed quota": "the namespace's quota limits a resource that the task does not name: set task.runtime.resources",
@@ -46,7 +46,7 @@ FORBIDDEN = {
     "maximum ": "the namespace has a limit range: change task.runtime.resources",
     "minimum ": "the namespace has a limit range: change task.runtime.resources",
 }
-"""Hints for requests that the server forbids although the account has all rights. Keys are words of the server's
+"""Hints for requests that the server forbids although the account has all rights. Keys are parts of the server's
 message."""
 
 log = logging.getLogger("outrider.runtime")
@@ -69,7 +69,8 @@ class PodCluster:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Connect to the API server, sweep, and watch. Raises RuntimeUnavailable, RuntimeFailure."""
+        """Connect to the API server, remove leftover pods (see `sweep`), and start to watch pods. Raises
+        RuntimeUnavailable, RuntimeFailure."""
         access = await asyncio.to_thread(find_access)
         self.namespace = self.pods.namespace or access.namespace
         self.server = access.url
@@ -113,22 +114,23 @@ class PodCluster:
             self._version = version
 
     async def create(self, name: str, body: Mapping[str, Any], clock: QueueClock, *, ahead: bool = False) -> None:
-        """Create a pod. `remove` must follow, even when this method raises or is cancelled. No wait counts as time of
-        the session: neither for the node's turn, nor for a slow or overloaded server, nor for room in the namespace's
-        quota. A pod made `ahead` does not wait for quota. Raises RuntimeUnavailable for a pod that the server refuses,
-        and RuntimeFailure."""
+        """Create a pod. The caller must then call `remove`, even if this method raises or is cancelled.
+
+        The session is not charged for waiting: for the node's turn, for a slow or overloaded server, or for room in the
+        namespace's quota. A pod made `ahead` does not wait for quota. Raises RuntimeFailure, or RuntimeUnavailable for
+        a pod that the server refuses."""
         self._ours.add(name)
         limit, failures = time.monotonic() + self.pods.queue_seconds, 0
         while True:
             try:
                 with clock.waiting():
                     await self.queue.turn()
-                    # A request that was sent is awaited to its end, because only the response shows whether there is a
-                    # pod to remove.
+                    # A sent request is always awaited, because only the response shows whether there is a pod to
+                    # remove.
                     await shielded(lambda: self.api.create_pod(self.namespace, body))
             except KubeApiError as error:
                 if error.status == 409 and error.reason == "AlreadyExists" and failures:
-                    return  # an earlier request was carried out, and its response was lost
+                    return  # an earlier request created the pod, but its response was lost
                 full = error.status == 403 and QUOTA in str(error)
                 if not (full or error.passing):
                     raise self._refusal(error) from error
@@ -144,8 +146,8 @@ class PodCluster:
                 return
 
     async def running(self, name: str, clock: QueueClock, *, ahead: bool = False) -> Pod:
-        """Wait until the pod's container runs. The wait for a machine does not count as time of the session. Raises
-        RuntimeUnavailable and RuntimeFailure with the cluster's own message."""
+        """Wait until the pod's container runs. The session is not charged for this wait. Raises RuntimeUnavailable and
+        RuntimeFailure with the cluster's own message."""
         limit = time.monotonic() + self.pods.queue_seconds
         trouble = None
         while True:
@@ -174,7 +176,7 @@ class PodCluster:
                         self._no_room.publish("kubernetes")
 
     async def _look(self, name: str) -> None:
-        """Request the state of a pod for which no event has arrived."""
+        """Request the state of a pod, because no event about it has arrived."""
         try:
             self._seen[name] = await self.api.pod(self.namespace, name)
         except KubeApiError as error:
@@ -184,7 +186,7 @@ class PodCluster:
                 raise self._refusal(error) from error
 
     async def state(self, name: str) -> Pod | None:
-        """Return the pod's state, None if there is no such pod. Raises RuntimeFailure when the server does not
+        """Return the pod's state, or None if the pod does not exist. Raises RuntimeFailure when the server does not
         respond."""
         try:
             return await self.api.pod(self.namespace, name)
@@ -194,12 +196,12 @@ class PodCluster:
             raise self.failure("read a pod", error) from error
 
     async def remove(self, name: str, *, emptied: Callable[[], bool] = lambda: False) -> None:
-        """Remove the pod and wait until the server has no pod of this name. Raises RuntimeFailure if that fails; the
-        next sweep tries again.
+        """Remove the pod and wait until the server no longer has a pod of this name. Raises RuntimeFailure if that
+        fails; the next sweep tries again.
 
-        If `emptied` returns True, no program runs in the pod any more, and the server deletes its record of the pod at
-        once. Otherwise the pod's machine ends the programs first. If the machine does not do so within half of
-        REMOVE_SECONDS, the machine counts as lost, and the server deletes its record without waiting any longer."""
+        `emptied` returns True if no program runs in the pod any more. Then the server deletes its record of the pod at
+        once. Otherwise the pod's machine ends the programs first. If this takes longer than half of REMOVE_SECONDS, the
+        machine counts as lost, and the server deletes its record without waiting for it."""
         begun, failures = time.monotonic(), 0
         try:
             while True:
@@ -226,14 +228,13 @@ class PodCluster:
 
     async def sweep(self) -> int:
         """Remove the pods of ended nodes, the pods of this node that no sandbox uses, and pods that ended long ago.
-        Returns the number of removed pods. Called about once a minute. Raises RuntimeFailure when the server does not
-        respond."""
+        Returns the number of removed pods. Raises RuntimeFailure when the server does not respond."""
         try:
             found, _ = await self.api.list_pods(self.namespace, f"{APP_LABEL}={APP}")
         except KubeApiError as error:
             raise self.failure("list its pods", error) from error
         left = [pod for pod in found if pod.metadata.name not in self._ours and self._is_left(pod)]
-        # The pods are removed concurrently, so that a pod whose machine is lost does not delay the other pods.
+        # Pods are removed concurrently, so that a pod on a lost machine does not delay the others.
         ended = await asyncio.gather(*(self.remove(pod.metadata.name) for pod in left), return_exceptions=True)
         if failures := [each for each in ended if isinstance(each, BaseException)]:
             raise failures[0]
@@ -247,7 +248,7 @@ class PodCluster:
         return pod.over and ended is not None and time.time() - seconds_of(ended) > LEFT_SECONDS
 
     def _refusal(self, error: KubeApiError) -> RuntimeFailure:
-        """Return the error for a request that the server refuses, and would refuse again."""
+        """Return the error for a request that the server refuses and would refuse again."""
         text = f"the cluster at {self.server} refuses: {error}"
         match error.status:
             case 401:
@@ -267,8 +268,8 @@ class PodCluster:
 
 
 def seconds_of(time_text: str) -> float:
-    """Return a time of the API, such as 2026-01-02T03:04:05Z, as seconds since the epoch. For a text that is not a
-    time, returns the current time."""
+    """Return a time of the API, such as 2026-01-02T03:04:05Z, as seconds since the epoch. If the text is not a time,
+    returns the current time."""
     try:
         return datetime.fromisoformat(time_text).timestamp()
     except ValueError:

@@ -1,8 +1,7 @@
 """Fills the volume of a pod with the interpreter for the tool server and with harness programs.
 
-The module is the program of the pod's first container, which uses Outrider's image: `python3 -m … VOLUME FOLDER...`.
-
-Invariant: the copy number N (from 0) is in the volume's folder N; copy 0 is the interpreter.
+This module is the program of the pod's first container, which uses Outrider's image: `python3 -m … VOLUME FOLDER...`.
+Invariant: copy number N is in the volume's folder N. The interpreter is copy 0.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from outrider.errors import OutriderError
 from outrider.sandbox.pythons.portable import portable_command, portable_python
 
 PROGRAM = "program"
-"""Name of a link in the volume to a program that runs in any image, and ends after it has printed its version."""
+"""Name of a link in the volume to a program that runs in any image. It prints its version and ends."""
 
 
 def main(volume: Path, folders: list[Path]) -> None:

@@ -1,7 +1,7 @@
-"""The address of an API server and the credentials for it, from the pod in which this process runs or from a
+"""Finds the address of an API server and the credentials for it, either in the pod in which this process runs or in a
 kubeconfig.
 
-Invariant: no program named by a kubeconfig is run, and no secret is part of an error's text.
+Invariant: no program named by a kubeconfig is run, and no error message contains a secret.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from outrider.environment import environment, install_command
 from outrider.errors import RuntimeUnavailable
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Folder in a pod with the token of its service account, the certificate of the cluster's authority, and the name of
-its namespace."""
+"""A folder in every pod. It contains the token of the pod's service account, the certificate of the cluster's
+authority, and the name of the pod's namespace."""
 DEFAULT_NAMESPACE = "default"
 HINT = "set KUBECONFIG to a kubeconfig, or run the node in a pod with a service account"
 
@@ -30,8 +30,8 @@ HINT = "set KUBECONFIG to a kubeconfig, or run the node in a pod with a service 
 @dataclass(frozen=True, kw_only=True)
 class ClusterAccess:
     """The address of one API server and the credentials for it. `headers` returns the headers that authenticate a
-    request. `headers` reads the file of a token again each time, because a service account's token is replaced about
-    once an hour. `headers` raises OSError."""
+    request. It reads the token's file each time, because a service account's token is replaced about once an hour. It
+    raises OSError."""
 
     url: str
     namespace: str
@@ -89,8 +89,8 @@ class Kubeconfig(msgspec.Struct, rename="kebab"):
 
 
 def find_access() -> ClusterAccess:
-    """Return the access to an API server: from the file that the variable KUBECONFIG names, otherwise from this
-    process's pod, otherwise from `~/.kube/config`. Blocks. Raises RuntimeUnavailable."""
+    """Return the access to an API server. It is taken from the file that KUBECONFIG names, else from this process's
+    pod, else from `~/.kube/config`. Blocks. Raises RuntimeUnavailable."""
     if named := environment("KUBECONFIG"):
         first, *more = named.split(os.pathsep)
         if more:
@@ -107,7 +107,7 @@ def find_access() -> ClusterAccess:
 
 
 def of_pod(host: str, port: str, folder: Path) -> ClusterAccess:
-    """Return the access that a pod's service account gives. The account's files are in `folder`. Raises
+    """Return the access that a pod's service account gives. `folder` contains the account's files. Raises
     RuntimeUnavailable."""
     try:
         tls = ssl.create_default_context(cafile=str(folder / "ca.crt"))
@@ -132,7 +132,7 @@ def read_kubeconfig(path: Path) -> ClusterAccess:
         raise RuntimeUnavailable("PyYAML is not installed", hint=install_command("kubernetes")) from error
     except OSError as error:
         raise RuntimeUnavailable(f"the kubeconfig {path} cannot be read: {error.strerror}", hint=HINT) from error
-    except msgspec.MsgspecError as error:  # the error of PyYAML quotes the line, which may contain a key
+    except msgspec.MsgspecError as error:  # PyYAML's error quotes the line, which may contain a key
         what = str(error).partition("\n")[0] if isinstance(error, msgspec.ValidationError) else "it is not YAML"
         raise RuntimeUnavailable(f"the kubeconfig {path} cannot be read: {what}", hint=HINT) from error
     contexts = {one.name: one.context for one in config.contexts or ()}
@@ -155,7 +155,7 @@ def read_kubeconfig(path: Path) -> ClusterAccess:
 
 
 def refuse_unsupported(cluster: KubeCluster, user: KubeUser, path: Path) -> None:
-    """Raise RuntimeUnavailable for the fields of a kubeconfig that are not supported."""
+    """Raise RuntimeUnavailable if the kubeconfig uses a field that is not supported."""
     token = "put a token into the kubeconfig: kubectl create token SERVICE-ACCOUNT --duration 24h"
     refused = {
         "exec": (user.exec is not None, f"no program of a kubeconfig is run; {token}"),
@@ -198,16 +198,16 @@ def tls_of(cluster: KubeCluster, user: KubeUser, path: Path) -> ssl.SSLContext:
 
 
 def content(data: str | None, file: str | None, folder: Path) -> bytes | None:
-    """Return the bytes that `data` gives in base64, or the content of `file`, whose path is relative to the
-    kubeconfig's folder. Returns None if neither is given."""
+    """Return `data` decoded from base64, or the content of `file`, whose path is relative to the kubeconfig's folder.
+    Returns None if neither is given."""
     if data is not None:
         return base64.b64decode(data, validate=True)
     return None if file is None else (folder / file).read_bytes()
 
 
 def load_pair(tls: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
-    """Load a client's certificate and key. Python's `ssl` reads both only from a file. The file exists only during this
-    call, and only this user can read it."""
+    """Load a client's certificate and key. Python's `ssl` can read both only from a file. This file exists only during
+    this call, and only this user can read it."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(certificate + b"\n" + key)
         file.flush()

@@ -1,8 +1,8 @@
-"""Carries the streams of a command in a pod: between the API server, over a WebSocket, and a socket of this process.
+"""Carries the input and output of a command in a pod between the API server's WebSocket and a socket of this process.
 
-Each message of the WebSocket begins with the number of its channel. Invariants: no more is read from the network than
-is read from the socket, so a slow reader slows the command; a connection without any message for SILENCE_SECONDS counts
-as broken; when the context of an `ExecStream` has ended, both ends are closed and no task is left.
+Each message of the WebSocket begins with the number of its channel. Invariants: network data is read only as fast as
+the socket's reader takes it, so a slow reader slows the command; a connection without any message for SILENCE_SECONDS
+counts as broken; when the context of an `ExecStream` has ended, both ends are closed and no task is left.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from outrider.errors import LOG_TAIL
 from outrider.sandbox.runtimes.kubernetes.api import StatusReply
 
 STDIN, STDOUT, STDERR, ERROR = range(4)
-"""Numbers of the channels. The channel ERROR carries one `Status` object at the end of the command."""
+"""Channel numbers. The channel ERROR carries one `Status` object at the end of the command."""
 LAST = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.ERROR)
-"""Types of messages after which a WebSocket carries no further message."""
+"""Types of messages that end a WebSocket."""
 PIECE = 1 << 16
-"""Maximum bytes of one message: proxies before API servers refuse large messages."""
+"""Maximum bytes of one message, because proxies before API servers refuse large messages."""
 PING_SECONDS = 20.0
-"""Seconds between pings. Load balancers cut connections that have been silent for a minute."""
+"""Seconds between pings. Load balancers cut connections that are silent for a minute."""
 SILENCE_SECONDS = 120.0
-"""Seconds without output and without a reply to a ping after which the connection counts as broken. The reply is late
-while the command does not read its input."""
+"""If neither output nor a reply to a ping arrives for this many seconds, the connection counts as broken. A ping's
+reply is late while the command does not read its input."""
 EXITED = "NonZeroExitCode"
-"""Reason in the `Status` of a command that has exited. Other reasons are failures of the cluster."""
+"""The `reason` in the `Status` of a command that has exited with an error. Other reasons mean that the cluster
+failed."""
 
 
 class ExecStream:
     """The host's end of one running command: `async with ExecStream(socket, theirs, chores)`. `theirs` is a Unix
-    socket, which this object closes; its other end carries the command's standard input and output. The tasks of the
-    stream belong to `chores`."""
+    socket, which this object closes. Its other end carries the command's standard input and output. The stream's tasks
+    belong to `chores`."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, theirs: socket.socket, chores: Chores) -> None:
         self.exited = False
@@ -80,7 +81,7 @@ class ExecStream:
             await self._socket.close()
 
     async def _receive(self, writer: asyncio.StreamWriter) -> None:
-        """Forward the output until the connection ends, and then end the Unix connection, too."""
+        """Forward the output until the WebSocket ends, and then close the Unix socket."""
         try:
             while (message := await self._next()).type not in LAST:
                 if message.type is aiohttp.WSMsgType.PING:
@@ -101,7 +102,7 @@ class ExecStream:
             self._end()
 
     async def _next(self) -> aiohttp.WSMessage:
-        """Return the next message. Raises TimeoutError for a connection that is silent."""
+        """Return the next message. Raises TimeoutError if none arrives within SILENCE_SECONDS."""
         try:
             async with asyncio.timeout(SILENCE_SECONDS):
                 return await self._socket.receive()

@@ -1,7 +1,7 @@
 """The request that creates the pod of a sandbox. Pure.
 
-Invariant: a pod has no credentials of the cluster, sees nothing of its machine, and has and gains no privilege beyond
-its own files. If the pod's user is root, this user is root only in a user namespace of its own.
+Invariant: a pod has no credentials of the cluster, sees nothing of its machine, has only the privileges that it needs
+for its own files, and cannot gain more. If the pod's user is root, it is root only in the pod's own user namespace.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from outrider.sandbox.runtimes.tool_server.bundle import FLAGS
 from outrider.spec import Resources, RuntimeSpec
 
 APP_LABEL, APP = "app.kubernetes.io/name", "outrider-sandbox"
-"""The label of every pod, by which the chart's network policy finds the pods of sandboxes."""
+"""The label of every sandbox's pod. The chart's network policy selects pods by it."""
 IDLE_SECONDS = 60
-"""A pod ends by itself after this many seconds without a tool server: its node was killed, or has lost the cluster."""
+"""A pod ends by itself if it has no tool server for this many seconds, because its node was killed or has lost the
+cluster."""
 BACKSTOP_SECONDS = 900
-"""Seconds for the start of a pod. The cluster itself ends a pod after the sandbox's lifetime and these seconds."""
+"""Maximum seconds for the start of a pod. The cluster itself ends a pod after this time plus the sandbox's lifetime."""
 HOLD = (
     "import _signal,posix,time\n"
     "_signal.signal(15,lambda *a:posix._exit(0))\n"
-    "_signal.signal(17,_signal.SIG_IGN)\n"  # the kernel reaps the orphans that this process adopts
+    "_signal.signal(17,_signal.SIG_IGN)\n"  # makes the kernel reap the orphans that this process adopts
     "seen=time.monotonic()\n"
     f"while time.monotonic()-seen<{IDLE_SECONDS}:\n"
     " if any(name.isdigit() and name!='1' for name in posix.listdir('/proc')): seen=time.monotonic()\n"
@@ -36,24 +37,24 @@ HOLD = (
 )
 """The first program of a pod. It ends on SIGTERM, or after IDLE_SECONDS without any other process."""
 TOOLS, TOOLS_AT = "tools", "/run/outrider-tools"
-"""Name of the volume with the tool server's interpreter and the harness's programs, and its path in the container that
-fills the volume."""
+"""The volume with the tool server's interpreter and the harness's programs: its name, and its path in the container
+that fills it."""
 TOOLS_MB = 4096
 COPY_MODULE = "outrider.sandbox.runtimes.kubernetes.copy_tools"
 OWN = "own"
-"""Name of the volume with the folders that a user other than root may write."""
+"""Name of the volume with folders to which a user other than root may write."""
 OWN_HOME = "/home/outrider"
 """Home folder of a user other than root."""
 
 
 def pod_name(node: str, sandbox: str) -> str:
-    """Return the name of a sandbox's pod. `node` is the label of the node, `sandbox` the name of the sandbox's folder,
+    """Return the name of a sandbox's pod. `node` is the node's label. `sandbox` is the name of the sandbox's folder,
     which is unique on the node."""
     return f"outrider-{hashlib.sha256(f'{node}/{sandbox}'.encode()).hexdigest()[:20]}"
 
 
 def label_value(text: str) -> str:
-    """Return `text` as the value of a label, which has at most 63 letters, digits, `-`, `_` and `.`."""
+    """Return `text` as a valid label value: at most 63 letters, digits, `-`, `_` and `.`."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", text)[:63].strip("._-")
 
 
@@ -71,8 +72,8 @@ def pod_body(
     shown: Sequence[Path],
     env: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the JSON body of the pod for `spec`. `shown` are the folders of the tools image that are in the pod at the
-    same paths. `env` has the variables of the first program."""
+    """Return the JSON body of the pod for `spec`. `shown` are folders of the tools image, shown in the pod at the same
+    paths. `env` are the variables of the first program."""
     folders = [] if pods.tools_image is None else [PORTABLE_AT, *map(str, shown)]
     tools = [{"name": TOOLS, "mountPath": folder, "subPath": str(number)} for number, folder in enumerate(folders)]
     writable = [] if pods.user is None else own_folders(spec)
@@ -83,7 +84,7 @@ def pod_body(
         "hostname": "sandbox",
         "terminationGracePeriodSeconds": 1,
         "activeDeadlineSeconds": round(spec.lifetime_seconds) + BACKSTOP_SECONDS,
-        # The pod does not use the cluster's DNS server, which would resolve any name of the internet for the agent.
+        # The cluster's DNS server is not used, because it would resolve any internet name for the agent.
         "dnsPolicy": "None",
         "dnsConfig": {"nameservers": ["127.0.0.1"]},
         "securityContext": pod_security(pods),
@@ -142,8 +143,8 @@ def pod_body(
 
 
 def own_folders(spec: RuntimeSpec) -> list[str]:
-    """Return the folders that are made for a user other than root: the home, and the working folder, unless the task
-    names a folder of its image."""
+    """Return the folders that are made for a user other than root: the home folder, and the working folder if it is the
+    default one. Otherwise the image contains the working folder."""
     default = RuntimeSpec.model_fields["workdir"].default
     return [OWN_HOME, *([spec.workdir] if spec.workdir == default else [])]
 
@@ -165,8 +166,8 @@ def container_security(pods: PodsConfig, users: int) -> dict[str, Any]:
 
 
 def resource_limits(resources: Resources) -> dict[str, Any]:
-    """Return the requests and the limits of a container. Memory and processors are requested only if the task names
-    them, as on other runtimes."""
+    """Return a container's resource requests and limits. Memory and CPUs are requested only if the task names them, as
+    on other runtimes."""
     limits = {"memory": f"{resources.most_memory_mb}Mi", "ephemeral-storage": f"{resources.disk_mb}Mi"}
     requests = {"memory": f"{resources.memory_mb or 64}Mi", "ephemeral-storage": f"{min(resources.disk_mb, 64)}Mi"}
     cpus = "50m"

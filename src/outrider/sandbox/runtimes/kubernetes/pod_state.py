@@ -1,6 +1,6 @@
-"""Reads the start and the end of a pod from its status. Pure.
+"""Reads from a pod's status whether the pod runs, has ended, or cannot start. Pure.
 
-Invariant: the decision about a pod that does not start is a table (`TROUBLES`), applied by `trouble_of`.
+Invariant: what to do about a pod that does not start is decided by a table (`TROUBLES`), which `trouble_of` applies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ObjectMeta(msgspec.Struct, rename="camel"):
 
 
 class StateDetail(msgspec.Struct, rename="camel"):
-    """The state of a container: waiting, running or terminated. Only a terminated container has an `exit_code`."""
+    """Details of a container's state. Only a terminated container has an `exit_code`."""
 
     reason: str = ""
     message: str = ""
@@ -79,19 +79,19 @@ class Pod(msgspec.Struct):
 
     @property
     def over(self) -> bool:
-        """True if no program of the pod will run any more."""
+        """True if the pod will run no more programs."""
         own = self._own()
         ended = own is not None and own.state.terminated is not None
         return ended or self.status.phase in ("Succeeded", "Failed")
 
     @property
     def placed(self) -> bool:
-        """True if the pod has a machine. Until then the pod waits in the queue of the cluster."""
+        """True if the pod has been assigned to a machine. Before that it waits in the cluster's queue."""
         return self.spec.node_name != ""
 
     @property
     def ended_at(self) -> str | None:
-        """The time of the end of the sandbox's container."""
+        """The time at which the sandbox's container ended."""
         own = self._own()
         return None if own is None or own.state.terminated is None else own.state.terminated.finished_at
 
@@ -108,8 +108,8 @@ class Pod(msgspec.Struct):
 
     @property
     def disrupted(self) -> bool:
-        """True if the cluster ends the pod for a reason that does not lie in the pod: to make room for another pod, or
-        because the pod's machine goes away."""
+        """True if the cluster ends the pod for a reason outside of the pod: to make room for another pod, or because
+        its machine goes away."""
         return any(one.type == "DisruptionTarget" and one.status == "True" for one in self.status.conditions or ())
 
     def _own(self) -> ContainerStatus | None:
@@ -117,14 +117,14 @@ class Pod(msgspec.Struct):
 
 
 class Remedy(StrEnum):
-    """The action for a pod that does not run yet."""
+    """What to do about a pod that does not run yet."""
 
     WAIT = "wait"
-    """The cluster will try again by itself: wait, up to the limit."""
+    """Wait, up to the limit, because the cluster will try again by itself."""
     FAIL = "fail"
-    """The session fails, and is tried again elsewhere or later."""
+    """Fail this attempt. The session is tried again elsewhere or later."""
     REFUSE = "refuse"
-    """No other attempt can succeed before somebody changes the task or the cluster."""
+    """Refuse, because no attempt can succeed until somebody changes the task or the cluster."""
 
 
 class Trouble(msgspec.Struct, frozen=True):
@@ -149,11 +149,11 @@ TROUBLES: dict[str, tuple[Remedy, str]] = {
     "Unschedulable": (Remedy.WAIT, "no machine of the cluster has room: lower task.runtime.resources, or add machines"),
     "SchedulerError": (Remedy.WAIT, ""),
 }
-"""The action and the hint for each reason that the cluster gives. For a reason that is not listed, the start waits."""
+"""The action and the hint for each reason that the cluster gives. If a reason is not listed, the start waits."""
 
 
 def trouble_of(pod: Pod) -> Trouble | None:
-    """Return why the pod does not run, or None if its start proceeds."""
+    """Return why the pod does not run, or None if nothing prevents its start."""
     status = pod.status
     if pod.metadata.deletion_timestamp is not None:
         return Trouble(Remedy.FAIL, "somebody else has removed the pod")

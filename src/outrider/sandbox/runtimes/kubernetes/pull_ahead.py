@@ -1,6 +1,6 @@
-"""Images pulled ahead on every machine of a cluster, by a DaemonSet whose containers do nothing.
+"""Pulls images ahead on every machine of a cluster, with a DaemonSet whose containers do nothing.
 
-Invariant: when `pull_ahead` returns or raises, the cluster has no such DaemonSet, unless the cluster does not respond.
+Invariant: when `pull_ahead` returns or raises, this DaemonSet is removed, unless the cluster does not respond.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.sandbox.runtimes.kubernetes.pod_request import COPY_MODULE, TOOLS,
 
 LOOK_SECONDS = 1.0
 UID = 10001
-"""User of the containers, which is the user of Outrider's image."""
+"""User id of the containers, the same as in Outrider's image."""
 MOST_IMAGES = 200
 APP_LABEL, APP = "app.kubernetes.io/name", "outrider-images"
 
@@ -38,7 +38,7 @@ class DaemonSet(msgspec.Struct):
 
 
 class Pulled(msgspec.Struct, frozen=True):
-    """The result: all `images` are on `machines` machines of the cluster."""
+    """The images that were pulled, and how many machines of the cluster have all of them."""
 
     images: tuple[str, ...]
     machines: int
@@ -47,9 +47,9 @@ class Pulled(msgspec.Struct, frozen=True):
 async def pull_ahead(
     images: Sequence[str], pods: PodsConfig, *, seconds: float, progress: Callable[[int, int], object] = lambda *_: None
 ) -> Pulled:
-    """Pull the images on every machine on which pods of sandboxes may run. `progress` is called with the number of
-    machines that have all images, and the number of machines. Raises RuntimeUnavailable, and RuntimeFailure when some
-    machine does not have all images after `seconds`."""
+    """Pull the images on every machine on which pods of sandboxes may run. `progress` is called with two numbers: the
+    machines that have all images, and all machines. Raises RuntimeUnavailable, and RuntimeFailure if some machine lacks
+    images after `seconds`."""
     if pods.tools_image is None:
         raise RuntimeUnavailable(
             "images cannot be pulled without Outrider's own image",
@@ -64,7 +64,7 @@ async def pull_ahead(
         try:
             await api.call("POST", path, msgspec.Raw, body=daemon_set(name, images, pods))
         except KubeApiError as error:
-            if error.reason != "AlreadyExists":  # an earlier call was interrupted
+            if error.reason != "AlreadyExists":  # AlreadyExists: an earlier call was interrupted
                 raise failure(error) from error
         try:
             return await ready(api, f"{path}/{name}", images, seconds, progress)
@@ -117,8 +117,8 @@ def failure(error: KubeApiError) -> RuntimeFailure:
 
 
 def daemon_set(name: str, images: Sequence[str], pods: PodsConfig) -> dict[str, Any]:
-    """Return the JSON body of the DaemonSet. The first container copies a program that every image can run. Then one
-    container for each image runs this program, one after another."""
+    """Return the JSON body of the DaemonSet. The first container copies a program that every image can run. Then there
+    is one container for each image. They run this program, one after another."""
     security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     resources = {"requests": {"cpu": "10m", "memory": "32Mi"}, "limits": {"memory": "512Mi"}}
     common: dict[str, Any] = {

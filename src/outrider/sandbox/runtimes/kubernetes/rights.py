@@ -4,7 +4,7 @@ from __future__ import annotations
 
 RULES: tuple[dict[str, tuple[str, ...]], ...] = (
     {"apiGroups": ("",), "resources": ("pods",), "verbs": ("create", "get", "list", "watch", "delete")},
-    # A command in a pod is opened by GET. Newer servers require both verbs for this request.
+    # A GET request starts a command in a pod. Newer servers require both verbs for it.
     {"apiGroups": ("",), "resources": ("pods/exec",), "verbs": ("create", "get")},
 )
 PULL_RULES: tuple[dict[str, tuple[str, ...]], ...] = (

@@ -1,8 +1,8 @@
-"""The parts of a namespace sandbox, as plain data that guest/isolation/isolate.py carries out.
+"""The plan of a namespace sandbox: plain data that guest/isolation/isolate.py carries out.
 
-This module reads the host's folders, and creates nothing but the skeleton of a root. Invariant: of the host, a plan
-shows only the system folders, a fixed list of harmless files below /etc, a fixed list of devices, and the paths named
-by the caller.
+This module reads the host's folders, and creates nothing but the skeleton of a root. Invariant: of the host's files, a
+plan shows only the system folders, a fixed list of harmless files below /etc, a fixed list of devices, and the paths
+named by the caller.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ HIDDEN_KINDS = frozenset(
         *("sysfs", "tracefs"),
     }
 )
-"""File systems that are never shown in a sandbox, even when mounted below a system folder (in a chroot, for example):
-the kernel's own, which reveal facts about the host, and `autofs`, in which a lookup may wait for a server."""
+"""Kinds of file systems that are never shown in a sandbox, even when mounted below a system folder (in a chroot, for
+example). Most are the kernel's own and reveal facts about the host. In `autofs`, a lookup may wait for a server."""
 
 Ids = tuple[int, int, int]
 """A range of ids, as in a line of /proc/PID/uid_map: the first id in the sandbox, the first id on the host, and the
@@ -44,20 +44,25 @@ number of ids."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of one sandbox. `base` is a folder at which the root is mounted, in the sandbox's own mount namespace.
+    """The plan of one sandbox.
 
-    `layers` are pairs (folder of the host, path inside), the root first. Each layer gets a throw-away writable layer on
-    top. A layer other than the root is mounted read-only if no writable layer can be put on top of its folder.
-    `folders` are pairs of the same form, mounted read-only. The folders of `layers` and `folders` may contain mounts of
-    the host, which must be mounted separately: `inner` are their pairs (see `inner_of`). In `inner`, the folder of the
-    host is "" for a mount that must be hidden. `shown` are pairs (path of the host, path inside) of further read-only
-    mounts, made after all of the above. `named` are the read-only mounts named by the task: no part of their host paths
-    may be a link. `devices` are pairs for further device files that programs may use. `bytes` and `files` are the
-    maximum size and number of written files. `gateway` is the path of the gateway's socket. `cgroups` are the files for
-    entering the control groups (see `ControlGroup.entrances`). `memory` is the result of `counted_memory`. `owners` is
-    the file of the image's owners (see rootfs/owners.py), "" for none. `saved` is an archive of writable layers to
-    start with, "" for none. `uids` and `gids` are the id maps of the users; `mappers` are the programs that can map
-    more than one user."""
+    - `base`: the folder at which the root is mounted, in the sandbox's own mount namespace.
+    - `layers`: pairs (folder on the host, path inside), the root first. Each layer gets a throw-away writable layer on
+      top. If that fails for a layer other than the root, the layer is read-only.
+    - `folders`: pairs of the same form, mounted read-only.
+    - `inner`: pairs for host mounts inside these folders, which must be mounted separately (see `inner_of`). A mount
+      whose host folder is "" must be hidden.
+    - `shown`: pairs (path on the host, path inside) for further read-only mounts, made after all of the above.
+    - `named`: the read-only mounts named by the task. No part of their host paths may be a link.
+    - `devices`: pairs for further device files that programs may use.
+    - `bytes`, `files`: the maximum total size and number of written files.
+    - `gateway`: the path of the gateway's socket.
+    - `cgroups`: see `ControlGroup.entrances`.
+    - `memory`: see `counted_memory`.
+    - `owners`: the file that lists the owners of the image's files (see rootfs/owners.py), or "".
+    - `saved`: an archive of writable layers to start with, or "".
+    - `uids`, `gids`: the id maps of the users.
+    - `mappers`: the programs that can map more than one user."""
 
     base: str
     layers: tuple[tuple[str, str], ...]
@@ -92,7 +97,8 @@ def image_root(folder: Path) -> Root:
 
 def host_root(skeleton: Path) -> Root:
     """Return a root that consists of a skeleton (see `make_skeleton`) and the host's system folders. /usr gets a
-    throw-away writable layer only if this user owns /usr: an overlay over another user's files cannot be written to."""
+    throw-away writable layer only if this user owns /usr, because programs cannot write to an overlay over another
+    user's files."""
     own = os.stat("/usr").st_uid == os.geteuid()
     usr = ("/usr", "/usr")
     folders = [f"/{name}" for name in SYSTEM_FOLDERS if Path("/", name).is_dir() and not _link(name)]
@@ -104,7 +110,7 @@ def host_root(skeleton: Path) -> Root:
 
 def inner_of(root: Root, mounts: Sequence[MountPoint]) -> tuple[tuple[str, str], ...]:
     """Return `Plan.inner` for a root. `mounts` are all mounts of the host, outer mounts first. A mount inside another
-    mount is shown with the outer mount and has no pair of its own, unless its kind is one of HIDDEN_KINDS."""
+    shown mount needs no pair, because it is shown with the outer mount, unless its kind is in HIDDEN_KINDS."""
     found: list[tuple[str, str]] = []
     for folder, inside in (*root.layers[1:], *root.folders):
         shown, hidden = tuple[str, ...](), tuple[str, ...]()
@@ -122,8 +128,8 @@ def inner_of(root: Root, mounts: Sequence[MountPoint]) -> tuple[tuple[str, str],
 
 
 def make_skeleton(folder: Path) -> None:
-    """Make a root without its system folders: empty folders, links, and files below /etc. The files are fixed texts, or
-    copies of harmless files of the host. Blocks."""
+    """Make a root without its system folders: empty folders, links, and files below /etc. The files have fixed texts,
+    or are copies of harmless files of the host. Blocks."""
     for name in EMPTY_FOLDERS:
         (folder / name).mkdir(parents=True)
     for name in ("tmp", "var/tmp"):
@@ -148,8 +154,8 @@ def _link(name: str) -> str | None:
 
 
 def unsupported() -> str | None:
-    """Return why this machine cannot run namespace sandboxes (its system, processor or kernel is not supported), or
-    None if it can."""
+    """Return why this machine cannot run namespace sandboxes, or None if its system, processor and kernel are
+    supported."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
         return f"needs Linux on x86-64 or arm64, this is {platform.system()} on {platform.machine()}"
     if kernel_version() < (5, 12):

@@ -1,7 +1,7 @@
-"""The default runtime: a rootless sandbox of namespaces, forked from the node's zygote in milliseconds.
+"""The default runtime: a rootless sandbox made of namespaces, forked from the node's zygote in milliseconds.
 
-A sandbox has a throw-away root (the host's system folders, an image, or a folder named by the spec), no network but a
-loopback, and the model gateway behind 127.0.0.1. Invariant: the tool server is the first process of the sandbox's pid
+A sandbox has a throw-away root: the host's system folders, an image, or a folder named by the spec. Its only network is
+a loopback, with the model gateway at 127.0.0.1. Invariant: the tool server is the first process of the sandbox's pid
 namespace. Its exit kills all other processes of the sandbox, and `stop` waits for its exit.
 """
 
@@ -46,7 +46,7 @@ from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import MEBIBYTE, RuntimeSpec
 
 LAYER_OVERHEAD = 2
-"""Factor by which an archive of many small files may exceed the size of their contents."""
+"""How many times larger than its contents an archive of many small files may be."""
 PYTHONS = tuple(f"{folder}/python3" for folder in ("usr/local/bin", "usr/bin", "bin"))
 UNSHARE_ALL = """
 import ctypes, os, sys
@@ -58,17 +58,17 @@ if child := os.fork():
 if libc.mount(None, b"/", None, 0x44000, None) or libc.mount(b"proc", b"/proc", b"proc", 0, None):
     sys.exit("no /proc can be mounted in them (" + os.strerror(ctypes.get_errno()) + ")")
 """
-"""Program that creates all namespaces of a sandbox at once, and mounts /proc. The mount fails in a container whose own
-/proc is masked."""
+"""Python code that creates all namespaces of a sandbox at once, and mounts /proc. The mount fails in a container whose
+own /proc is masked."""
 NO_OVERLAY = "mount overlay"
-"""Text in the error of a sandbox whose writable layer could not be mounted."""
+"""Part of the error message when a sandbox's writable layer cannot be mounted."""
 DEATH_SECONDS = 0.5
-"""Time limit for the exit of a killed first process, before the other processes of its namespace are killed one by
+"""How long a killed first process may take to exit before the other processes of its namespace are killed one by
 one."""
 
 
 class NamespaceRuntime:
-    """The kind `namespace`. Paths passed to the methods of a sandbox are paths in the sandbox's own root. `stop`
+    """The kind `namespace`. Paths passed to the methods of a sandbox are relative to the sandbox's own root. `stop`
     discards everything written."""
 
     saves_layers = True
@@ -94,7 +94,7 @@ class NamespaceRuntime:
 
 
 def _found() -> str:
-    """Return a description of the machine's features that sandboxes of this kind use. Raises RuntimeUnavailable."""
+    """Return a description of what sandboxes of this kind use on this machine. Raises RuntimeUnavailable."""
     USER_NAMESPACES.get()
     return f"user namespaces; limits by {limits_in_words(cgroups.find())}"
 
@@ -106,8 +106,8 @@ async def launch(
     """Fork a sandbox from the node's zygote. See tool_server/launch.py."""
     name = context.directory.name
     groups = await context.host.part(Cgroups)
-    # The zygote is started after the control groups were opened. With version 2 of control groups, opening them moves
-    # the processes out of our own group, one by one, and would miss a process that starts meanwhile.
+    # The zygote starts after the control groups are opened. With version 2, opening them moves the processes out of our
+    # own group, one by one, and would miss a process that starts meanwhile.
     zygote = await context.host.part(ZygoteClient)
     files = await asyncio.to_thread(_host_files, spec, context, zygote.host_root, driver)
     gpus, root = files.gpus, files.root
@@ -153,9 +153,9 @@ async def launch(
             )
             await configure(tools, setup)
         except RuntimeFailure as error:
-            # If a layer cannot be unpacked, the agent that wrote it is the cause, with two exceptions: the host failed
-            # meanwhile, or a file system has since been mounted below /usr, where no writable layer can then be
-            # mounted.
+            # If a layer cannot be unpacked, the agent that wrote it is usually the cause. There are two exceptions: the
+            # host failed meanwhile, or a file system has since been mounted below /usr, so no writable layer can be
+            # mounted there.
             if context.layer is not None and not group.starved() and NO_OVERLAY not in (error.log_tail or ""):
                 raise error.replace(inside=error.inside or await zygote_lives()) from error.__cause__
             raise
@@ -168,9 +168,9 @@ async def launch(
 
 
 class HostFiles(msgspec.Struct, frozen=True):
-    """The files of the host that make up a sandbox, and its user ids. `image_env` are the variables that the root's
-    image sets. `owners` is the path of the list of the owners of the image's files, "" if root owns all files in
-    the sandbox. `owned` is a summary of the list."""
+    """The host's files that make up a sandbox, and its user ids. `image_env` are the variables that the image sets.
+    `owners` is the path of a list of the owners of the image's files, or "" if root owns all files in the sandbox.
+    `owned` summarises the list."""
 
     gpus: GpuFiles
     root: Root
@@ -182,8 +182,8 @@ class HostFiles(msgspec.Struct, frozen=True):
 
 
 def _host_files(spec: RuntimeSpec, context: SandboxContext, host_root: Root, driver: NvidiaDriver) -> HostFiles:
-    """Find the files that the spec names. Blocks as long as a file system of the host does not respond. Raises
-    InvalidField, RuntimeUnavailable."""
+    """Find the files that the spec names. Blocks while a file system of the host does not respond. Raises InvalidField,
+    RuntimeUnavailable."""
     gpus = driver.shown(context.gpus)
     if spec.image is None:
         root = _root(spec, host_root)
@@ -195,8 +195,9 @@ def _host_files(spec: RuntimeSpec, context: SandboxContext, host_root: Root, dri
 
 
 def ids_of(spec: RuntimeSpec, image: RootImage | None) -> UserIds:
-    """Return the user ids of a sandbox: as many as the spec names, else as many as the files of its image need. Raises
-    InvalidField if the image's files cannot have their owners, and RuntimeUnavailable if this machine lacks the ids."""
+    """Return the user ids of a sandbox. Their number is `spec.users`, or else what the owners of the image's files
+    need. Raises InvalidField if the image's files cannot have their owners, and RuntimeUnavailable if this machine
+    lacks the ids."""
     owned = Ownership() if image is None else image.owners
     count = spec.users or (MOST_USERS if owned.foreign else 1)
     if count > 1 and (owned.unkept or owned.highest >= count):
@@ -219,13 +220,13 @@ def ids_of(spec: RuntimeSpec, image: RootImage | None) -> UserIds:
 
 
 def _root(spec: RuntimeSpec, host_root: Root) -> Root:
-    """Return the root that a spec without an image names. Raises RuntimeUnavailable."""
+    """Return the root for a spec without an image: `spec.rootfs`, or the host's. Raises RuntimeUnavailable."""
     if spec.rootfs is None:
         return host_root
     folder = Path(spec.rootfs)
     if not folder.is_dir():
         raise RuntimeUnavailable(f"rootfs {folder} is not a folder")
-    # Only the owner of the lower files can write to an overlay: over another user's files `touch` fails.
+    # Only the owner of an overlay's lower files can write to the overlay. Over another user's files, `touch` fails.
     if folder.stat().st_uid != os.geteuid():
         raise RuntimeUnavailable(
             f"rootfs {folder} belongs to another user", hint="unpack it as the user that runs Outrider"
@@ -239,17 +240,17 @@ def _root(spec: RuntimeSpec, host_root: Root) -> Root:
 
 
 def _has_python(root: Root) -> bool:
-    if root.folders or root.layers[1:]:  # the root is made of the host's folders, not of an image
+    if root.folders or root.layers[1:]:  # these roots contain the host's folders, and so its Python
         return True
     folder = root.layers[0][0]
     return any(os.path.lexists(f"{folder}/{path}") for path in PYTHONS)
 
 
 async def _end(child: Child, group: ControlGroup) -> None:
-    """Kill the first process, which kills all others with it, and wait for its exit.
+    """Kill the first process and wait for its exit. The kernel kills all others with it.
 
-    The first process exits only after all others. Many processes with little processor time take long to exit. After
-    DEATH_SECONDS they are therefore killed one by one, without the limit of processor time."""
+    The first process exits only after all others. With many processes and little CPU time, this takes long. So after
+    DEATH_SECONDS they are killed one by one, without the CPU limit."""
     child.kill()
     while not await child.ends_within(DEATH_SECONDS):
         await asyncio.to_thread(group.kill)

@@ -1,6 +1,7 @@
-"""User ids of a sandbox: this user's own, and for more than one user the ranges of /etc/subuid and /etc/subgid.
+"""User ids of a sandbox. The first is this user's own. Further ids are from this user's ranges in /etc/subuid and
+/etc/subgid.
 
-This module starts no process. Invariant: of the host's ids only this user's id and ranges are used.
+This module starts no process. Invariant: no other ids of the host are used.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FILES = {"uid": Path("/etc/subuid"), "gid": Path("/etc/subgid")}
 
 
 class UserIds(msgspec.Struct, frozen=True):
-    """The maps of user ids and group ids, and the programs that set them: fields of `Plan` with the same names."""
+    """The maps of user ids and group ids, and the programs that set them, as in the `Plan` fields of the same names."""
 
     uids: tuple[Ids, ...]
     gids: tuple[Ids, ...]
@@ -31,13 +32,14 @@ class UserIds(msgspec.Struct, frozen=True):
 
 
 def user_ids(count: int) -> UserIds:
-    """Return maps of `count` user ids and group ids. The first id is this user's own. Raises RuntimeUnavailable."""
+    """Return maps with `count` user ids and as many group ids. The first id is this user's own. Raises
+    RuntimeUnavailable."""
     own = {"uid": (0, os.geteuid(), 1), "gid": (0, os.getegid(), 1)}
     if count == 1:
         return UserIds((own["uid"],), (own["gid"],), {})
     ids = {kind: (own[kind], (1, _range(kind, count - 1), count - 1)) for kind in FILES}
     mappers = {}
-    for kind in FILES if os.geteuid() != 0 else ():  # root writes the maps itself
+    for kind in FILES if os.geteuid() != 0 else ():  # root needs no program to write the maps
         program = f"new{kind}map"
         found = shutil.which(program)
         if found is None:
@@ -51,10 +53,10 @@ def user_ids(count: int) -> UserIds:
 
 
 def _range(kind: str, count: int) -> int:
-    """Return the first id of this user's first range with `count` ids or more. Raises RuntimeUnavailable."""
+    """Return the first id of this user's first range that has at least `count` ids. Raises RuntimeUnavailable."""
     uid = os.geteuid()
     names = {str(uid)}
-    with suppress(KeyError):  # a user without a name is listed by number
+    with suppress(KeyError):  # a user without a name may have ranges by number
         names.add(pwd.getpwuid(uid).pw_name)
     try:
         text = FILES[kind].read_text(errors="replace")

@@ -40,8 +40,8 @@ for name in ("outrider", "outrider.sandbox", "outrider.sandbox.runtimes"):
 from outrider.sandbox.runtimes.guest.isolation.zygote import main
 main()
 """
-"""Program of the zygote. Empty modules replace the parent packages, whose real imports are not available under `-I
--S`."""
+"""Program of the zygote. Empty modules replace the parent packages, because the real ones import packages that are not
+available under `-I -S`."""
 
 
 class ForkReply(msgspec.Struct, frozen=True, array_like=True):
@@ -53,9 +53,11 @@ class ForkReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ZygoteClient:
-    """The part of a node's host (see node_host.py) that runs the zygote. `host_root` is the root made of the host's own
-    system folders. `base` is an empty folder at which each sandbox mounts its root. `mounts` returns the mounts of this
-    machine. When the zygote exits, all sandboxes forked from it exit too, and the next fork starts another zygote."""
+    """The part of a node's host (see node_host.py) that runs the zygote.
+
+    `host_root` is the root made of the host's own system folders. `base` is an empty folder at which each sandbox
+    mounts its root. `mounts` returns the mounts of this machine. When the zygote exits, all sandboxes forked from it
+    exit too, and the next call of `fork` starts a new zygote."""
 
     def __init__(self, host: Host) -> None:
         self._folder = host.folder
@@ -83,7 +85,7 @@ class ZygoteClient:
         await shielded(self._await_deaths)
 
     async def _await_deaths(self) -> None:
-        """Wait for the exit of abandoned zygotes, and thereby of all sandboxes forked from them."""
+        """Wait until the abandoned zygotes have exited, and with them all sandboxes forked from them."""
         while self._given_up:
             await self._given_up.pop().end(STOP_SECONDS)
 
@@ -97,11 +99,11 @@ class ZygoteClient:
 
     async def fork(self, plan: Plan, tool_server: socket.socket) -> tuple[Child, Callable[[], Awaitable[bool]]]:
         """Fork a new sandbox whose tool server uses the socket `tool_server`. Returns the sandbox's process, and a
-        function that returns whether its zygote still runs. Raises RuntimeFailure, and OSError when no descriptors are
+        function that returns whether its zygote still runs. Raises RuntimeFailure, or OSError when no descriptors are
         left."""
         if self._child is None:
             await shielded(self._await_deaths)
-        if self._child is None:  # no other call has started a zygote meanwhile
+        if self._child is None:  # another call may have started a zygote meanwhile
             self._spawn()
         maker = self._child
         with contextlib.ExitStack() as undo, os.fdopen(os.memfd_create("plan"), "wb", buffering=0) as file:
@@ -113,11 +115,11 @@ class ZygoteClient:
             undo.pop_all()
 
         async def maker_lives() -> bool:
-            """Return whether the zygote of this sandbox still runs, after a short wait: if the zygote's exit ends the
-            sandbox, the sandbox's exit may be seen first."""
+            """Return whether the zygote of this sandbox still runs. Waits briefly, because when the zygote's exit ends
+            the sandbox, the sandbox's exit may be noticed first."""
             if maker is None or maker is not self._child or await maker.ends_within(PAUSE_SECONDS):
                 return False
-            return maker is self._child  # the zygote may have been given up meanwhile
+            return maker is self._child  # the zygote may have been abandoned meanwhile
 
         return Child(pid, pidfd, log), maker_lives
 
@@ -134,8 +136,8 @@ class ZygoteClient:
             raise
 
     async def _send(self, number: int, answer: asyncio.Future[tuple[int, int]], *fds: int) -> None:
-        """Send the request, waiting for room. A lost connection counts as a failure of the zygote, any other error as
-        a failure of this request alone."""
+        """Send the request, and wait while the socket is full. If the connection is lost, the zygote is abandoned. Any
+        other error fails only this request."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
         try:
             while not answer.done():
@@ -172,7 +174,7 @@ class ZygoteClient:
             answer.set_result((told.pid, fds[0]))
 
     def _give_up(self) -> None:
-        """Close the connection, which makes the zygote exit, and fail the pending requests."""
+        """Abandon the zygote: close the connection, which makes the zygote exit, and fail the pending requests."""
         if self._child is None:
             return
         self._loop.remove_reader(self._control.fileno())
@@ -188,8 +190,8 @@ class ZygoteClient:
 
 
 def _skeleton(folder: Path) -> Path:
-    """Return the folder `skeleton` in `folder`, made if missing. The skeleton is made under another name and renamed,
-    so that it is always complete, even if another process makes it concurrently or is killed halfway. Blocks."""
+    """Return the folder `skeleton` in `folder`. If it is missing, it is made under another name and renamed, so it is
+    always complete, even if another process makes it concurrently or is killed halfway. Blocks."""
     skeleton = folder / "skeleton"
     if not skeleton.exists():
         with tempfile.TemporaryDirectory(prefix="skeleton-", dir=folder) as half:
@@ -198,7 +200,7 @@ def _skeleton(folder: Path) -> Path:
             try:
                 made.rename(skeleton)
             except OSError:
-                if not skeleton.exists():  # if it exists, another process has made it meanwhile
+                if not skeleton.exists():  # another process may have made it meanwhile
                     raise
     return skeleton
 

@@ -1,7 +1,7 @@
-"""Download of an archive that a tool server sends in parts, into a file of the host.
+"""Downloads an archive, which a tool server sends in parts, into a file on the host.
 
-The content of the archive is not examined. Invariants: little more than BACKLOG bytes wait to be written, even on a
-slow disk, because reading from the server pauses meanwhile; unless the whole archive is written, no file is left.
+This module does not look into the archive. Invariants: little more than BACKLOG bytes wait to be written, even on a
+slow disk, because reading from the server pauses when more wait; no file is left unless the whole archive is written.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SAVE_SECONDS = 600.0
 async def download_archive(
     tools: ToolClient, method: str, args: Mapping[str, Any], target: Path, *, limit: int
 ) -> None:
-    """Call `method`, and write the parts of its reply into the new file `target`, readable only by this user.
+    """Call `method`, and write the parts of its reply into the new file `target`. Only this user can read the file.
 
-    Raises OSError when `target` cannot be created, and RuntimeFailure when the server sends more than `limit` bytes or
-    fails, or the file cannot be written."""
+    Raises OSError when `target` cannot be created. Raises RuntimeFailure when the server fails or sends more than
+    `limit` bytes, and when the file cannot be written."""
     whole = False
 
     def finish(fd: int) -> None:
@@ -90,7 +90,7 @@ class ArchiveDownload:
             while self._pieces or not self._ended:
                 await self._some.wait()
                 self._some.clear()
-                await shielded(self._put)  # shielded, because the thread uses the descriptor to its end
+                await shielded(self._put)  # shielded, because the thread needs the descriptor until it ends
                 if self.fault is not None:
                     break
         finally:
@@ -109,5 +109,6 @@ class ArchiveDownload:
 
 def write_all(fd: int, pieces: list[bytes]) -> None:
     """Write all pieces. Blocks; raises OSError."""
-    with open(fd, "wb", closefd=False) as file:  # writes in a loop: a nearly full disk may first take only a part
+    # writes in a loop, because a nearly full disk may take only some of the bytes at first
+    with open(fd, "wb", closefd=False) as file:
         file.writelines(pieces)

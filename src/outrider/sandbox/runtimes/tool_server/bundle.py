@@ -1,9 +1,10 @@
-"""The tool server as one program, in the form that a bare interpreter starts fastest: bytecode of this interpreter.
+"""Joins the tool server's modules into one program, and compiles it to bytecode, which a bare interpreter starts
+fastest.
 
-The modules of runtimes/guest are joined into one namespace, so their top-level names must differ. Compiling takes
-longer than starting the interpreter, so each interpreter compiles the program once, and the bytecode is kept. A server
-reads the bytecode from its connection, so the sandbox needs no file of ours. Invariant: the program needs only the
-standard library of Python 3.8 or newer.
+The modules of runtimes/guest share one namespace, so their top-level names must differ. Compiling takes longer than
+starting the interpreter, so the bytecode is compiled once for each interpreter and kept. A server reads the bytecode
+from its connection, so the sandbox needs no file of ours. Invariant: the program needs only the standard library of
+Python 3.8 or newer.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Literal
 from outrider.errors import RuntimeUnavailable
 from outrider.sandbox.pythons.portable import portable_command, portable_python
 
-# The boot program uses only `posix` and `marshal`, which are built into the interpreter. `sys.stdin` would load codecs
-# and buffer the bytes after the program.
+# The boot program uses only `posix` and `marshal`, which are built into the interpreter. It does not use `sys.stdin`,
+# which would load codecs, and would also read bytes that follow the program.
 BOOT = (
     "import marshal,posix\n"
     "def take(n):\n"
@@ -38,7 +39,7 @@ BOOT = (
 )
 TEXT_BOOT = BOOT.replace("marshal.loads(", "compile(").replace("'big')))", "'big')),'toolserver','exec',0,True,2)")
 PIPES_BOOT = TEXT_BOOT.replace("main", "main_on_pipes")
-"""Boot program that starts the tool server from its text instead of bytecode, and with two pipes in place of a
+"""Boot program that starts the tool server from source text instead of bytecode, and over two pipes instead of a
 socket."""
 COMPILE = (
     "import sys,marshal\n"
@@ -47,8 +48,8 @@ COMPILE = (
     "sys.stdout.buffer.write(marshal.dumps(code))\n"
 )
 FLAGS = ("-I", "-S")
-"""Flags that make the interpreter ignore the sandbox's environment variables, the user's modules and site-packages: an
-image may contain anything there."""
+"""Flags that make the interpreter ignore environment variables, the user's modules and site-packages, because an image
+may contain anything there."""
 
 GUEST = "outrider.sandbox.runtimes.guest"
 MODULES = (
@@ -72,11 +73,11 @@ MODULES = (
     "process_watch",
     "server",
 )
-"""The tool server's modules, each after the modules that it imports."""
+"""The tool server's modules. Each comes after the modules that it imports."""
 
 COMPILING = threading.Lock()
 """A lock that is held while compiling. When sandboxes start together, the first compiles and the others wait for its
-cached result. The lock also prevents parallel calls of `ast.parse`, which fail in Python 3.11."""
+cached result. The lock also prevents concurrent calls of `ast.parse`, which fail in Python 3.11."""
 
 
 def source(name: str) -> str:
@@ -87,7 +88,7 @@ def source(name: str) -> str:
 
 @functools.cache
 def shell_program(kind: Literal["python", "ipython"]) -> str:
-    """Return the program of a live Python or IPython, for `python3 -c`."""
+    """Return the source of a live Python or IPython shell, for `python3 -c`."""
     modules = ("shells.python_program", "shells.ipython_program") if kind == "ipython" else ("shells.python_program",)
     engine = "RichEngine" if kind == "ipython" else "PlainEngine"
     with COMPILING:
@@ -95,8 +96,8 @@ def shell_program(kind: Literal["python", "ipython"]) -> str:
 
 
 def program(modules: Sequence[str] = MODULES) -> str:
-    """Return one text that joins the modules, by default those of the tool server. The imports among the modules, and
-    all types, are left out."""
+    """Return the source of all modules joined, by default those of the tool server. Imports among the modules and type
+    annotations are left out."""
     tree = ast.Module(body=[], type_ignores=[])
     for name in modules:
         for node in ast.parse(source(name)).body:
@@ -110,7 +111,7 @@ def program(modules: Sequence[str] = MODULES) -> str:
 
 
 class _WithoutAnnotations(ast.NodeTransformer):
-    """Removes annotations: they have no use here, and would be loaded at every start."""
+    """Removes annotations. The program does not use them, and loading them would cost time at every start."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.generic_visit(node)
@@ -148,9 +149,9 @@ def main():
 def confined(modules: Sequence[str], server: bytes) -> bytes:
     """Return bytecode that confines the process and then runs the tool server's bytecode.
 
-    `modules` are modules of runtimes/guest, each after the modules that it imports. `enter` of the last module is
-    called with the words of the command line after `server_command`. The bytecode works only in an interpreter of the
-    same version as the running one, because bytecode differs by Python version.
+    `modules` are modules of runtimes/guest. Each comes after the modules that it imports. The last module's `enter` is
+    called with the command-line arguments that follow `server_command`. The bytecode works only in an interpreter of
+    the same Python version as the running one.
     """
     parts = tuple((f"{GUEST}.{name}", _bytecode(name, source(name))) for name in modules)
     folders = tuple(dict.fromkeys([GUEST, *(name.rpartition(".")[0] for name, _ in parts)]))
@@ -167,14 +168,14 @@ def server_command(interpreter: str) -> list[str]:
 
 
 def remote_command() -> list[str]:
-    """Return the command that starts the tool server with the Python of another machine. Its standard input and
-    output may be pipes, and the input must begin with `remote_delivery()`."""
+    """Return the command that starts the tool server with the Python of another machine. Its standard input and output
+    may be pipes. The input must begin with `remote_delivery()`."""
     return ["python3", *FLAGS, "-c", PIPES_BOOT]
 
 
 @functools.cache
 def remote_delivery() -> bytes:
-    """Return the tool server's text for an interpreter of any version: its bytecode would depend on the version."""
+    """Return the tool server's source text, which any Python version can run. Bytecode would need the same version."""
     with COMPILING:
         return delivery(program().encode())
 
@@ -184,10 +185,9 @@ def delivery(bytecode: bytes) -> bytes:
 
 
 def compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
-    """Return the tool server's bytecode, compiled by `interpreter` inside the sandbox that the command `enter` enters.
-
-    `stamp` identifies one state of the interpreter's file system. Raises RuntimeUnavailable when there is no Python
-    3.8 or newer. Blocks for about 50 ms the first time, and while another thread compiles.
+    """Return the tool server's bytecode. `interpreter` compiles it inside a sandbox, which the command `enter` enters.
+    `stamp` identifies the state of the interpreter's file system. Raises RuntimeUnavailable when there is no Python 3.8
+    or newer. Blocks for about 50 ms the first time, and while another thread compiles.
     """
     with COMPILING:
         return _compiled(enter, interpreter, stamp)
@@ -210,7 +210,7 @@ def _compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) ->
 
 
 def portable_server() -> tuple[Path, bytes]:
-    """Return the portable interpreter's folder and the tool server's bytecode for this interpreter. Blocks. Raises
+    """Return the portable interpreter's folder, and the tool server's bytecode for it. Blocks. Raises
     RuntimeUnavailable."""
     folder = portable_python()
     *enter, program = portable_command(str(folder))

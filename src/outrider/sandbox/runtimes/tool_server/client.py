@@ -1,9 +1,11 @@
-"""The host's end of a connection to a tool server, over which many calls run at once.
+"""The host's end of a connection to a tool server. Many calls can run over it concurrently.
 
-This module handles only frames and replies. Replies are decoded into closed types, because their sender shares a
-sandbox with an agent. Invariants: a cancelled call is cancelled inside too, and its processes are dead before the
-cancellation proceeds, unless the server takes longer than CANCEL_SECONDS; any received data costs bounded time and
-memory, because the connection to a server that sends more than was requested is dropped.
+This module handles only frames and replies. Replies are decoded into closed types, because an agent in the sandbox may
+have crafted them. Invariants:
+
+- A cancelled call is also cancelled in the sandbox. Its processes are dead before the cancellation proceeds, unless the
+  server takes longer than CANCEL_SECONDS.
+- Received data costs bounded time and memory. If a server sends more than was requested, its connection is dropped.
 """
 
 from __future__ import annotations
@@ -21,32 +23,38 @@ from outrider.errors import RuntimeFailure
 from outrider.sandbox.runtimes.base import MAX_OUTPUT
 
 FRAME_MAX = 2 * MAX_OUTPUT + (4 << 20)
-"""Maximum bytes of a frame. The largest frame is the reply of a command that filled both its outputs."""
+"""Maximum bytes of a frame. The largest frame is the reply of a command that filled both its output streams."""
 PART_MIN = 1 << 10
-"""A part of a reply counts as at least this many bytes, because many small parts cost more than their bytes."""
+"""Each part of a reply counts as at least this many bytes against a limit, because many small parts cost more than
+their bytes."""
 STRAY_MAX = 64 << 20
-"""Maximum bytes that the server may send for calls that are no longer awaited, such as parts that were under way when
-their call was cancelled. The count begins anew at each reply to an awaited call."""
+"""Maximum bytes of unexpected replies, such as parts that the server sent before it received a cancellation. The count
+restarts with each expected reply."""
 TEXT_MAX = 4096
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""Errors of decoding: bytes of another type, text that is not UTF-8, and deep nesting."""
+"""Errors of decoding: for data of a wrong type, text that is not UTF-8, and deep nesting."""
 UNSENDABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError)
-"""Errors of encoding a value that msgpack does not have: text that is not Unicode, an integer of more than 64 bits."""
+"""Errors of encoding: for text that is not Unicode, an integer of more than 64 bits, and other values that msgpack
+cannot represent."""
 GRACE_SECONDS = 30.0
 """Seconds that a call may take past its own time limit before the server counts as stuck."""
 LAST_LOOK_SECONDS = 0.5
-"""Seconds after GRACE_SECONDS in which a reply is still read: this event loop may have been blocked, and the reply may
-wait in the socket."""
+"""Seconds after GRACE_SECONDS in which a reply is still accepted. If this event loop was blocked, the reply may still
+be in the socket."""
 CANCEL_SECONDS = 5.0
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 Loss = Literal["gone", "stuck", "wrong", "closed"]
-"""The cause of a lost connection: the other end is closed (gone), does not respond (stuck), or sends data that no tool
-server would send (wrong); or this end was closed or could not be opened (closed)."""
+"""Why a connection was lost.
+
+- "gone": the other end is closed.
+- "stuck": the server does not respond.
+- "wrong": the other end sent data that no tool server sends.
+- "closed": this end was closed, or could not be opened."""
 
 Number = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 32)]
-"""An exit code, or the number of a shell. A reply with an integer outside of this range is refused."""
+"""An exit code, or the id of a shell. A reply with an integer outside of this range is refused."""
 
 
 class ToolReply(msgspec.Struct, frozen=True, array_like=True):
@@ -80,16 +88,16 @@ class ExecDone(msgspec.Struct, frozen=True):
 
 
 class ShellOpened(msgspec.Struct, frozen=True):
-    """The reply of opening a shell. `shell` is None if no program of that kind could be started; `why` is then the
-    output of the last program tried."""
+    """The reply of opening a shell. `shell` is None if no program for that kind of shell could be started. `why` is
+    then the output of the last program tried."""
 
     shell: Number | None
     why: bytes = b""
 
 
 class ShellDone(msgspec.Struct, frozen=True):
-    """The result of one input. `shown` is msgpack: a list of rich results, each a mapping from MIME type to text or
-    bytes."""
+    """The result of one shell or interpreter input. `shown` is msgpack: a list of rich results, each a mapping from
+    MIME type to text or bytes."""
 
     out: bytes
     code: Number | None
@@ -125,8 +133,7 @@ class Stopped(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class CallInFlight:
-    """A call in flight: its outcome, the callback for its parts, and the bytes of parts that may still come
-    (`room`)."""
+    """A call that waits for its reply. `room` is how many bytes of parts the server may still send."""
 
     outcome: asyncio.Future[msgspec.Raw]
     on_part: Callable[[bytes], None] | None = None
@@ -134,8 +141,8 @@ class CallInFlight:
 
 
 class ToolClient(asyncio.Protocol):
-    """One connection to a tool server. `log_tail` returns the end of the server's standard error, for failures. `loss`
-    is None until the connection is lost."""
+    """One connection to a tool server. `log_tail` returns the end of the server's standard error, for error messages.
+    `loss` is None until the connection is lost."""
 
     def __init__(self, end: socket.socket, log_tail: Callable[[], str]) -> None:
         """`end` is one end of a Unix stream connection to the server; this object closes it."""
@@ -153,7 +160,7 @@ class ToolClient(asyncio.Protocol):
         self._closed = asyncio.Event()
 
     async def open(self) -> None:
-        """Open the connection. Call once. Raises RuntimeFailure when the connection is closed meanwhile."""
+        """Open the connection. Call once. Raises RuntimeFailure if the connection is closed before it is open."""
         self._check()
         end, self._end = self._end, None
         try:
@@ -199,7 +206,7 @@ class ToolClient(asyncio.Protocol):
             self._transport.resume_reading()
 
     def send_raw(self, data: bytes) -> None:
-        """Send the server's own code, as raw bytes before the first frame."""
+        """Send the server's own code. It precedes the first frame, and is raw bytes."""
         if self._transport is not None:
             self._transport.write(data)
 
@@ -213,11 +220,12 @@ class ToolClient(asyncio.Protocol):
         on_part: Callable[[bytes], None] | None = None,
         room: int = 0,
     ) -> T:
-        """Call a method and wait for the reply. Raises FileNotFoundError, IsADirectoryError and RuntimeFailure. For
-        arguments that cannot be sent, RuntimeFailure is raised, too.
+        """Call a method and wait for the reply. Raises FileNotFoundError and IsADirectoryError for files in the
+        sandbox. Raises RuntimeFailure for other failures, including arguments that cannot be encoded.
 
-        `seconds` is the call's own limit in the sandbox. GRACE_SECONDS after this limit the server counts as stuck.
-        `room` is the maximum size of all parts together, in bytes. If the server sends more, the connection is dropped.
+        `seconds` is the call's time limit in the sandbox. If no reply arrives within GRACE_SECONDS after it, the server
+        counts as stuck. `room` is the maximum size of all parts together, in bytes. If the server sends more, the
+        connection is dropped.
         """
         self._check()
         if self._transport is None:
@@ -233,9 +241,8 @@ class ToolClient(asyncio.Protocol):
         try:
             fields = await outcome
         except asyncio.CancelledError:
-            # Make the server kill the call's processes, and wait up to CANCEL_SECONDS for the confirmation. If the
-            # outcome is not cancelled, the reply arrived together with the cancellation, and no other reply will
-            # follow.
+            # Make the server kill the call's processes, and wait up to CANCEL_SECONDS for its confirmation. This is not
+            # needed if the reply arrived just as the call was cancelled. Then `outcome` is not cancelled.
             if self._lost is None and outcome.cancelled():
                 ended: asyncio.Future[msgspec.Raw] = self._loop.create_future()
                 self._calls[number] = CallInFlight(ended)
@@ -253,12 +260,12 @@ class ToolClient(asyncio.Protocol):
             raise self._failure(f"the tool server sent a wrong reply: {error}", inside=True) from error
 
     def send(self, method: str, args: Mapping[str, Any]) -> None:
-        """Call a method that sends no reply. Does nothing when the connection is lost."""
+        """Call a method that has no reply. Does nothing when the connection is lost."""
         if self._transport is not None and self._lost is None:
             self._send(0, method, args)
 
     def backlog(self) -> int:
-        """Return the bytes that the server has not yet read."""
+        """Return how many sent bytes still wait in this process."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def _stuck(self, number: int, method: str) -> None:
@@ -267,12 +274,12 @@ class ToolClient(asyncio.Protocol):
             self._lose(f"the tool server is stuck in {method}", "stuck")
 
     def fail_all(self, reason: str) -> None:
-        """Fail the calls in flight. New calls can be made."""
+        """Fail the calls in flight. The connection stays open for new calls."""
         failure = self._failure(reason)
         for call in self._calls.values():
             if not call.outcome.done():
                 call.outcome.set_exception(failure)
-                # Mark the exception as retrieved. If the caller is being cancelled, nobody retrieves the exception, and
+                # Mark the exception as retrieved. If the caller is being cancelled, nobody else retrieves it, and
                 # asyncio would log it.
                 call.outcome.exception()
 
@@ -291,7 +298,7 @@ class ToolClient(asyncio.Protocol):
         self._transport.write(len(body).to_bytes(4, "big") + body)
 
     def _take(self, reply: ToolReply, size: int) -> None:
-        """Handle one reply. `size` is the number of bytes counted for its frame."""
+        """Handle one reply. `size` is how many bytes count for its frame (see PART_MIN)."""
         call = self._calls.get(reply.call)
         if call is None or call.outcome.done() or (reply.status == "part" and call.on_part is None):
             self._stray -= size
@@ -300,7 +307,7 @@ class ToolClient(asyncio.Protocol):
         elif reply.status == "part":
             data = msgspec.msgpack.decode(reply.fields, type=ToolPart).data
             call.room -= max(len(data), PART_MIN)
-            # The last part may be small but counts as PART_MIN, and so may bring `room` below 0 by this much.
+            # A small last part counts as PART_MIN, so an allowed reply may bring `room` below 0 by up to PART_MIN.
             if call.room < -PART_MIN:
                 self._lose("the tool server sent more than it was asked for", "wrong")
             elif call.on_part is not None:
@@ -334,6 +341,6 @@ class ToolClient(asyncio.Protocol):
         self._lost, self.loss = reason, loss
         if self._transport is not None:
             self._transport.abort()
-        elif self._end is not None:  # None if `open` has taken the socket
+        elif self._end is not None:  # None if `open` has taken over the socket
             self._end.close()
         self.fail_all(reason)

@@ -1,8 +1,8 @@
-"""The common parts of every runtime's `launch`: the set-up of a tool server, the connection, and the undoing of steps.
+"""The common parts of every runtime's `launch`: connecting to a tool server, configuring it, and undoing each step.
 
 A runtime with a tool server has one async context manager `launch(spec, context)`. It makes the sandbox, starts the
 tool server inside, and yields a `RunningServer`. Leaving the context undoes all steps. Invariant: when `undone` returns
-or raises, its step has ended, even after a cancellation.
+or raises, its `step` has ended, even after a cancellation.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from outrider.spec import RuntimeSpec
 log = logging.getLogger("outrider.runtime")
 
 BRIDGE_PORT = 61080
-"""Port of the gateway inside a sandbox: above Linux's dynamic ports and the ports that programs commonly choose."""
+"""Port of the gateway inside a sandbox. It is above Linux's dynamic ports and the ports that programs commonly
+choose."""
 BRIDGE_URL = f"http://127.0.0.1:{BRIDGE_PORT}"
 HOME = "/root"
 """The home folder in a sandbox that has its own root file system."""
 GATEWAY = "gateway"
-"""Name of the gateway's socket in a folder that is mounted in a sandbox."""
+"""Name of the gateway's socket in the folder that is mounted in a sandbox."""
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
 
@@ -51,14 +52,16 @@ async def always() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RunningServer:
-    """A configured and connected tool server that runs in its sandbox.
+    """A tool server that runs in its sandbox, connected and configured. The functions may be called until the sandbox
+    is stopped.
 
-    `group` is the sandbox's control group, None where a daemon enforces the limits. The functions may be called until
-    the sandbox is stopped. `ended_inside`, called when the connection is gone, returns whether programs inside ended
-    the tool server. `stopped_inside`, called when the server does not respond, returns whether programs inside sent the
-    server a stop signal. `image_is_current` returns whether a sandbox started now would have the same image.
-    `layer_limit` is the maximum size in bytes of an archive of the writable layer, 0 where the runtime cannot save the
-    layer.
+    - `group` is the sandbox's control group, or None if a daemon enforces the limits.
+    - `ended_inside` is called when the connection is gone. It returns whether programs inside ended the tool server.
+    - `stopped_inside` is called when the server does not respond. It returns whether programs inside stopped the server
+      by a signal.
+    - `image_is_current` returns whether a sandbox started now would have the same image.
+    - `layer_limit` is the maximum size in bytes of an archive of the writable layer, or 0 if the runtime cannot save
+      the layer.
     """
 
     tools: ToolClient
@@ -74,8 +77,8 @@ class RunningServer:
         return self.group is not None and self.group.starved()
 
     def crowded(self) -> bool:
-        """Return whether programs in this sandbox have reached its limit of processes, as a fork bomb does. So many
-        processes leave the tool server too little processor time to respond."""
+        """Return whether programs in this sandbox have reached its limit of processes, as a fork bomb does. The tool
+        server may then get too little CPU time to respond."""
         return self.group is not None and self.group.was_crowded()
 
 
@@ -83,12 +86,11 @@ Launch = Callable[[RuntimeSpec, SandboxContext], AbstractAsyncContextManager[Run
 
 
 def died_inside(tools: ToolClient, group: ControlGroup | None, *, killable: bool = False) -> bool:
-    """Return whether programs in the sandbox ended the tool server, judged by the server's group and log.
+    """Return whether programs in the sandbox ended the tool server, judged by the server's control group and its log.
 
-    The first process of a pid namespace receives no signals from inside. So if programs inside ended the server, either
-    the log has the reason, or the sandbox's memory ran out. A `killable` server is not the first process of a
-    namespace: programs can kill the server by a signal, and the log is then empty. If the host's memory ran out, the
-    cause is outside."""
+    Usually the server is the first process of a pid namespace, so programs inside cannot kill it by a signal. If they
+    ended it, its log has the reason or the sandbox's memory ran out. A `killable` server is not the first process:
+    programs can kill it by a signal, and its log is then empty. If the host's memory ran out, the cause is outside."""
     if group is not None and group.ran_out():
         return True
     starved = group is not None and group.starved()
@@ -96,14 +98,17 @@ def died_inside(tools: ToolClient, group: ControlGroup | None, *, killable: bool
 
 
 class ToolServerSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration sent to a tool server first.
+    """The configuration of a tool server, sent before any program runs.
 
-    `files` are written and `folders` made before any program runs. Connections to `bridge_port` are forwarded to the
-    gateway's socket; 0 disables forwarding. `python` is the command that starts Python in a sandbox that has none
-    itself. `memory` is the maximum bytes of memory of all programs together, 0 if the server need not count. After
-    `lifetime` seconds (0: never) the server and all programs in the sandbox exit, whatever the state of the host.
-    With `own_processes`, all processes that the server can see are the sandbox's, and the server lists them. `mark` is
-    in the environment of every process (see kernel/process_marks.py)."""
+    - `files` and `folders` are made before any program runs.
+    - `bridge_port` is a port in the sandbox. Connections to it are forwarded to the gateway's socket, `bridge_socket`.
+      0 disables forwarding.
+    - `python` is the command that starts Python, for a sandbox without its own Python.
+    - `memory` is the maximum bytes of memory of all programs together, or 0 if the server need not enforce it.
+    - `lifetime` is in seconds (0: unlimited). After this time the server and all programs in the sandbox exit, whatever
+      the state of the host.
+    - `own_processes` is true if the server sees only processes of its sandbox. Only then does it list them.
+    - `mark` is in the environment of every process (see kernel/process_marks.py)."""
 
     env: dict[str, str]
     workdir: str
@@ -119,7 +124,7 @@ class ToolServerSetup(msgspec.Struct, frozen=True, kw_only=True):
     mark: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
 
     def marking(self) -> dict[str, str]:
-        """Return the environment variable that marks the tool server, and other processes that belong to no call."""
+        """Return the environment variable that marks the tool server, and all processes that no call has started."""
         return {VARIABLE: f"{self.mark}:0"}
 
 
@@ -133,8 +138,8 @@ def rooted_setup(
     bridge_socket: str = "",
     libraries: str = "",
 ) -> ToolServerSetup:
-    """Return the set-up of a sandbox with its own root. The spec's variables take precedence over the image's, and the
-    GPU variables over both. Libraries in the sandbox's folder `libraries` take precedence over the image's."""
+    """Return the set-up of a sandbox with its own root. The spec's variables override the image's, and the GPU
+    variables override both. Libraries in the sandbox's folder `libraries` are found before the image's."""
     env = {**image_env, **spec.env, **variables(context.gpus)}
     if libraries:
         env["LD_LIBRARY_PATH"] = ":".join(filter(None, (libraries, env.get("LD_LIBRARY_PATH"))))
@@ -152,7 +157,7 @@ def rooted_setup(
 
 
 def clean_environment(env: Mapping[str, str], home: str) -> dict[str, str]:
-    """Return the variables of every sandbox, overridden by `env`. None comes from the service's own environment."""
+    """Return the variables that every sandbox has, overridden by `env`. The service's own environment is not used."""
     clean = {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": home,
@@ -163,8 +168,8 @@ def clean_environment(env: Mapping[str, str], home: str) -> dict[str, str]:
 
 
 async def environment_of(tools: ToolClient) -> dict[str, str]:
-    """Return the environment variables with which the tool server was started, without its mark. Raises RuntimeFailure,
-    also for a server that does not reply within START_SECONDS."""
+    """Return the environment variables of the tool server, except its mark. Raises RuntimeFailure, also if the server
+    does not reply within START_SECONDS."""
     try:
         async with asyncio.timeout(START_SECONDS):
             told = await tools.call("environ", {}, ToolPart)
@@ -175,7 +180,7 @@ async def environment_of(tools: ToolClient) -> dict[str, str]:
 
 
 async def configure(tools: ToolClient, setup: ToolServerSetup) -> None:
-    """Send the set-up to a server that has just been started. Raises RuntimeFailure."""
+    """Send the set-up to a tool server that has just started. Raises RuntimeFailure."""
     try:
         async with asyncio.timeout(START_SECONDS):
             args = msgspec.to_builtins(setup, builtin_types=(bytes,))
@@ -187,8 +192,8 @@ async def configure(tools: ToolClient, setup: ToolServerSetup) -> None:
 
 
 def share_gateway(gateway: Path, folder: Path) -> None:
-    """Make `folder`, to be mounted in a sandbox, and give the gateway's socket a second name in it. The sandbox's root
-    may be another user than the node, and must be able to connect. Raises OSError."""
+    """Make `folder`, which the caller mounts in a sandbox, and hard-link the gateway's socket into it. Root in the
+    sandbox may be a different host user than the node's, so everyone may connect to the socket. Raises OSError."""
     folder.mkdir(mode=0o711)
     with contextlib.suppress(PermissionError):
         gateway.chmod(0o666)
@@ -199,7 +204,7 @@ def share_gateway(gateway: Path, folder: Path) -> None:
 def connection(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Yield both ends of a new connection. The second end is for a new process, as its standard input and output.
 
-    The second end is closed at the end of the block. The first end belongs to the caller, and is closed only if the
+    The second end is closed when the block ends. The first end belongs to the caller, and is closed here only if the
     block raises."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
     with theirs:
@@ -211,12 +216,12 @@ def connection(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket, 
 
 
 async def undone(sandbox: str, step: Callable[[], Awaitable[object]]) -> None:
-    """Run `step`, which undoes a part of a launch, to its end, even if the caller is cancelled meanwhile.
+    """Run `step`, which undoes part of a launch, to its end, even if the caller is cancelled meanwhile.
 
-    A failure is logged and not raised: `Runtime.stop` raises nothing, and the sandbox's other parts must be undone
+    A failure is logged and not raised, because `Runtime.stop` never raises, and the launch's other steps must be undone
     too."""
     try:
         await shielded(step)
-    except Exception as error:  # whatever the error is, the other parts must be undone
+    except Exception as error:  # whatever the error is, the other steps must be undone
         bug = not isinstance(error, (RuntimeFailure, OSError))
         log.error("%s is not stopped in full: %s", sandbox, error, exc_info=bug)

@@ -1,8 +1,8 @@
 """A sandbox with a tool server inside: the `Runtime` of every kind that runs real programs.
 
-The kind supplies a `launch` and the mapping of paths. Everything else is calls to the tool server. Invariants: this
-module exchanges data with the sandbox only through the one connection to the tool server; the launch is undone when
-`stop` has returned, or after a `start` that raised.
+The kind supplies a `launch` function and the mapping of paths. All else is done by calls to the tool server.
+Invariants: this module exchanges data with the sandbox only through the one connection to the tool server; the launch
+is undone when `stop` has returned, or after a `start` that raised.
 """
 
 from __future__ import annotations
@@ -61,25 +61,25 @@ from outrider.sandbox.runtimes.tool_server.uploads import entries, open_plain
 from outrider.spec import RuntimeSpec
 
 PIECE = 4 << 20
-"""Maximum bytes of a file in one call."""
+"""Maximum bytes of a file that one call transfers."""
 MAX_SNAPSHOT = 1 << 30
 MAX_ANSWER = 64 << 20
 GLOB_SECONDS = 90.0
 RESTORE_SECONDS = 600.0
 
 SHOWN_MAX = 9 << 20
-"""Maximum bytes of the rich results of one input: the interpreter's own limit of 8 MiB, and a margin. Only a program
-that itself writes to the interpreter's descriptor sends more."""
+"""Maximum bytes of the rich results of one input. The interpreter's own limit is 8 MiB, and the rest is a margin. Only
+an agent's program that itself writes to the interpreter's descriptor sends more."""
 DISPLAYS = msgspec.msgpack.Decoder(
     Annotated[
         list[Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=64)]],
         msgspec.Meta(max_length=1000),
     ]
 )
-"""Decoder of rich results. It first checks the number of results and the number of forms of each result. The values of
-the forms stay undecoded."""
+"""Decoder of rich results. It checks how many results there are, and how many formats each has. It does not decode the
+data in these formats."""
 TEXT_TAGS = (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB)
-"""The bytes with which a text may begin in msgpack."""
+"""The first bytes that a text can have in msgpack."""
 KILLED = 128 + signal.SIGKILL
 
 
@@ -87,15 +87,15 @@ KILLED = 128 + signal.SIGKILL
 class SandboxPaths:
     """Maps the paths given by callers to paths in a sandbox.
 
-    `work` is the host folder that stands for the spec's `workdir`, or None in a sandbox with its own root. If `work` is
-    given, relative paths and absolute ones at or below `workdir` are mapped into it. Any other absolute path is a path
-    of the host."""
+    `work` is the host folder that replaces the spec's `workdir`, or None in a sandbox with its own root. With `work`,
+    relative paths and absolute paths at or below `workdir` are mapped into it. Any other absolute path is a path on the
+    host."""
 
     workdir: str
     work: str | None = None
 
     def place(self, path: str) -> str:
-        """Return the absolute path under which the tool server finds `path`."""
+        """Return the absolute path that the tool server uses for `path`."""
         if self.work is None:
             return posixpath.join(self.workdir, path)
         seen = self._seen(path)
@@ -103,12 +103,12 @@ class SandboxPaths:
         return seen if f"{inside}/".startswith("../") else posixpath.normpath(posixpath.join(self.work, inside))
 
     def member(self, path: str) -> str:
-        """Return the name of `path` in a snapshot: the absolute path in the sandbox, without the leading slash."""
+        """Return the name of `path` in a snapshot: its absolute path as callers give it, without the leading slash."""
         return self._seen(path).lstrip("/")
 
     def outermost(self, paths: Sequence[str]) -> list[str]:
-        """Return the paths that are not inside another one of the paths, each once. Paths of the host are left out,
-        because every sandbox has them."""
+        """Return the paths that are not inside another of the paths, without duplicates. Paths on the host are left
+        out, because all sandboxes on the host share them."""
         own = paths
         if self.work is not None:
             own = [path for path in paths if f"{self.place(path)}/".startswith(f"{self.work}/")]
@@ -120,7 +120,7 @@ class SandboxPaths:
 
 
 class ToolServerSandbox:
-    """One sandbox of a kind that has a `launch`. See `Runtime` for the methods."""
+    """One sandbox, made by a `launch` function. See `Runtime` for the methods."""
 
     def __init__(
         self,
@@ -160,14 +160,13 @@ class ToolServerSandbox:
             raise RuntimeFailure("a sandbox starts once")
         self._begun = True
         self._lifetime_end = asyncio.get_running_loop().time() + self._spec.lifetime_seconds
-        # This timeout never expires by itself. By rescheduling it, `stop` cancels the launch and nothing else of this
-        # task.
+        # This timeout never expires by itself. `stop` reschedules it to cancel the launch, and only the launch.
         starting = asyncio.timeout(None)
         try:
             async with self._changing, starting:
                 self._starting = starting
                 self._server = await self._launched.enter_async_context(self._launch(self._spec, self._context))
-        except InvalidField as error:  # files named by the spec may be gone since the check
+        except InvalidField as error:  # files that the spec names may have been deleted after the check
             raise RuntimeUnavailable(error.message, field=error.field, hint=error.hint) from error
         except OSError as error:  # TimeoutError is an OSError
             if starting.expired():
@@ -208,7 +207,7 @@ class ToolServerSandbox:
 
     async def save_layer(self, target: Path) -> None:
         """See `SavesLayers`. All programs in the sandbox are killed first. Only the user of this process can read the
-        file."""
+        new file."""
         limit = self.server.layer_limit
         if limit == 0:
             raise RuntimeFailure(f"{self._spec.kind!r} sandboxes cannot save their writable layer")
@@ -367,7 +366,7 @@ class ToolServerSandbox:
         args: dict[str, Any] = {"key": secrets.randbits(62), "roots": roots, "limit": MAX_SNAPSHOT}
         tools = self.server.tools
         async with opened_in_thread(partial(os.open, archive, os.O_RDONLY | os.O_CLOEXEC), os.close) as fd:
-            offset, data = 0, b"-"  # any data except b"", which means the end of the archive
+            offset, data = 0, b"-"  # not empty, because empty data means the end of the archive
             try:
                 while data:
                     data = await asyncio.to_thread(os.pread, fd, PIECE, offset)
@@ -380,7 +379,7 @@ class ToolServerSandbox:
 
 
 class ToolServerShell:
-    """A live shell of the tool server. Concurrent inputs run one after another."""
+    """A live shell in a sandbox. Concurrent inputs run one after another."""
 
     def __init__(self, tools: ToolClient, number: int, commands: CommandFeed) -> None:
         self._tools = tools
@@ -402,7 +401,7 @@ class ToolServerShell:
         output = done.out.decode("utf-8", "replace")
         try:
             displays = unpacked_displays(done.shown)
-        except UNREADABLE:  # an input may write to any descriptor of its interpreter
+        except UNREADABLE:  # user code can write anything to the descriptor for rich results
             displays = ()
             output += "[the rich results of this input cannot be read]\n"
         return ShellResult(output=output, exit_code=done.code, timed_out=done.timed_out, displays=displays)
@@ -412,8 +411,8 @@ class ToolServerShell:
 
 
 def unpacked_displays(packed: bytes) -> tuple[Display, ...]:
-    """Decode the rich results from an interpreter. Raises one of UNREADABLE for invalid data, which may come from an
-    agent in the same sandbox."""
+    """Decode the rich results from an interpreter. Raises one of UNREADABLE for invalid data, which an agent may have
+    sent."""
     if len(packed) > SHOWN_MAX:
         raise ValueError("the rich results are larger than an interpreter sends")
     found = DISPLAYS.decode(packed) if packed else []
@@ -427,8 +426,8 @@ def form_of(value: msgspec.Raw) -> str | bytes:
 
 
 def split_pattern(pattern: str) -> tuple[str, str]:
-    """Split a pattern into a fixed path and the rest. The rest begins at the first part with a wildcard, or at the last
-    part if no part has one. The fixed path is "" or ends with a slash."""
+    """Split a pattern into a fixed path and the rest. The rest begins at the first part with a wildcard, or is the last
+    part if there is no wildcard. The fixed path is "" or ends with a slash."""
     parts = re.sub("/+", "/", pattern).split("/")
     fixed = 0
     while fixed < len(parts) - 1 and not any(char in parts[fixed] for char in "*?["):

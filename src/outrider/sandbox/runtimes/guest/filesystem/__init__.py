@@ -1,1 +1,1 @@
-"""Functions that read, write, search, archive and restore files in a sandbox, with any names and at any depth."""
+"""Reads, writes, searches, archives and restores files in a sandbox, whatever their names and depth."""

@@ -1,8 +1,8 @@
 """Opens, writes and archives files of a sandbox for the host.
 
 An agent may make any link. A link through `/proc/self` leads the tool server to the server's own descriptors, which the
-agent cannot reach by itself. Reading, writing and archiving therefore follow links only to the sandbox's own files.
-Invariant: the type of a file is checked before the file is opened, so that no pipe blocks and no device is touched.
+agent itself cannot reach. Therefore links are followed only to the sandbox's own files. Invariant: the type of a file
+is checked before the file is opened, so that no pipe blocks and no device is touched.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KERNEL_FOLDERS = ("/proc/", "/sys/")
 
 
 def open_file(path: str, follow: bool = True, flags: int = posix.O_RDONLY) -> int:
-    """Return a descriptor of a regular file that exists. Raises OSError, and ValueError for a file that is not
+    """Open an existing regular file, and return its descriptor. Raises OSError, and ValueError for a file that is not
     regular."""
     held = hold(path, 0 if follow else posix.O_NOFOLLOW)
     try:
@@ -28,15 +28,15 @@ def open_file(path: str, follow: bool = True, flags: int = posix.O_RDONLY) -> in
             raise OSError(errno.ELOOP, posix.strerror(errno.ELOOP), path)
         if kind != REGULAR:
             raise ValueError("not a regular file: " + path)
-        # The file is opened by its descriptor, because the path may lead elsewhere by now.
+        # The file is opened through its descriptor, because the path may lead elsewhere by now.
         return posix.open(f"/proc/self/fd/{held}", flags | posix.O_CLOEXEC)
     finally:
         posix.close(held)
 
 
 def hold(path: str, flags: int) -> int:
-    """Return a descriptor that only names the file at a path (O_PATH). Raises PermissionError if the file is not below
-    the sandbox's root, or is one of the kernel's files in /proc and /sys."""
+    """Return a descriptor that identifies the file at a path but cannot read it (O_PATH). Raises PermissionError if the
+    file is not below the sandbox's root, or is a kernel file in /proc or /sys."""
     held = posix.open(path, posix.O_PATH | posix.O_CLOEXEC | flags)
     try:
         where = posix.readlink(f"/proc/self/fd/{held}")
@@ -50,7 +50,7 @@ def hold(path: str, flags: int) -> int:
 
 def is_at(where: str, held: int) -> bool:
     """Return whether `where`, the text of a descriptor's link in /proc/self/fd, is a path of the descriptor's file. For
-    a file without a path below this root, such as a file in memory, the text only looks like a path."""
+    a file in memory, or any other file without a path below this root, the text only looks like a path."""
     try:
         return identity(posix.lstat(where)) == identity(posix.fstat(held))
     except OSError:
@@ -64,13 +64,13 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def write_file(path: str, data: bytes, mode: int, append: bool) -> None:
-    """Create, replace or extend a regular file, and make its missing folders."""
+    """Create, replace or extend a regular file. Missing parent folders are made."""
     flags = posix.O_WRONLY | (posix.O_APPEND if append else posix.O_TRUNC)
     try:
         fd = open_file(path, flags=flags)
     except FileNotFoundError:
         make_folders(folder_of(path) or ".")
-        # The file may be a pipe by now: without O_NONBLOCK, opening a pipe would block.
+        # Another program may have made a pipe at this path. O_NONBLOCK keeps the opening of a pipe from blocking.
         posix.close(posix.open(path, posix.O_WRONLY | posix.O_CREAT | posix.O_NONBLOCK | posix.O_CLOEXEC, 0o666))
         fd = open_file(path, flags=flags)
     try:
@@ -81,10 +81,10 @@ def write_file(path: str, data: bytes, mode: int, append: bool) -> None:
 
 
 def write_tar(fd: int, paths: list[list[str]], limit: int) -> None:
-    """Archive `[path, name in the archive]` pairs. A path that is missing, or that vanishes meanwhile, is left out.
-    Raises OSError if it cannot be determined whether a path exists, and OSError with EFBIG for more than `limit`
-    bytes."""
-    import tarfile  # tarfile is slow to load, and only a fork needs the module
+    """Archive files, given as pairs `[path, name in the archive]`. A path that is missing, or that is deleted
+    meanwhile, is left out. Raises OSError if it cannot be determined whether a path exists, and OSError with EFBIG for
+    more than `limit` bytes."""
+    import tarfile  # slow to load, and only a fork needs it
 
     with open(fd, "wb") as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         packer = Packer(archive, lambda member, folder, name: None, limit)

@@ -1,7 +1,7 @@
 """Finds the paths in a sandbox that match a pattern.
 
-The rules are those of Python's `glob.glob(pattern, recursive=True)`: hidden names match only a part that begins with a
-dot. Invariant: a search ends, whatever links there are, because `**` does not follow links.
+The rules are those of Python's `glob.glob(pattern, recursive=True)`: a hidden name matches only if that part of the
+pattern begins with a dot. Invariant: a search ends, whatever links there are, because `**` does not follow links.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ WILD = "*?["
 
 
 def found_paths(root: str, pattern: str, limit: int) -> bytes:
-    """Return the matching paths below `root`, sorted, each with a NUL behind it: at most `limit` + 1 paths, so that the
-    host can detect an excess."""
+    """Return the matching paths below `root`, sorted, each followed by a NUL. Returns at most `limit` + 1 paths, so
+    that the host can tell when there are more than `limit`."""
     found: set[str] = set()
     for path in matches(root, "", pattern.split("/")):
         found.add(path)
@@ -29,7 +29,8 @@ def found_paths(root: str, pattern: str, limit: int) -> bytes:
 
 
 def matches(root: str, above: str, parts: list[str]) -> Iterator[str]:
-    """Yield the matching paths. `above` is "" or ends with a slash. An empty last part matches only folders."""
+    """Yield the matching paths. `above` is the path so far: "" or a folder with a slash at its end. An empty last part
+    of the pattern matches only folders."""
     part, rest = parts[0], parts[1:]
     if part == "**":
         yield from matches_below(root, above, rest)
@@ -48,9 +49,9 @@ def matches(root: str, above: str, parts: list[str]) -> Iterator[str]:
 
 
 def matches_below(root: str, above: str, rest: list[str]) -> Iterator[str]:
-    """Yield the matches of `rest` in `above` and in every folder below `above`. If `rest` is empty, yield everything
-    below `above`. `**` skips hidden names and does not follow links."""
-    waiting = [above]  # not by recursion: an agent can nest folders deeper than Python's stack
+    """Yield the matches of `rest`, the pattern after `**`, in `above` and in every folder below it. If `rest` is empty,
+    yield everything below `above`. `**` skips hidden names and does not follow links."""
+    waiting = [above]  # no recursion, because an agent can nest folders deeper than Python's stack
     while waiting:
         folder = waiting.pop()
         if rest:
@@ -73,7 +74,7 @@ def names_in_folder(folder: str) -> list[str]:
 
 
 def matching_names(folder: str, part: str) -> list[str]:
-    import fnmatch  # fnmatch loads `re`, which is slow, and only a fork needs fnmatch
+    import fnmatch  # slow to load, because it imports `re`, and only a fork needs it
 
     names = names_in_folder(folder)
     if not part.startswith("."):

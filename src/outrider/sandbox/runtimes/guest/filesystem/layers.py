@@ -1,9 +1,10 @@
-"""Saves a sandbox's writable layers, which have all files written in the sandbox, as an archive, and restores them.
+"""Saves a sandbox's writable layers as an archive, and restores them. The layers contain all files written in the
+sandbox.
 
-An archive is a tar. The name of each member begins with the number of the member's layer. Removals from the files below
-a layer are stored as in overlayfs: a character device 0:0 stands for a removed file, and an attribute marks a folder
-that hides the folder below. Invariant: an archive, whatever its content, is unpacked with the layer as the root, so
-that nothing outside of the layer is changed.
+An archive is a tar. The name of each member begins with the number of its layer. Removals are stored as in overlayfs: a
+character device 0:0 stands for a removed file, and an attribute marks a folder that hides the folder of the same path
+below the layer. Invariant: while a layer is unpacked, it is the root, so whatever an archive contains, nothing outside
+of the layer is changed.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from outrider.sandbox.runtimes.guest.filesystem.tree_writer import (
 from outrider.sandbox.runtimes.guest.filesystem.trees import Packer
 
 OPAQUE = "user.overlay.opaque"
-"""overlayfs's mark of a folder that hides the folder below, for mounts with the option `userxattr`."""
+"""The extended attribute by which overlayfs marks a folder that hides the folder below it, for mounts with the option
+`userxattr`."""
 OPAQUE_HEADER = "SCHILY.xattr." + OPAQUE
-"""The name of the mark OPAQUE in an archive, in the form of GNU tar and star."""
+"""The name of this attribute in an archive, in the form of GNU tar and star."""
 
 
 def save_layers(out: int, layers: list[int]) -> None:
-    """Write the archive of the layers' folders, given as descriptors, to a descriptor. Sockets are left out. The
-    working directory changes, so only a fork may call this function."""
+    """Write an archive of the layers to the descriptor `out`. `layers` are descriptors of the layers' folders. Sockets
+    are left out. The working directory changes, so only a fork may call this function."""
     with open(out, "wb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
         for number, layer in enumerate(layers):
             Packer(archive, describe).add_tree(os.dup(layer), ".", str(number))
 
 
 def describe(member: tarfile.TarInfo, folder: int, name: str) -> None:
-    """If the member is a folder that overlayfs has marked, add this mark to the member."""
+    """If the member is a folder with the attribute OPAQUE, add the attribute to the member."""
     if member.isdir():
         os.fchdir(folder)  # no call for extended attributes takes a folder's descriptor and a name
         if OPAQUE in os.listxattr(name, follow_symlinks=False):
@@ -44,9 +46,10 @@ def describe(member: tarfile.TarInfo, folder: int, name: str) -> None:
 
 
 def restore_layers(source: int, folders: list[str]) -> None:
-    """Fill the empty folders from the archive at a descriptor. Raises OSError.
+    """Fill the empty folders from the archive at the descriptor `source`. Raises OSError.
 
-    A fork does the work, because each folder becomes its root in turn: nothing in the archive can lead out of the root.
+    A fork does the work, because each folder becomes the root of the process in turn. So nothing in the archive can
+    lead out of the folder.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -66,15 +69,15 @@ def restore_layers(source: int, folders: list[str]) -> None:
             os.lseek(source, 0, os.SEEK_SET)
             unpack(source, f"{number}/")
             os.fchdir(old)
-            os.chroot(".")  # `old` was opened before the change of the root, and so leads back.
-    except BaseException as error:  # The parent raises an error with this text, and this fork ends.
+            os.chroot(".")  # `old` was opened before the first chroot, so it leads back
+    except BaseException as error:  # the parent raises an error with this text, and this fork exits
         os.write(writer, f"{type(error).__name__}: {error}"[:4000].encode("utf-8", "replace"))
     finally:
         os._exit(0)
 
 
 def unpack(source: int, prefix: str) -> None:
-    """Write one layer to `/`. If `prefix` is `0/`, these are the member `0` and all members below it."""
+    """Write one layer to `/`. If `prefix` is `0/`, the layer consists of the member `0` and all members below it."""
     top = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     cursor = FolderCursor(top)
     with open(source, "rb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
@@ -87,7 +90,7 @@ def unpack(source: int, prefix: str) -> None:
 
 
 def put(archive: tarfile.TarFile, member: tarfile.TarInfo, cursor: FolderCursor, prefix: str) -> None:
-    """Write one member. Does nothing if the member's path has a `..`, or leads through a file or a link."""
+    """Write one member. Does nothing if the member's path contains `..`, or leads through a file or a link."""
     parts = parts_of(member.name, prefix)
     above = cursor.to(parts[:-1])
     if above < 0 or ".." in parts:
@@ -99,7 +102,7 @@ def put(archive: tarfile.TarFile, member: tarfile.TarInfo, cursor: FolderCursor,
         put_folder(member, above, name)
     elif member.isreg():
         put_file(archive, member, above, name, member.mode & 0o7777)
-    elif member.islnk():  # a hard link has the owner of its file, which is already set
+    elif member.islnk():  # a hard link shares the owner of its file, which is already set
         link(member, cursor, above, name, parts_of(member.linkname, prefix))
         return
     elif member.issym():
@@ -113,7 +116,7 @@ def put(archive: tarfile.TarFile, member: tarfile.TarInfo, cursor: FolderCursor,
         return
     if (member.uid, member.gid) != (0, 0):
         os.chown(name, member.uid, member.gid, dir_fd=above, follow_symlinks=False)
-        if member.mode & 0o6000 and not member.issym():  # a change of the owner removes these bits
+        if member.mode & 0o6000 and not member.issym():  # changing the owner removes these bits
             os.chmod(name, member.mode & 0o7777, dir_fd=above)
 
 

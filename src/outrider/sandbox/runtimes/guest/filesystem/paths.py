@@ -1,4 +1,5 @@
-"""Path and program functions that `posix` lacks. Importing `os` would lengthen the interpreter's start-up by a sixth.
+"""Functions for paths and programs that `posix` lacks. Importing `os` would lengthen the interpreter's start by a
+sixth.
 
 Invariant: each function behaves like the function of `os` named in its docstring, or as its docstring describes.
 """
@@ -13,19 +14,21 @@ if TYPE_CHECKING:
 
 KIND = 0o170000
 REGULAR, DIRECTORY, LINK, PIPE, DEVICES = 0o100000, 0o040000, 0o120000, 0o010000, (0o020000, 0o060000)
-"""The bits of a file's mode that state its type, and their values. Importing `stat` would lengthen the start-up."""
+"""The bits of a file's mode that state its type, and their values. Importing `stat` would lengthen the interpreter's
+start."""
 DEFAULT_PATH = "/bin:/usr/bin"
 """PATH for an environment without PATH, as in `os.defpath`."""
 
 
 def folder_of(path: str) -> str:
-    """Like `os.path.dirname`: the part before the last slash, without slashes at its end; "" for a bare name."""
+    """Like `os.path.dirname`: the part before the last slash, without slashes at its end; "" if there is no slash."""
     head = path[: path.rfind("/") + 1]
     return head.rstrip("/") or head
 
 
 def mode_of(path: str, status_of: Callable[[str], posix.stat_result] = posix.lstat) -> int:
-    """Return the mode of the file at a path, 0 if there is none. `status_of` is `lstat`, or `stat` to follow links."""
+    """Return the mode of the file at a path, or 0 if there is no file. `status_of` is `lstat`, or `stat` to follow
+    links."""
     try:
         return status_of(path).st_mode
     except (OSError, ValueError):
@@ -48,7 +51,7 @@ def is_link(path: str) -> bool:
 
 
 def make_folders(path: str) -> None:
-    """Like `os.makedirs(path, exist_ok=True)`, but without recursion, and so without a limit of depth."""
+    """Like `os.makedirs(path, exist_ok=True)`, but without recursion, so a path may have any depth."""
     missing = [path]
     while missing:
         try:
@@ -59,7 +62,7 @@ def make_folders(path: str) -> None:
                 raise
             missing.append(above)
             continue
-        except OSError:  # on macOS and read-only mounts, the error for an existing folder is not EEXIST
+        except OSError:  # an existing folder does not always give EEXIST: macOS and read-only mounts differ
             if not is_folder(missing[-1]):
                 raise
         missing.pop()
@@ -74,7 +77,8 @@ def find_program(name: str, path: str) -> bool:
 
 
 def execute(argv: list[str], env: dict[str, str]) -> None:
-    """Like `os.execvpe`: become the program, found by the PATH of `env`. Never returns. Raises OSError."""
+    """Like `os.execvpe`: replace this process by the program, found by the PATH of `env`. Never returns. Raises
+    OSError."""
     name = argv[0]
     if "/" in name:
         posix.execve(name, argv, env)

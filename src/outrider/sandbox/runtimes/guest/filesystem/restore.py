@@ -1,10 +1,10 @@
-"""Restores the files of another sandbox from an archive, which a forked child reads from a pipe.
+"""Restores files from an archive of another sandbox. A forked child reads the archive from a pipe.
 
-An agent may have manipulated the archive, so only the roots are written. Ownership, set-user-id bits, devices, sockets
-and pipes are left out. A symbolic link that leads out of the roots is left out, unless it leads to one of the system's
-folders: through other links, an agent could make the grader read the grader's own files in place of the agent's.
-Invariant: files are written, linked to and removed only at and below the roots, and no link of the archive is ever
-followed.
+An agent may have manipulated the archive. So only the given roots are written, and ownership, set-user-id bits,
+devices, sockets and pipes are left out. A symbolic link that leads out of the roots is left out too, unless it leads to
+one of the system's folders. Otherwise an agent could make the grader read the grader's own files instead of the
+agent's. Invariant: files are written, linked to and removed only at and below the roots, and no link of the archive is
+ever followed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import tarfile
 
 FIRST_SIGNAL = 128
-"""Lowest exit code of a child that was ended by a signal."""
+"""The lowest exit code of a child that a signal has ended."""
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "opt")
 """System folders to which links in a restored folder may lead, as they do in virtual environments."""
 LEFT_OUT = (
@@ -41,13 +41,12 @@ LEFT_OUT = (
     *(errno.EEXIST, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENAMETOOLONG),
     *(errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EXDEV),
 )
-"""Errors caused by a single member, which is left out. Any other error ends the restore."""
+"""Errors that concern a single member. The member is left out. Any other error ends the restore."""
 
 
 class Restore:
-    """One restore. The archive comes in any number of calls, one at a time. The reply to a call goes out when the pipe
-    has taken the call's data, the reply to the last call when the whole archive is in place. The exit of the child
-    closes the pipe."""
+    """One restore. The archive arrives in any number of calls, one at a time. The server replies to a call when the
+    pipe has taken its data, and to the last call when all files are restored. The exit of the child closes the pipe."""
 
     def __init__(self, calls: Calls, roots: list[list[str]], limit: int) -> None:
         self.calls = calls
@@ -69,7 +68,7 @@ class Restore:
             send_signal(self.pid, SIGKILL)
 
     def _written(self, gone: bool) -> None:
-        if self.last or gone:  # `gone`: the child has stopped reading; its exit code gives the reason
+        if self.last or gone:  # `gone`: the child no longer reads, and its exit code gives the reason
             self.writer.close()
             self._finish()
         else:
@@ -99,7 +98,7 @@ class Restore:
 def restore_archive(reader: int, roots: list[list[str]], limit: int) -> None:
     """Empty the roots and fill them from the archive. Each root is a pair `[path, name in the archive]`. Runs in the
     child."""
-    import tarfile  # tarfile is slow to load, and only a fork needs the module
+    import tarfile  # slow to load, and only a fork needs it
 
     with open(reader, "rb") as source:
         restored = RestoredRoots(roots, limit)
@@ -111,12 +110,12 @@ def restore_archive(reader: int, roots: list[list[str]], limit: int) -> None:
                 restored.put(archive, member)
                 archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every member it ever read
         while source.read(CHUNK):
-            pass  # the padding after the archive's end, which the host still writes
+            pass  # read the padding after the archive's end, which the host still writes
         restored.finish()
 
 
 class RestoredRoot:
-    """One root of a restore: its name, and a descriptor of the folder above. The folder is opened before any file of
+    """One root of a restore: its name, and a descriptor of its parent folder. That folder is opened before any file of
     the archive could redirect the path."""
 
     def __init__(self, path: str) -> None:
@@ -128,8 +127,8 @@ class RestoredRoot:
         self.filled = False
 
     def empty(self) -> None:
-        """Remove everything at the root. Raises OSError if the root is a symbolic link: the grader would read the
-        link's target, which has its content from this sandbox and not from the agent's."""
+        """Remove everything at the root. Raises OSError if the root is a symbolic link, because its target's content
+        comes from this sandbox, and the grader would take it for the agent's."""
         try:
             folder = posix.open(self.name, FOLDER, dir_fd=self.above)
         except FileNotFoundError:
@@ -152,8 +151,8 @@ class RestoredRoots:
         self.left = limit
 
     def put(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-        """Write one member, unless its kind is left out. Every file and folder is made readable and writable for its
-        owner, and so for the grader."""
+        """Write one member, unless members of its type are left out. The owner may read and write every file and
+        folder, so the grader can."""
         above = self.above(member.name)
         if above < 0:
             return
@@ -176,14 +175,14 @@ class RestoredRoots:
                 raise
 
     def finish(self) -> None:
-        """Remove the roots without a member in the archive, which did not exist in the other sandbox."""
+        """Remove the roots that have no member in the archive, because they did not exist in the other sandbox."""
         for place in self.roots.values():
             if not place.filled:
                 remove_below(place.above, place.name)
 
     def above(self, name: str) -> int:
-        """Return a descriptor of the folder that contains a member, made if missing. Returns -1 for a member outside of
-        the roots, and for a member whose path leads through a file or a link."""
+        """Return a descriptor of the folder that contains a member. Missing folders are made. Returns -1 for a member
+        outside of the roots, and for a member whose path leads through a file or a link."""
         parts = name.split("/")
         if not {"", ".", ".."}.isdisjoint(parts):
             return -1
@@ -195,8 +194,8 @@ class RestoredRoots:
         return place.cursor.to([place.name, *parts[root.count("/") + 1 :]][:-1])
 
     def stays(self, name: str, target: str) -> bool:
-        """Return whether a link leads to or below a root, or to a folder of the system. `..` is allowed only at the
-        beginning of the target: further on it would be relative to the target of another link."""
+        """Return whether a link leads to a root, below a root, or into a system folder. `..` is allowed only at the
+        beginning of the target: further on, it could be relative to the target of another link."""
         goal = [] if target.startswith("/") else name.split("/")[:-1]
         parts = [part for part in target.split("/") if part not in ("", ".")]
         while parts[:1] == [".."]:
@@ -208,8 +207,8 @@ class RestoredRoots:
         return inside or whole.split("/")[0] in SYSTEM
 
     def link(self, above: int, name: str, member: tarfile.TarInfo) -> None:
-        """Make a hard link. The source comes from this archive, like everything below the roots."""
-        kept = posix.dup(above)  # finding the source's folder may close `above`
+        """Make a hard link. The file that it names is from this archive, like everything below the roots."""
+        kept = posix.dup(above)  # finding the folder of the linked file may close `above`
         try:
             source = self.above(member.linkname)
             if source >= 0 and member.linkname != member.name:

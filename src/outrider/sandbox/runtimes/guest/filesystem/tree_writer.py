@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     import tarfile
 
 MOUNTED = (errno.EROFS, errno.EBUSY)
-"""Errors that an attempt to remove a mount raises. Mounts are left in place: they are read-only and the same in every
-sandbox of the task."""
+"""Errors from attempts to remove a mount. Mounts stay in place: they are read-only, and the same in every sandbox of
+the task."""
 
 
 class FolderCursor:
-    """Finds folders below a top by the parts of their paths, at any depth. The cursor stays at the last folder, because
-    successive members of an archive are mostly in the same folder."""
+    """Finds folders at any depth below the folder `top`. The cursor stays at the last folder found, because successive
+    members of an archive are mostly in the same folder."""
 
     def __init__(self, top: int) -> None:
         self.top = top
@@ -32,8 +32,8 @@ class FolderCursor:
         self.parts: list[str] = []
 
     def to(self, parts: list[str]) -> int:
-        """Return a descriptor of the folder, valid until the next call. Missing folders are made. Returns -1 if
-        anything but a folder is in the way."""
+        """Return a descriptor of the folder with the path `parts`, valid until the next call. Missing folders are made.
+        Returns -1 if something other than a folder is in the way."""
         shared = len(self.parts) if self.parts == parts[: len(self.parts)] else 0
         while shared < min(len(self.parts), len(parts)) and self.parts[shared] == parts[shared]:
             shared += 1
@@ -50,7 +50,7 @@ class FolderCursor:
 
 
 def new_folder(above: int, name: str) -> bool:
-    """Make a folder. Returns False if the name is taken."""
+    """Make a folder. Returns False if the name already exists."""
     try:
         posix.mkdir(name, 0o755, dir_fd=above)
     except FileExistsError:
@@ -59,7 +59,7 @@ def new_folder(above: int, name: str) -> bool:
 
 
 def make_folder(above: int, name: str, mode: int) -> int:
-    """Return the descriptor of a folder, made if missing. A file or link of the same name is replaced."""
+    """Return the descriptor of a folder, which is made if missing. A file or link of the same name is replaced."""
     try:
         folder = posix.open(name, FOLDER, dir_fd=above)
     except OSError:
@@ -86,7 +86,8 @@ def put_file(archive: tarfile.TarFile, member: tarfile.TarInfo, above: int, name
 
 
 def set_date(fd: int, member: tarfile.TarInfo) -> None:
-    """Set the modification time, which build tools compare. A time that the file system cannot hold is ignored."""
+    """Set the modification time, because build tools compare it. A time that the file system cannot store is
+    ignored."""
     try:
         posix.utime(fd, (member.mtime, member.mtime))
     except (OSError, OverflowError, ValueError):
@@ -94,7 +95,7 @@ def set_date(fd: int, member: tarfile.TarInfo) -> None:
 
 
 def put_link(source: int, base: str, above: int, name: str) -> None:
-    """Give a regular file another name. Does nothing if the file is missing or not regular."""
+    """Hard-link a regular file. Does nothing if the file is missing or not regular."""
     try:
         if posix.lstat(base, dir_fd=source).st_mode & KIND != REGULAR:
             return
@@ -115,7 +116,7 @@ def remove_entry(above: int, name: str) -> None:
 
 
 class Level:
-    """A folder being emptied: its name, the names still in the folder, and whether everything could be removed so
+    """A folder that is being emptied: its name, the names still in it, and whether everything could be removed so
     far."""
 
     def __init__(self, name: str, fd: int) -> None:
@@ -125,8 +126,8 @@ class Level:
 
 
 def empty_folder(folder: int) -> bool:
-    """Remove everything in a folder, and close its descriptor. Returns False if a mount had to be left. Raises
-    OSError."""
+    """Remove everything in a folder, and close its descriptor. Returns False if the folder contains a mount, which
+    stays. Raises OSError."""
     try_chmod(folder, 0o755)
     descent = Descent(folder)
     try:
@@ -153,7 +154,7 @@ def empty_folder(folder: int) -> bool:
 
 
 def remove_below(above: int, name: str) -> bool:
-    """Remove a name and everything below it. Returns False if a mount had to be left."""
+    """Remove a name and everything below it. Returns False if a mount is in the way."""
     try:
         inner = posix.open(name, FOLDER, dir_fd=above)
     except OSError:

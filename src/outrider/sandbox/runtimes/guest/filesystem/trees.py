@@ -1,9 +1,9 @@
-"""Walks folder trees of any depth through one descriptor, and archives them.
+"""Walks folder trees of any depth with one open descriptor, and archives them.
 
 Other processes may change a tree during the walk. Invariants: no link is followed, and no file that could block is
-read. A file that is missing or unreadable is left out, and a file that shrinks meanwhile is padded with zeros; the rest
-of the archive is unaffected. All other errors are raised, because a file must not be left out for a reason that does
-not depend on the file (see ABSENT).
+read. A missing or unreadable file is left out. A file that shrinks meanwhile is padded with zeros. Neither affects the
+rest of the archive. All other errors are raised, because they do not depend on the file, and so must not make it go
+missing (see ABSENT).
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ if TYPE_CHECKING:
 
 FOLDER = posix.O_RDONLY | posix.O_DIRECTORY | posix.O_NOFOLLOW | posix.O_CLOEXEC
 PLAIN_FILE = posix.O_RDONLY | posix.O_NOFOLLOW | posix.O_NONBLOCK | posix.O_CLOEXEC
-"""Flags for opening a file that was regular a moment ago: if the file is a pipe by now, opening it must not block."""
+"""Flags for opening a file that was just found to be regular. O_NONBLOCK is needed because a pipe may have replaced
+it."""
 KINDS = {REGULAR: b"0", LINK: b"2", DEVICES[0]: b"3", DEVICES[1]: b"4", DIRECTORY: b"5", PIPE: b"6"}
-"""The type of a tar member, by the type bits of the file's mode. Sockets have none."""
+"""The type of a tar member for the type bits of a file's mode. Sockets have no entry, because tar has no type for
+them."""
 
 ABSENT = (
     *(errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ESTALE, errno.EACCES, errno.EPERM),
     *(errno.EINVAL, errno.ESRCH),
 )
 """Errors which mean that one file is gone or unreadable. EINVAL: the file was a link a moment ago. ESRCH: the file's
-process has ended. Other errors, such as too many open descriptors or no memory, do not depend on the file: leaving the
-file out would lose it silently."""
+process has ended. Other errors, such as too many open descriptors or no memory, do not depend on the file. If they were
+ignored, the file would be lost silently."""
 
 
 def must_be_absent(error: OSError) -> None:
-    """Raise the error again unless it is one of ABSENT."""
+    """Raise the error again unless its number is in ABSENT."""
     if error.errno not in ABSENT:
         raise error
 
@@ -46,7 +48,7 @@ def identity(status: posix.stat_result) -> tuple[int, int]:
 class Descent:
     """A position in a tree. `fd` is a descriptor of the current folder.
 
-    The way up is `..`, so that one descriptor is enough at any depth. Other processes may move folders meanwhile. So
+    The way up is `..`, so one descriptor is enough at any depth. Other processes may move folders meanwhile. Therefore
     the inodes of the folders above are stored, and `up` succeeds only if `..` still leads to the same folder.
     """
 
@@ -57,8 +59,8 @@ class Descent:
         self.above: list[tuple[int, int]] = []
 
     def down(self, name: str, mode: int = 0) -> bool:
-        """Enter a folder. If `mode` is not 0, the folder first gets this mode. Returns False if there is no folder of
-        this name, or if its `..` is not the current folder. Raises OSError on errors unrelated to the folder."""
+        """Enter the folder `name`. If `mode` is not 0, the folder first gets this mode. Returns False if there is no
+        such folder, or if its `..` is not the current folder. Raises OSError on errors unrelated to the folder."""
         try:
             fd = posix.open(name, FOLDER, dir_fd=self.fd)
         except OSError as error:
@@ -79,8 +81,8 @@ class Descent:
         return True
 
     def up(self) -> bool:
-        """Return to the folder above. Returns False if `..` leads elsewhere by now, so that the walk cannot go on.
-        Raises OSError on errors unrelated to the folder."""
+        """Return to the folder above. Returns False if `..` leads elsewhere by now, which ends the walk. Raises OSError
+        on errors unrelated to the folder."""
         try:
             fd = posix.open("..", FOLDER, dir_fd=self.fd)
         except OSError as error:
@@ -107,7 +109,7 @@ def try_chmod(fd: int, mode: int) -> None:
 
 
 def names_in(fd: int) -> list[str]:
-    """Return the names in a folder in reverse order, for `list.pop`; none if the folder is unreadable."""
+    """Return the names in a folder in reverse order, for `list.pop`. The list is empty if the folder is unreadable."""
     try:
         return sorted(posix.listdir(fd), reverse=True)
     except OSError as error:
@@ -116,10 +118,10 @@ def names_in(fd: int) -> list[str]:
 
 
 def walk(descent: Descent, above: str) -> Iterator[tuple[str, str]]:
-    """Yield a name and a path for each file and folder below the current folder of `descent`, parents first. The name
-    is relative to the folder that is current at that moment. The path begins with `above`. If a folder on the way up
-    was moved meanwhile, the walk ends there."""
-    # The walk uses no recursion, because a tree may be deeper than Python's stack.
+    """Yield a name and a path for each file and folder below the current folder of `descent`, parents before children.
+    The name is relative to the folder that is current at that moment. The path begins with `above`. If another process
+    moves a folder so that `..` leads elsewhere, the walk ends."""
+    # There is no recursion, because a tree may be deeper than Python's stack.
     levels = [(names_in(descent.fd), len(above))]
     while levels:
         names, length = levels[-1]
@@ -140,8 +142,8 @@ class Packer:
     """Adds trees to an archive.
 
     `adjust(member, folder, name)` may change a member before it is added. `limit` is the maximum bytes of all files
-    together. If a file does not fit into the rest of `limit`, EFBIG is raised before the file is read: a sparse file
-    takes no room on the disk, but has its full size in an archive.
+    together. If a file is larger than the rest of `limit`, EFBIG is raised before it is read: a sparse file takes no
+    room on the disk, but has its full size in an archive.
     """
 
     def __init__(
@@ -155,8 +157,8 @@ class Packer:
         added as hard links to the first one."""
 
     def add_tree(self, folder: int, name: str, path: str) -> None:
-        """Add the entry `name` of a folder, and everything below it, to the archive under the name `path`. The name "."
-        stands for the folder itself. Closes the folder's descriptor."""
+        """Add the entry `name` of a folder, and everything below it, to the archive under the name `path`. If `name` is
+        ".", this is the folder itself. Closes the folder's descriptor."""
         descent = Descent(folder)
         self.add(descent.fd, name, path)
         if name == "." or descent.down(name):
@@ -183,8 +185,9 @@ class Packer:
         self.archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every member it ever added
 
     def describe(self, member: tarfile.TarInfo, status: posix.stat_result, folder: int, name: str) -> bool:
-        """Fill in a member. Returns False for a file that an archive cannot hold. tarfile's own `gettarinfo` is not
-        used: it reads the names of users from the sandbox's files, which an agent may have made slow or endless."""
+        """Fill in a member. Returns False for a type of file that a tar cannot hold. tarfile's own `gettarinfo` is not
+        used, because it reads the names of users from the sandbox's files, which an agent may have made slow or
+        endless."""
         kind = status.st_mode & KIND
         if kind not in KINDS:
             return False
@@ -218,8 +221,8 @@ class Packer:
 
 
 class PaddedFile:
-    """A file that returns as many bytes as requested, with zeros after its end. The file may shrink while it is
-    archived, after the member's header has stated the size."""
+    """A file that returns as many bytes as requested, with zeros after its end. The header of an archive member states
+    the file's size, but the file may shrink while it is read."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

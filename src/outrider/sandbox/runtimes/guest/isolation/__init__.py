@@ -1,1 +1,1 @@
-"""Confinement of a new process as a sandbox: namespaces, mounts, seccomp and Landlock."""
+"""Confines a new process as a sandbox: namespaces, mounts, seccomp and Landlock."""

@@ -1,10 +1,12 @@
 """The last steps of confinement in a container, before the tool server takes any call.
 
-Container engines differ in the rights that they give to a container's programs. After these steps the programs have the
-same rights as in a namespace sandbox. Apptainer gives the most: the first process of its containers has all
-capabilities of the user namespace, a writable /proc, and file systems as large as half of the host's memory. Invariant:
-once `enter` has returned, neither this process nor any descendant can undo a step. The module is not joined with the
-tool server's modules, but loaded before them (see `confined` in sandbox/runtimes/tool_server/bundle.py).
+Container engines give a container's programs different rights. These steps reduce them to the rights in a namespace
+sandbox. Apptainer gives the most: the first process of its containers has all capabilities of the user namespace, a
+writable /proc, and file systems as large as half of the host's memory. Invariant: once `enter` has returned, neither
+this process nor any descendant can undo a step.
+
+The module is not part of the tool server's program, but loaded before it (see `confined` in
+sandbox/runtimes/tool_server/bundle.py).
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from outrider.sandbox.runtimes.guest.isolation import seccomp, syscalls
 
 MS_REMOUNT = 32
 WRITABLE = (("/dev", syscalls.MS_NOSUID), ("/dev/shm", syscalls.MS_NOSUID | syscalls.MS_NODEV))
-"""Apptainer's file systems in memory, with the flags of their mounts. All other writable folders are in the same file
-system as /dev."""
+"""Apptainer's file systems in memory, with the flags of their mounts. The one at /dev also holds all other writable
+folders."""
 
 
 def enter(arguments: list[str]) -> None:
-    """Confine this process. `arguments` are words: `memory=BYTES` (see `ToolServerSetup.memory`), limits such as
-    `RLIMIT_DATA=1024`, and with Apptainer `bytes=N` and `files=N`, the maximum size and number of written files."""
+    """Confine this process. `arguments` are words: `memory=BYTES` (see `ToolServerSetup.memory`), and limits such as
+    `RLIMIT_DATA=1024`. With Apptainer they also include `bytes=N` and `files=N`, the maximum size and number of written
+    files."""
     options = dict(argument.split("=", 1) for argument in arguments)
     memory = int(options["memory"])
     by_apptainer = "files" in options
@@ -36,9 +39,9 @@ def enter(arguments: list[str]) -> None:
 
 
 def limit_apptainer(options: dict[str, str], memory: int) -> bool:
-    """Bound the file systems, replace /proc, and bring the loopback up. Returns True if programs may use System V's
-    shared memory: its size is bounded, or memory is not counted."""
-    from outrider.sandbox.runtimes.guest.isolation import isolate  # the bundles for other engines lack this module
+    """Limit the file systems in memory, replace /proc, and bring the loopback up. Returns True if programs may use
+    System V's shared memory, because its size is limited or memory is not counted."""
+    from outrider.sandbox.runtimes.guest.isolation import isolate  # only Apptainer's bundle contains this module
 
     for target, flags in WRITABLE:
         size = f"size={options['bytes']},nr_inodes={options['files']}"

@@ -1,9 +1,10 @@
-"""Turns a process that has just been cloned into the first process of a sandbox: root, limits and confinement.
+"""Turns a newly cloned process into the first process of a sandbox, with its own root, limits and confinement.
 
-The plan (see runtimes/namespace/plan.py), a mapping of plain values, describes the sandbox. Invariants: every path of
-the sandbox is resolved with the sandbox's root as `/`, so that nothing in an image can lead outside; of the host only
-the files named in the plan and a few devices are visible, all mounted read-only; once `enter` has returned, neither
-this process nor any descendant can undo a step.
+A plan (see runtimes/namespace/plan.py), a mapping of plain values, describes the sandbox. Invariants:
+
+- Every path of the sandbox is resolved with the sandbox's root as `/`, so nothing in an image can lead outside.
+- Of the host, only the files in the plan and a few devices are visible, all mounted read-only.
+- Once `enter` has returned, neither this process nor any descendant can undo a step.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 UNSHARED = syscalls.NEWNS | syscalls.NEWIPC | syscalls.NEWUTS | syscalls.NEWNET | syscalls.NEWCGROUP
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
-"""Errors of exhausted resources, for which no single file is the cause. ENOSPC: the namespace has its maximum number of
-mounts."""
+"""Errors that mean that a resource is exhausted. They are not the fault of a single file. ENOSPC: the namespace has its
+maximum number of mounts."""
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 DEVICE_LINKS = {
     "ptmx": "pts/ptmx",
@@ -36,39 +37,39 @@ DEVICE_LINKS = {
     "stderr": "/proc/self/fd/2",
 }
 USER_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18})
-"""Capabilities of root in a sandbox of several users: chown, dac_override, fowner, fsetid, kill, setgid, setuid,
-setpcap, net_bind_service, sys_chroot. They are valid only towards the sandbox's own users."""
+"""Capabilities of root in a sandbox with several users: chown, dac_override, fowner, fsetid, kill, setgid, setuid,
+setpcap, net_bind_service, sys_chroot. They apply only to the sandbox's own users."""
 READ_ONLY_IN_PROC = ("bus", "fs", "irq", "sys", "sysrq-trigger")
 """Entries of /proc that are read-only in the sandbox. Their files belong to the host's root, who may write to them
-without any capability. If the node runs as the host's root, the sandbox's programs do, too."""
+without any capability. If the node runs as the host's root, so do the sandbox's programs."""
 COVERED_IN_PROC = ("acpi", "kcore", "keys", "latency_stats", "sched_debug", "scsi", "timer_list")
-"""Entries of /proc that are covered in the sandbox, because they reveal facts about the host. Container engines cover
-them, too."""
+"""Entries of /proc that an empty file or folder covers in the sandbox, because they reveal facts about the host.
+Container engines cover them too."""
 PLAIN_MOUNT = syscalls.MS_NOSUID | syscalls.MS_NODEV
 SHOWN_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV
 DEVICE_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NOEXEC
-"""Attributes of the mounts of devices. Programs can write to a device through a read-only mount, but cannot change the
-mode and the times of the host's device file. Without ATTR_RDONLY the file's owner could change both. The owner is a
-sandbox's root if the node runs as the host's root."""
+"""Attributes of the mounts of devices. Programs can write to a device through a read-only mount. Without ATTR_RDONLY,
+the owner of the host's device file could also change its mode and times. The owner is the sandbox's root if the node
+runs as the host's root."""
 PROC_MOUNT = syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV | syscalls.ATTR_NOEXEC
 PTS_OPTIONS = "newinstance,ptmxmode=0666,mode=620,max=128"
-"""`max` is needed because the host has only some thousands of terminals for all sandboxes together."""
+"""`max` is needed because all sandboxes share the host's maximum of some thousands of terminals."""
 IPC_BYTES = 64 << 20
 IPC_COUNTS = {"shmmni": "256", "sem": "250 32000 32 128", "msgmni": "16"}
-"""Maximum numbers of segments, semaphores and queues: Linux's old defaults. Apart from the pages of segments
-(IPC_BYTES), each kind then takes less than 3 MiB."""
+"""Maximum numbers of segments, semaphores and queues: Linux's old defaults. Each of the three then takes less than 3
+MiB, apart from the segments' pages, which IPC_BYTES limits."""
 WATCHES_SHARE, MIN_WATCHES = 16, 1024
-"""A sandbox may have 1/WATCHES_SHARE of the inotify watches that a user may have, and at least MIN_WATCHES."""
+"""A sandbox may have 1/WATCHES_SHARE of a user's maximum of inotify watches, and at least MIN_WATCHES."""
 INOTIFY_MAX = 32
-"""Maximum number of inotify instances in a sandbox. The kernel also counts them for the node's user, who may have some
-128 for all sandboxes together."""
+"""Maximum number of inotify instances in a sandbox. The kernel also counts them against the node's user, who may have
+some 128 for all sandboxes together."""
 
 
 def become_root(plan: Plan) -> None:
-    """Become root of the user namespace. A process may map only its own user, and here writes this map itself. If the
-    sandbox has several users, the zygote has already written the maps."""
+    """Become root of the user namespace. In a sandbox with one user, this process writes the user maps itself. It may
+    not map several users, so the zygote has already written those maps."""
     if len(plan["uids"]) == 1:
-        write("/proc/self/setgroups", "deny")  # without privilege, the kernel requires this before gid_map is written
+        write("/proc/self/setgroups", "deny")  # an unprivileged process must do this before it writes gid_map
         write("/proc/self/uid_map", mapping(plan["uids"]))
         write("/proc/self/gid_map", mapping(plan["gids"]))
     else:
@@ -78,18 +79,18 @@ def become_root(plan: Plan) -> None:
 
 
 def mapping(ids: list[list[int]]) -> str:
-    """Return the text for /proc/PID/uid_map, with one line for each range: the first id inside, the first id outside,
+    """Return the text for /proc/PID/uid_map. It has one line for each range: the first id inside, the first id outside,
     and the number of ids."""
     return "".join(f"{inside} {outside} {count}\n" for inside, outside, count in ids)
 
 
 def bare_layers(plan: Plan) -> dict[int, int]:
-    """Copy each layer's folder in which the host has mounts (see `Plan.inner`). A copy lacks these mounts. Returns a
-    mapping from a layer's number to the descriptor of the copy.
+    """Copy the layers' folders in which the host has mounts (see `Plan.inner`). A copy lacks these mounts. Returns a
+    mapping from a layer's number to the descriptor of its copy.
 
-    An overlay cannot be mounted over a folder that contains a mount. Only the zygote can make the copies, because it is
-    not in the user namespace of a sandbox. A layer that cannot be copied is left out. Raises OSError if a resource is
-    exhausted."""
+    Copies are needed because an overlay cannot be mounted over a folder that contains a mount. Only the zygote can make
+    them, because it is not in a sandbox's user namespace. A layer that cannot be copied is left out. Raises OSError if
+    a resource is exhausted."""
     bare = {}
     for number, (lower, target) in enumerate(plan["layers"]):
         if any(inside.startswith(f"{target}/") for _, inside in plan["inner"]):
@@ -101,14 +102,15 @@ def bare_layers(plan: Plan) -> dict[int, int]:
 
 
 def must_not_be_scarce(error: OSError) -> None:
-    """Raise the error again if it reports an exhausted resource and not the state of the file."""
+    """Raise the error again if it means that a resource is exhausted."""
     if error.errno in SCARCE:
         raise error
 
 
 def enter(plan: Plan, bare: dict[int, int]) -> list[int]:
-    """Confine this process as planned. `bare` is the result of `bare_layers`. Returns descriptors of the layers' upper
-    folders, in the plan's order. Saving a layer needs these folders, and no path leads to them any more."""
+    """Confine this process as planned. `bare` is the result of `bare_layers`. Returns descriptors of the layers'
+    upper folders, in the plan's order. They are needed for saving a layer, because no path leads to these folders
+    any more."""
     for group in plan["cgroups"]:
         write(group, "0")
     syscalls.unshare(UNSHARED)
@@ -128,19 +130,20 @@ def enter(plan: Plan, bare: dict[int, int]) -> list[int]:
 def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     """Make the plan's root the root of this process.
 
-    The host's files and mounts are opened first. Then the root is changed, and no path leads to the host any more. The
-    paths of the sandbox, except those of the layers, are resolved only after the change, because an image may have
-    links anywhere.
+    First, the host's files and mounts are opened. Then the root is changed, after which no path leads to the host. An
+    image may have links anywhere, so paths of the sandbox, except those of the layers, are resolved only after the
+    change.
     """
     base = plan["base"]
-    syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)  # no mount here may propagate to the host
+    # no mount made here may propagate to the host
+    syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
     folders = [(syscalls.clone_tree(source, SHOWN_MOUNT), target) for source, target in plan["folders"]]
     shown = [(syscalls.clone_tree(source, SHOWN_MOUNT), target) for source, target in plan["shown"]]
     shown += [(syscalls.clone_plain(source, SHOWN_MOUNT), target) for source, target in plan["named"]]
     own = [(f"/dev/{name}", f"/dev/{name}") for name in DEVICES]
     devices = [(syscalls.clone_tree(source, DEVICE_MOUNT), target) for source, target in (*own, *plan["devices"])]
     saved = os.open(plan["saved"], os.O_RDONLY) if plan["saved"] else -1
-    owners = read_whole(plan["owners"]) if plan["owners"] and saved < 0 else b""  # a saved layer has the owners
+    owners = read_whole(plan["owners"]) if plan["owners"] and saved < 0 else b""  # a saved layer already has the owners
     syscalls.mount("none", base, "tmpfs", PLAIN_MOUNT, f"mode=755,size={plan['bytes']},nr_inodes={plan['files']}")
     os.mkdir(f"{base}/root")
     os.mkdir(f"{base}/shm")
@@ -161,8 +164,8 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
             mount_layer(number, lower, target, bare.get(number))
         except OSError as error:
             must_not_be_scarce(error)
-            # A folder that cannot get a writable layer is shown read-only, with two exceptions. The root needs its
-            # layer. And files that an agent has written to a saved layer must not be left out silently.
+            # A folder that cannot get a writable layer is shown read-only. There are two exceptions: the root, which
+            # needs its layer, and a saved layer with files, because an agent's files must not be lost silently.
             if number == 0 or os.listdir(f"upper{number}"):
                 raise
             folders.insert(0, (syscalls.clone_tree(lower, SHOWN_MOUNT), target))
@@ -174,11 +177,11 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
         tree = None if there or not source else clone_inner(source)
         covered = not source or (not there and tree is None)
         inner.append((covered, tree, syscalls.clone_tree("/dev/null", DEVICE_MOUNT), target))
-    # The new /proc is made before the root changes, because the kernel mounts a new /proc only for a process that still
-    # sees one.
+    # /proc is made before the root changes, because the kernel allows a new /proc only to a process that still sees
+    # one.
     proc = syscalls.new_mount("proc", PROC_MOUNT)
     os.chdir(f"{base}/root")
-    syscalls.pivot_root(".", ".")  # stacks the old root over the new one, at the same path
+    syscalls.pivot_root(".", ".")  # mounts the old root over the new one, at the same path
     syscalls.detach(".")
     os.chdir("/")
     give_owners(owners, plan)
@@ -198,20 +201,20 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
 
 def mount_layer(number: int, lower: str, target: str, bare: int | None) -> None:
     """Mount a throw-away writable layer over a folder of the host, or over its `bare` copy. Raises OSError if this is
-    impossible: the folder contains a mount, or is itself an overlay over an overlay.
+    impossible, because the folder contains a mount, or is itself an overlay over an overlay.
 
-    The first target is `/`. Every other target is a plain folder in the first layer's lower folder. The paths in the
-    mount's options are relative, or below /proc: programs inside can read the options, which must not reveal the host's
+    The first target is `/`. Every other target is a plain folder in the first layer's lower folder. Programs inside can
+    read the mount's options, so the paths in these options are relative or below /proc, and do not reveal the host's
     paths.
     """
     if bare is not None:
         os.mkdir(f"lower{number}")
         syscalls.attach(bare, f"lower{number}")  # an overlay accepts no unattached folder
         lower = f"lower{number}"
-    # If the task has named the first layer's folder, a part of its path may be a link by now: `open_plain` refuses
+    # The task may name the folder of the first layer. Part of that path may be a link by now, and `open_plain` refuses
     # links.
     held = syscalls.open_plain(lower) if target == "/" and bare is None else os.open(lower, os.O_PATH | os.O_DIRECTORY)
-    os.chmod(f"upper{number}", os.stat(held).st_mode & 0o7777)  # the merged folder has the upper folder's mode
+    os.chmod(f"upper{number}", os.stat(held).st_mode & 0o7777)  # the merged folder gets the upper folder's mode
     where = f"lowerdir=/proc/self/fd/{held},upperdir=upper{number},workdir=work{number},userxattr"
     try:
         syscalls.mount("overlay", f"root{target}", "overlay", PLAIN_MOUNT, where)
@@ -220,10 +223,11 @@ def mount_layer(number: int, lower: str, target: str, bare: int | None) -> None:
 
 
 def give_owners(listed: bytes, plan: Plan) -> None:
-    """Give the files of an image to their owners. `listed` has the form of sandbox/rootfs/owners.py: `UID GID PATH`
+    """Give the files of an image to their owners. `listed` has the format of sandbox/rootfs/owners.py: `UID GID PATH`
     and a NUL for each file. A file is skipped if its owner's id does not exist in the sandbox.
 
-    Each file is copied to the writable layer. No program of the sandbox runs yet, and no path leads through a link."""
+    Each file is copied to the writable layer. This is safe, because no program of the sandbox runs yet, and no path
+    leads through a link."""
     users, groups = (max(inside + count for inside, _, count in plan[kind]) for kind in ("uids", "gids"))
     for entry in listed.split(b"\0")[:-1]:
         uid, gid, path = entry.split(b" ", 2)
@@ -232,8 +236,7 @@ def give_owners(listed: bytes, plan: Plan) -> None:
 
 
 def clone_inner(source: str) -> int | None:
-    """Copy the mount at a path of the host. Returns None if the mount is gone, or if this user may not copy the
-    mount."""
+    """Copy the mount at a path of the host. Returns None if the mount is gone or this user may not copy it."""
     try:
         return syscalls.clone_tree(source, SHOWN_MOUNT)
     except OSError as error:
@@ -242,14 +245,14 @@ def clone_inner(source: str) -> int | None:
 
 
 def attach_inner(hidden: bool, tree: int | None, cover: int, target: str) -> None:
-    """Attach `tree`, a mount from below a folder of the host, at its path in the sandbox. If `tree` is None, the mount
-    is already attached. If `hidden` is true, or if the file is neither a folder nor a regular file, the path is covered
-    instead. A socket, for example, would lead to the host."""
+    """Attach `tree`, a copy of a mount below a folder of the host, at its path in the sandbox. `tree` is None if the
+    mount is already attached. If `hidden` is true, or if the file is neither a folder nor a regular file, `cover` is
+    attached instead. A socket, for example, would lead to the host."""
     kind = syscalls.file_type(target)
     if kind and kind != stat.S_IFDIR and tree is not None:
         kind = stat.S_IFMT(os.fstat(tree).st_mode)
     if kind in (0, stat.S_IFLNK):
-        pass  # before the layer was saved, the agent had removed the path or replaced the path by a link
+        pass  # in the saved layer, the agent had removed this path or replaced it by a link
     elif hidden or kind not in (stat.S_IFDIR, stat.S_IFREG):
         if kind == stat.S_IFDIR:
             syscalls.mount("none", target, "tmpfs", PLAIN_MOUNT | syscalls.MS_RDONLY, "size=0")
@@ -263,20 +266,18 @@ def attach_inner(hidden: bool, tree: int | None, cover: int, target: str) -> Non
 
 
 def make_proc(proc: int) -> None:
-    """Attach a /proc, and limit inotify. No program of the sandbox can change the limits once /proc/sys is
-    read-only."""
+    """Attach a /proc, and limit inotify. Programs cannot change the limits once /proc/sys is read-only."""
     make_root_folder("/proc")
     syscalls.attach(proc, "/proc")
     write("/proc/sys/user/max_inotify_instances", str(INOTIFY_MAX))
-    with open("/proc/sys/fs/inotify/max_user_watches") as file:  # this file has the limit of one user
+    with open("/proc/sys/fs/inotify/max_user_watches") as file:
         write("/proc/sys/user/max_inotify_watches", str(max(int(file.read()) // WATCHES_SHARE, MIN_WATCHES)))
 
 
 def limit_ipc(memory: int) -> bool:
-    """Limit System V's shared memory to a quarter of `memory`, at most 64 MiB, and bound semaphores and messages. These
-    objects belong to no process, so memory_watch.py does not count them. They are not refused altogether, because
-    databases need a few pages. Returns False if the kernel lets only the host's root set the limits (before Linux
-    6.0)."""
+    """Limit System V's shared memory to a quarter of `memory`, at most 64 MiB, and limit semaphores and messages.
+    memory_watch.py does not count these objects, because they belong to no process. They are not forbidden, because
+    databases need a few pages. Returns False on Linux before 6.0, where only the host's root can set the limits."""
     pages = min(IPC_BYTES, memory // 4) // os.sysconf("SC_PAGE_SIZE")
     try:
         for name, value in {"shmall": str(pages), **IPC_COUNTS}.items():
@@ -287,7 +288,7 @@ def limit_ipc(memory: int) -> bool:
 
 
 def protect_proc() -> None:
-    """Make the kernel's switches in /proc read-only, and cover the files that reveal facts about the host."""
+    """Make the kernel's settings in /proc read-only, and cover the files that reveal facts about the host."""
     for name in READ_ONLY_IN_PROC:
         if os.path.exists(f"/proc/{name}"):
             syscalls.attach(syscalls.clone_tree(f"/proc/{name}", syscalls.ATTR_RDONLY), f"/proc/{name}")
@@ -310,19 +311,19 @@ def make_dev(devices: list[tuple[int, str]]) -> None:
 
 
 def make_root_folder(folder: str) -> None:
-    """Make a folder directly below the root. Raises OSError if the image has a link or file of the same name."""
+    """Make a folder directly below the root. Raises OSError if the image has a link or file at this path."""
     make_folders(folder)
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         raise OSError(errno.ENOTDIR, f"{folder} of the sandbox's root is not a folder")
 
 
 def attach_at(tree: int, target: str) -> None:
-    """Attach mounts at a path, which is made if missing."""
+    """Attach mounts at a path. The path is made if missing."""
     if stat.S_ISDIR(os.fstat(tree).st_mode):
         make_folders(target)
     else:
         make_folders(folder_of(target))
-        with contextlib.suppress(FileExistsError):  # an existing file may be a pipe: opening it would block
+        with contextlib.suppress(FileExistsError):  # an existing file is not opened, because it may be a pipe and block
             os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC))
     syscalls.attach(tree, target)
 

@@ -1,9 +1,11 @@
-"""Confinement of a tool server by Landlock, for a host that allows no user namespaces.
+"""Confines a tool server by Landlock, on a host that allows no user namespaces.
 
-The process and all its descendants are confined to some folders, to one TCP port, and to each other, as far as the
-running kernel's Landlock goes. Invariant: once `enter` has returned, neither this process nor any descendant can undo a
-step. The module is not joined with the tool server's modules, but loaded before them (see `confined` in
-sandbox/runtimes/tool_server/bundle.py). Numbers and structures are from linux/landlock.h.
+The process and all its descendants may use only some folders and one TCP port, and can signal only each other, as far
+as the kernel's version of Landlock supports this. Invariant: once `enter` has returned, neither this process nor any
+descendant can undo a step. Numbers and structures are from linux/landlock.h.
+
+The module is not part of the tool server's program, but loaded before it (see `confined` in
+sandbox/runtimes/tool_server/bundle.py).
 """
 
 from __future__ import annotations
@@ -25,23 +27,25 @@ TRUNCATE, IOCTL_DEVICE = 1 << 14, 1 << 15
 READ = EXECUTE | READ_FILE | READ_DIR
 ON_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
 RIGHTS_SINCE = ((1, (1 << 13) - 1), (2, 1 << 13), (3, TRUNCATE), (5, IOCTL_DEVICE))
-"""Rights on files: pairs of a version of Landlock's interface and the bits of the rights that this version introduced.
-The kernel refuses a ruleset with a right that it does not support."""
+"""Rights on files: pairs of a version of Landlock and the bits of the rights that this version introduced. The kernel
+refuses a ruleset that contains a right it does not support."""
 NETWORK_SINCE, SCOPES_SINCE = 4, 6
 CONNECT_TCP = 2
 SCOPES = 1 | 2
-"""Flags that forbid connections to abstract Unix sockets, and signals to processes, outside of this confinement."""
+"""Flags that forbid signals to processes outside of this confinement, and connections to their abstract Unix
+sockets."""
 
 
 def version() -> int:
-    """Return the version of the kernel's Landlock; 0 if there is none."""
+    """Return the version of the kernel's Landlock, or 0 if there is none."""
     number = syscalls.LIBC.syscall(SYS_CREATE_RULESET, None, ctypes.c_size_t(0), CREATE_VERSION)
     return int(max(0, number))
 
 
 def enter(arguments: list[str]) -> None:
-    """Confine this process. `arguments` are the only TCP port that may be connected to, then words such as `read=/usr`,
-    `write=/tmp/x`, `memory=0` (see `ToolServerSetup.memory`) and `RLIMIT_CORE=1`. Missing paths are skipped."""
+    """Confine this process. The first argument is the only TCP port that may be connected to. The others are words such
+    as `read=/usr`, `write=/tmp/x`, `memory=0` (see `ToolServerSetup.memory`) and `RLIMIT_CORE=1`. Missing paths are
+    skipped."""
     port, *words = arguments
     given = [(name, value) for name, _, value in (word.partition("=") for word in words)]
     have = version()
@@ -63,7 +67,7 @@ def enter(arguments: list[str]) -> None:
 
 
 def create(have: int, rights: int) -> int:
-    """Create a ruleset for the kernel's version `have`. The structure has only the fields of this version, because
+    """Create a ruleset for the kernel's version `have`. The structure contains only the fields of this version, because
     older kernels refuse later fields."""
     network = CONNECT_TCP if have >= NETWORK_SINCE else 0
     scopes = SCOPES if have >= SCOPES_SINCE else 0
@@ -73,8 +77,8 @@ def create(have: int, rights: int) -> int:
 
 
 def allow_path(ruleset: int, path: str, rights: int) -> None:
-    """Allow the rights at and below a path. Rights that only folders have are left out for a file, because the kernel
-    refuses them. A missing path is skipped."""
+    """Allow the rights at and below a path. If the path is a file, rights that apply only to folders are left out,
+    because the kernel refuses them. A missing path is skipped."""
     try:
         held = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:

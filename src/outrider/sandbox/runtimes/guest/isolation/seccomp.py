@@ -1,8 +1,8 @@
-"""The filter of system calls: the calls that a sandbox's programs may not make.
+"""The seccomp filter of a sandbox: it refuses system calls that the sandbox's programs may not make.
 
-DENIED and DENIED_EVERYWHERE have the calls that container engines deny by default, and the calls that container engines
-allow only with certain capabilities. Invariant: a call by the call numbers of another architecture is never allowed.
-Pure, except for `core_limit`, `confine` and `install`.
+DENIED and DENIED_EVERYWHERE are the calls that container engines deny by default, and the calls that they allow only
+with certain capabilities. Invariant: a call by the call numbers of another architecture is never allowed. Pure, except
+for `core_limit`, `confine` and `install`.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ EPERM, ENOSYS, EPROTONOSUPPORT = 1, 38, 93
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 AT_NUMBER, AT_MACHINE = 0, 4
 FIRST, SECOND, THIRD, FOURTH = 16, 24, 32, 40
-"""Offsets of a call's first four arguments in `struct seccomp_data`. The lower half of an argument is at its offset,
-the upper half UPPER bytes further."""
+"""Offsets of a call's first four arguments in `struct seccomp_data`. Each argument has 64 bits. Its lower half is at
+its offset, and the upper half is UPPER bytes further."""
 UPPER = 4
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
-"""The first number of the x32 interface of x86-64, which has the same calls under other numbers."""
+"""The first number of the x32 interface of x86-64, which gives the same calls other numbers."""
 UNIX, INTERNET, INTERNET_6, NETLINK = 1, 2, 10, 16
-"""The allowed families of sockets. Other families, such as vsock between a virtual machine and its host, ignore network
-namespaces."""
+"""The allowed address families of sockets. Other families, such as vsock between a virtual machine and its host, ignore
+network namespaces."""
 ASKED = (0, 4, 15, 16)
 """The allowed protocols of netlink, for queries to the kernel: ROUTE, SOCK_DIAG, KOBJECT_UEVENT, GENERIC. USERSOCK is
-not among them: over USERSOCK, programs could send to each other, and to the host's programs if the sandbox has the
-host's network."""
+excluded, because with it programs could send to each other. If the sandbox has the host's network, they could also send
+to the host's programs."""
 STREAM, SEQUENCED, KIND = 1, 5, 0xF
 TCP = 6
 FASTOPEN = 0x20000000
@@ -63,9 +63,9 @@ PRIORITY_OF_USER, IO_PRIORITY_OF_USER = 2, 3
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 F_SETPIPE_SZ = 1031
 F_SETLEASE, F_SETDELEG = 1024, 1040
-"""The commands for leases, which are refused. A program that opens a leased file waits up to 45 seconds until the lease
-ends. The owner of a file may lease it. A program that owns a file of the host, shown in its sandbox, could so block the
-host's programs."""
+"""The commands that set leases, which are refused. The owner of a file may lease it, and a program that opens a leased
+file waits up to 45 seconds. If a sandbox is shown a file of the host that its programs own, they could block the host's
+programs this way."""
 RLIMIT_CORE = 4
 NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 
@@ -87,22 +87,22 @@ LOOKED_AT: Numbers = {
     "sendmmsg": (307, 269),
     "sched_setattr": (314, 274),
 }
-"""Numbers of the calls that `checks` allows or refuses by their arguments."""
+"""Numbers of the calls that `checks` allows or refuses according to their arguments."""
 HOST_WIDE = {
     "x86_64": (29, 30, 31, *range(64, 67), *range(68, 72), 220, *range(240, 246)),
     "aarch64": (*range(180, 197),),
 }
-"""Numbers of the calls for System V's shared memory, semaphores and messages, and for POSIX's messages. Outside of
-namespaces all programs of the host share these objects, and an object remains when the program that made it has ended.
-`shmdt` is not in the list, because it only releases memory."""
+"""Numbers of the calls for System V's shared memory, semaphores and messages, and for POSIX's messages. Without
+namespaces, all programs of the host share these objects, and an object outlives the program that made it. `shmdt` is
+not listed, because it only releases memory."""
 
 UNCOUNTED = {"x86_64": (216, 278, 319, 447), "aarch64": (75, 234, 279, 447)}
-"""Numbers of `remap_file_pages`, `vmsplice`, `memfd_create` and `memfd_secret`. memory_watch.py cannot count the memory
-that these calls give: it belongs to a descriptor or pipe, or the process's files in /proc do not list it."""
+"""Numbers of `remap_file_pages`, `vmsplice`, `memfd_create` and `memfd_secret`. memory_watch.py cannot count memory
+from these calls: it belongs to a descriptor or pipe, or is not listed in the process's files in /proc."""
 
 CLONE3 = 435
-"""Number of the call clone3. The call is refused with ENOSYS, because its flags are in memory, which a filter cannot
-read. After ENOSYS the C library uses `clone` instead."""
+"""Number of the call clone3. It is refused with ENOSYS, because a filter cannot read its flags, which are in memory.
+The C library then uses `clone` instead."""
 
 DENIED_EVERYWHERE = {
     "io_uring_setup": 425,
@@ -167,44 +167,44 @@ DENIED: Numbers = {
     "bpf": (321, 280),
     "userfaultfd": (323, 282),
 }
-"""Numbers of the denied calls whose numbers differ between machines."""
+"""Numbers of the denied calls. They differ between architectures."""
 
 
 def step(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-    """Return one instruction of the classic BPF machine. The jumps count the instructions to skip."""
+    """Return one instruction of the classic BPF machine. `then` and `otherwise` are numbers of instructions to skip."""
     return struct.pack("HBBI", code, then, otherwise, value)
 
 
 REFUSED, PASSED = step(RETURN, ERRNO | EPERM), step(RETURN, ALLOW)
 SKIPPED = step(RETURN, ERRNO | 0)
-"""Step that makes the call do nothing and return success."""
+"""An instruction that makes the call do nothing and return success."""
 SIZE = len(PASSED)
 
 
 def refuse(at: int, *values: int, test: int = EQUAL) -> bytes:
-    """Return steps that refuse a call if the argument at `at` matches a value."""
+    """Return instructions that refuse a call if the argument at `at` matches a value."""
     return step(LOAD, at) + b"".join(step(test, value, 0, 1) + REFUSED for value in values)
 
 
 def require(at: int, *values: int, mask: int = 0xFFFFFFFF) -> bytes:
-    """Return steps that refuse a call unless the argument at `at` is among the values."""
+    """Return instructions that refuse a call unless the argument at `at` is one of the values."""
     tests = [step(EQUAL, value, len(values) - place) for place, value in enumerate(values)]
     return b"".join([step(LOAD, at), step(AND, mask), *tests, REFUSED])
 
 
 def accept(at: int, value: int) -> bytes:
-    """Return steps that allow a call if the argument at `at` is the value. The other arguments may have any value."""
+    """Return instructions that allow a call if the argument at `at` equals `value`, whatever its other arguments
+    are."""
     return step(LOAD, at) + step(EQUAL, value, 0, 1) + PASSED
 
 
 def when(at: int, value: int, steps: bytes) -> bytes:
-    """Return `steps` with a condition before them: a call runs these steps only if the word of its arguments at the
-    offset `at` equals `value`."""
+    """Return instructions that run `steps` only if the argument at `at` equals `value`."""
     return step(LOAD, at) + step(EQUAL, value, 0, len(steps) // SIZE) + steps
 
 
 def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
-    """Return the steps for each call of LOOKED_AT. Calls not refused by their steps are allowed."""
+    """Return the instructions for each call of LOOKED_AT. A call that they do not refuse is allowed."""
     asks = b"".join(accept(THIRD, protocol) for protocol in ASKED) + step(RETURN, ERRNO | EPROTONOSUPPORT)
     found = {
         "clone": refuse(FIRST, NAMESPACES, test=ANY_BIT),
@@ -225,8 +225,8 @@ def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
     found["setpriority"] = refuse(FIRST, PRIORITY_OF_USER) + second
     found["ioprio_set"] = refuse(FIRST, IO_PRIORITY_OF_USER) + second
     lower, upper = step(LOAD, THIRD) + step(EQUAL, 0, 0, 3), accept(THIRD + UPPER, 0)
-    # Without a new limit, prlimit64 only reads, and is allowed. A call that sets the limit of core dumps does nothing:
-    # a program could set 0, which is worse than the result of `core_limit` (see there).
+    # prlimit64 without a new limit only reads, and is allowed. A call that sets the limit of core dumps does nothing,
+    # because a program could set 0, which is worse than the result of `core_limit` (see there).
     found["prlimit64"] = lower + upper + when(SECOND, RLIMIT_CORE, SKIPPED) + first
     found["setrlimit"] = when(FIRST, RLIMIT_CORE, SKIPPED)
     return found
@@ -238,20 +238,23 @@ def numbers_on(machine: str, calls: Numbers) -> dict[str, int]:
 
 
 def denied(machine: str) -> dict[str, int]:
-    """Return the numbers of all calls that are refused with any arguments."""
+    """Return the numbers of all calls that are always refused, whatever their arguments."""
     return {**DENIED_EVERYWHERE, **numbers_on(machine, DENIED)}
 
 
 @functools.lru_cache(maxsize=4)
 def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: bool = False, ipc: bool = True) -> bytes:
-    """Return the filter, a BPF program, for a machine that is named as by `uname -m`.
+    """Return the filter as a BPF program. `machine` is an architecture, named as by `uname -m`. Raises KeyError if it
+    is not in MACHINES.
 
-    Programs cannot change the scheduling and the limits of the processes with the ids 1 and `server`. `tcp_only` is for
-    a sandbox without namespaces, whose programs run beside the host's programs. Such a program can change only its own
-    scheduling and limits, cannot make the calls of HOST_WIDE, and can open only pairs of Unix sockets, TCP sockets, and
-    sockets for queries to the kernel. `counted` means that the memory of processes is counted and bounded: the calls of
-    UNCOUNTED and a change of a pipe's size are then refused. Without `ipc`, the calls of HOST_WIDE are refused. Raises
-    KeyError for a machine that is not in MACHINES.
+    Programs cannot change the scheduling and the limits of the processes with the ids 1 and `server`.
+
+    - `tcp_only` is for a sandbox without namespaces, whose programs run beside the host's. A program can then change
+      only its own scheduling and limits, and cannot make the calls of HOST_WIDE. It can open only pairs of Unix
+      sockets, TCP sockets, and sockets for queries to the kernel.
+    - `counted` means that memory_watch.py counts and limits memory. The calls of UNCOUNTED, and changes of a pipe's
+      size, are then refused.
+    - Without `ipc`, the calls of HOST_WIDE are refused.
     """
     steps = [
         step(LOAD, AT_MACHINE),
@@ -273,24 +276,23 @@ def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: b
 
 
 def core_limit() -> int:
-    """Return the RLIMIT_CORE of untrusted programs: one byte, too few for any core dump. With a limit of 0 the kernel
-    would still start the host's program for core dumps, if /proc/sys/kernel/core_pattern names one. The host's program
-    would run outside of the sandbox and as root, once for each crash in the sandbox. The limit is 0 only if this
-    process's own hard limit is 0."""
-    return min(1, resource.getrlimit(resource.RLIMIT_CORE)[1] % (1 << 64))  # -1 means that there is no limit
+    """Return the RLIMIT_CORE of untrusted programs. It is one byte, too few for any core dump. With 0, the kernel would
+    still start the program that /proc/sys/kernel/core_pattern may name: outside of the sandbox, as the host's root,
+    once for each crash in the sandbox. The result is 0 only if this process's own hard limit is 0."""
+    return min(1, resource.getrlimit(resource.RLIMIT_CORE)[1] % (1 << 64))  # -1 means no limit
 
 
 def confine(tcp_only: bool = False, *, counted: bool = False, ipc: bool = True) -> None:
-    """Install the filter on this process, the tool server, and on all its descendants, for good, and protect this
-    process from its descendants. Raises OSError, and KeyError as `program` does."""
+    """Install the filter on this process, the tool server, and on all its descendants. Also protect this process from
+    its descendants. Neither can be undone. Raises OSError, and KeyError as `program` does."""
     install(program(os.uname().machine, tcp_only, os.getpid(), counted=counted, ipc=ipc))
-    # This process is made undumpable. Otherwise programs of the same user could read and change this process's memory
-    # and descriptors through /proc.
+    # Programs of the same user could otherwise read and change the memory and descriptors of this process through
+    # /proc.
     prctl(PR_SET_DUMPABLE, 0)
 
 
 def install(code: bytes) -> None:
-    """Install a filter on this process and on all its descendants, for good. Raises OSError."""
+    """Install a filter on this process and all its descendants. This cannot be undone. Raises OSError."""
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     prctl(PR_SET_NO_NEW_PRIVS, 1)

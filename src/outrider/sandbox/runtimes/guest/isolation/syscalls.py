@@ -1,7 +1,7 @@
 """System calls that the standard library lacks: namespaces, mounts, capabilities and process attributes.
 
 The module requires Linux 5.12 or newer, on x86-64 or arm64. Invariant: every function but `file_type` either succeeds
-or raises OSError. An error raised by `checked` has the name of the call.
+or raises OSError. An error raised by `checked` names the system call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
 MOVE_MOUNT_F_EMPTY_PATH = 4
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_NOEXEC = 1, 2, 4, 8
 
-# New calls have the same number on every architecture. The two old calls in BY_MACHINE do not.
+# New system calls have the same number on every architecture. The two old ones in BY_MACHINE do not.
 SYS_OPEN_TREE, SYS_MOVE_MOUNT, SYS_MOUNT_SETATTR = 428, 429, 442
 SYS_FSOPEN, SYS_FSCONFIG, SYS_FSMOUNT = 430, 431, 432
 FSOPEN_CLOEXEC, FSMOUNT_CLOEXEC, FSCONFIG_CMD_CREATE = 1, 1, 6
@@ -62,8 +62,8 @@ def syscall(name: str, number: int, *args: object) -> int:
 
 
 def clone(flags: int) -> int:
-    """Fork, with the child in new namespaces. Only a process of one thread may call this function: the preparations of
-    Python and the C library for a fork, such as taking locks, are skipped."""
+    """Fork, with the child in new namespaces. Only a process with one thread may call this function, because the usual
+    preparations for a fork, such as taking locks, are skipped."""
     return syscall("clone", NUMBERS["clone"], flags | SIGCHLD, 0, 0, 0, 0)
 
 
@@ -72,8 +72,8 @@ def unshare(flags: int) -> None:
 
 
 def prctl(option: int, argument: int = 0) -> None:
-    # c_ulong is needed because prctl is variadic: ctypes passes a plain int as 32 bits, and the upper 32 bits would be
-    # arbitrary.
+    # prctl is variadic, so ctypes would pass a plain int as 32 bits and leave the upper 32 bits undefined. c_ulong sets
+    # all 64.
     checked(f"prctl({option})", LIBC.prctl(option, ctypes.c_ulong(argument), ctypes.c_ulong(0), 0, 0))
 
 
@@ -91,8 +91,8 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def clone_tree(path: str, attributes: int = 0) -> int:
-    """Copy the mounts at a path, with further attributes. Returns a descriptor of the copy, which is attached nowhere
-    and keeps its content when the root changes. Automounts are not triggered."""
+    """Copy the mounts at a path, and add attributes. Returns a descriptor of the copy. The copy is not attached to any
+    path, and keeps its content when the root changes. Automounts are not triggered."""
     return copy_mounts(path, attributes, AT_FDCWD, path, AT_RECURSIVE)
 
 
@@ -106,10 +106,9 @@ def clone_plain(path: str, attributes: int) -> int:
 
 
 def clone_bare(path: str, attributes: int) -> int:
-    """Copy the mount at a path like `clone_tree`, but without the mounts below it, so that the files hidden by these
-    mounts are visible in the copy. The kernel permits such a copy only to a process with privileges over its mount
-    namespace, and only for mounts in that namespace."""
-    # The copy is made private. Otherwise later mounts of the host below the path would appear in the copy, too.
+    """Copy the mount at a path like `clone_tree`, but without the mounts below it. The files that these mounts hide are
+    visible in the copy. Requires privileges over the process's mount namespace, and the mount must be in it."""
+    # The copy is private. Otherwise mounts that the host makes later below the path would appear in it.
     return copy_mounts(path, attributes, AT_FDCWD, path, 0, MS_PRIVATE)
 
 
@@ -129,8 +128,8 @@ def copy_mounts(path: str, attributes: int, folder: int, name: str, flags: int, 
 
 
 def open_plain(path: str) -> int:
-    """Return a descriptor of the file at an absolute path. Raises OSError if a part of the path is a symbolic link: the
-    link may have been created after the path was resolved and checked."""
+    """Return a descriptor of the file at an absolute path. Raises OSError if a part of the path is a symbolic link,
+    because the link may have been created after the path was resolved and checked."""
     held = os.open("/", os.O_PATH | os.O_CLOEXEC)
     for part in filter(None, path.split("/")):
         try:
@@ -145,8 +144,8 @@ def open_plain(path: str) -> int:
 
 
 def file_type(path: str) -> int:
-    """Return the type bits of the mode of the file at a path, 0 if the file is missing or invisible. A file system
-    mounted at the path is not queried, because it might never reply. Automounts are not triggered."""
+    """Return the type bits of the mode of the file at a path, or 0 if the file is missing or invisible. A file system
+    mounted at the path is not contacted, because it might never reply. Automounts are not triggered."""
     found = ctypes.create_string_buffer(STATX_BYTES)
     flags = AT_SYMLINK_NOFOLLOW | AT_NO_AUTOMOUNT | AT_STATX_DONT_SYNC
     if LIBC.statx(AT_FDCWD, path.encode(), flags, STATX_TYPE, found):
@@ -155,7 +154,8 @@ def file_type(path: str) -> int:
 
 
 def new_mount(kind: str, attributes: int) -> int:
-    """Make a new file system of the given kind. Returns its descriptor; the mount is attached nowhere."""
+    """Make a new file system of the given kind. Returns a descriptor of its mount, which is not yet attached to a
+    path."""
     context = syscall(f"fsopen {kind}", SYS_FSOPEN, kind.encode(), FSOPEN_CLOEXEC)
     try:
         syscall(f"fsconfig {kind}", SYS_FSCONFIG, context, FSCONFIG_CMD_CREATE, 0, 0, 0)
@@ -165,19 +165,19 @@ def new_mount(kind: str, attributes: int) -> int:
 
 
 def attach(tree: int, target: str) -> None:
-    """Mount the result of `clone_tree` or `new_mount`, and close its descriptor."""
+    """Attach the result of `clone_tree` or `new_mount` at a path, and close its descriptor."""
     syscall(f"mount on {target}", SYS_MOVE_MOUNT, tree, b"", AT_FDCWD, target.encode(), MOVE_MOUNT_F_EMPTY_PATH)
     os.close(tree)
 
 
 def keep_capabilities(kept: frozenset[int]) -> None:
-    """Keep these capabilities and drop all others for good. The others are also dropped from the bounding set, so they
-    do not come back when root executes a program, or when a program has file capabilities."""
+    """Keep these capabilities and drop all others for good. They are also dropped from the bounding set, so that a
+    program with file capabilities, or one that root executes, does not regain them."""
     for capability in range(64):
         if capability in kept:
             continue
         if LIBC.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) != 0:
-            break  # the kernel has no capability of this number or higher
+            break  # no higher capability exists
     low = sum(1 << capability for capability in kept)
     header = struct.pack("II", CAPABILITY_VERSION_3, 0)
     checked("capset", LIBC.capset(header, struct.pack("6I", low, low, 0, 0, 0, 0)))
@@ -188,7 +188,7 @@ def set_host_name(name: bytes) -> None:
 
 
 def raise_loopback() -> None:
-    """Bring `lo` up: in a new network namespace the interface is down."""
+    """Bring `lo` up, because it is down in a new network namespace."""
     import _socket
     import fcntl
 
@@ -198,8 +198,8 @@ def raise_loopback() -> None:
 
 
 def rename_process(name: bytes) -> None:
-    """Overwrite the command line that `ps` shows for this process and its forks, because the command line contains
-    paths of the host. Fields 48 and 49 of /proc/PID/stat give the position of the command line in memory."""
+    """Overwrite the command line that `ps` shows for this process and its forks, because it contains paths of the host.
+    Fields 48 and 49 of /proc/PID/stat give its position in memory."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])

@@ -1,9 +1,9 @@
-"""The zygote, from which all sandboxes of a node are forked: a tool server that is loaded but not yet confined.
+"""The zygote: a loaded but not yet confined tool server, from which all namespace sandboxes of a node are forked.
 
-A fork of the zygote costs less than starting any program, needs no interpreter in the sandbox, and shares the zygote's
-memory. The zygote is a separate program, started by `python -I -S -c` with one end of a socket as its standard input.
-The environment of the zygote has only the node's mark. Invariants: the zygote has one thread and never runs a sandbox's
-programs; the zygote exits when its socket ends; when the zygote exits, all its sandboxes are killed.
+Forking it costs less than starting a program, needs no interpreter in the sandbox, and shares memory. The zygote is a
+separate program, started by `python -I -S -c` with one end of a socket as its standard input. Its environment contains
+only the node's mark. Invariants: the zygote has one thread and never runs a sandbox's programs; it exits when its
+socket ends; when it exits, all its sandboxes are killed.
 
 A request is one message with a number and three descriptors: a file with the plan (see isolate.py), the tool server's
 connection, and the file for the server's standard error. The reply is `[number, pid, error]`, with a pidfd unless there
@@ -62,8 +62,8 @@ class Zygote:
         plan = Unpacker(os.pread(file, os.fstat(file).st_size, 0)).value()
         if len(plan["uids"]) == 1:
             return self._clone(plan, connection, log)
-        # The child waits on this pipe until its users are mapped. Only the zygote can map several users, because it is
-        # outside of the child's user namespace.
+        # The child waits on this pipe until the zygote has mapped its users. The child cannot do this, because only a
+        # process outside of its user namespace may map several users.
         mapped_reader, mapped_writer = os.pipe()
         try:
             pid = self._clone(plan, connection, log, mapped_reader, mapped_writer)
@@ -89,7 +89,7 @@ class Zygote:
         return pid
 
     def _answer(self, number: int, pid: int) -> None:
-        pidfd = os.pidfd_open(pid)  # the pid is still valid: the loop reaps children only after this handler
+        pidfd = os.pidfd_open(pid)  # the pid is still valid, because the loop reaps children only after this handler
         try:
             self._say([number, pid, ""], pidfd)
         finally:
@@ -104,8 +104,8 @@ class Zygote:
 
 def give_users(pid: int, plan: dict[str, Any]) -> None:
     """Map several users into the child's user namespace. A zygote that runs as root writes the maps itself. Otherwise
-    newuidmap and newgidmap write the maps, as /etc/subuid and /etc/subgid allow. Raises OSError; the caller then closes
-    the pipe of the child, which makes the child exit."""
+    newuidmap and newgidmap write them, as /etc/subuid and /etc/subgid allow. Raises OSError; the caller then closes the
+    child's pipe, and the child exits."""
     for kind in ("uid", "gid"):
         ids = plan[f"{kind}s"]
         if os.geteuid() == 0:
@@ -121,7 +121,8 @@ def give_users(pid: int, plan: dict[str, Any]) -> None:
 def become_sandbox(
     plan: dict[str, Any], connection: int, log: int, bare: dict[int, int], mapped_reader: int, mapped_writer: int
 ) -> None:
-    """Confine the child, the first process of its pid namespace, and serve as its tool server. Never returns."""
+    """Confine the child, which is the first process of its pid namespace, and serve as its tool server. Never
+    returns."""
     code = FAILED
     try:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel kills the sandbox when the zygote exits
@@ -139,16 +140,17 @@ def become_sandbox(
         layers = isolate.enter(plan, bare)
         serve(connection, save_layers=lambda out: save_layers(out, layers), gateway=gateway)
         code = 0
-    except BaseException as error:  # after any error this process must not continue as a second zygote
+    except BaseException as error:  # whatever the error is, the child must not continue as a second zygote
         os.write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))
     finally:
         os._exit(code)
 
 
 def main() -> None:
-    """Serve the socket on descriptor 0 until it ends."""
+    """Serve requests from the socket on descriptor 0 until it ends."""
     preload()
-    # These calls fill the cache of `program` for the forks. The arguments must be exactly those that `confine` passes.
+    # These calls fill the cache of `program`, which the forks inherit. The arguments must be exactly those that
+    # `confine` passes.
     for counted, ipc in ((False, True), (True, True), (True, False)):
         seccomp.program(platform.machine(), False, 1, counted=counted, ipc=ipc)
     syscalls.rename_process(b"outrider-sandbox")
@@ -159,5 +161,5 @@ def main() -> None:
     loop = Loop()
     Zygote(loop, control)
     gc.collect()
-    gc.freeze()  # a garbage collection in a fork would write to every shared page, and so copy it
+    gc.freeze()  # otherwise a garbage collection in a fork would write to, and so copy, every shared page
     loop.run()

@@ -1,1 +1,1 @@
-"""Live shells of a sandbox: bash or sh, and the programs that run as live Python and live IPython."""
+"""The live shells of a sandbox: bash or sh, and the programs of live Python and IPython shells."""

@@ -1,9 +1,9 @@
-"""The program of a live IPython: it runs inputs as a notebook would, without Jupyter and its messages.
+"""The program of a live IPython shell. It runs inputs as a notebook would, without Jupyter and its messages.
 
-The file is joined to python_program.py and started the same way. Output is plain text without colours. Values with
-richer forms than text (pictures, HTML, JSON) are kept as displays. Nothing is written to the home folder, and no
-history is kept. Invariant: the values in the displays of one input have at most DISPLAY_MAX bytes together; a form that
-would exceed this is replaced by a note.
+The source of this module is appended to python_program.py, and started the same way. Output is plain text without
+colours. Values with formats other than text (pictures, HTML, JSON) are kept as displays. Nothing is written to the home
+folder, and no history is kept. Invariant: the values in the displays of one input have at most DISPLAY_MAX bytes
+together. A value that would exceed this is replaced by a note.
 """
 
 import binascii
@@ -32,14 +32,13 @@ DISPLAY_MAX = 8 << 20
 DISPLAYS_MAX = 1000
 FORMS_MAX = 60
 MIME_MAX = 100
-"""An input has at most DISPLAYS_MAX displays, a display at most FORMS_MAX forms, and a MIME type at most MIME_MAX
-characters. The numbers are small because the host decodes all displays of an input at once. Further displays and forms
-are dropped."""
+"""Maximum numbers: displays of an input, formats of a display, and characters of a MIME type. Anything beyond them is
+dropped. They are small because the host decodes all displays of an input at once."""
 BINARY = ("image/png", "image/jpeg", "image/gif", "image/webp", "application/pdf")
 BACKEND = "module://matplotlib_inline.backend_inline"
 SPECIAL = re.compile(r"[%!?]|^\s*(?:[,;/]|>>>|\.\.\.|In ?\[)|\A\s", re.MULTILINE)
-"""Matches a text that may have IPython's own syntax. A text without a match is plain Python, except a text that is only
-the name of a magic or alias."""
+"""Matches a text that may use IPython's own syntax. A text without a match is plain Python, unless it is just the name
+of a magic or alias."""
 WORD = re.compile(r"\w+")
 PLAIN_TYPES = (int, float, complex, bool, str, bytes)
 
@@ -86,12 +85,12 @@ class Gallery:
 
 class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in full
     """Prints the value of an input's last expression, without IPython's `Out[n]:`. Only the last three values are kept,
-    as `_`, `__` and `___`. IPython itself keeps every value in `Out`, which grows without end in a long session."""
+    as `_`, `__` and `___`. IPython itself keeps every value in `Out`, so a long session would use ever more memory."""
 
     kept: tuple[Any, ...] = ("", "", "")
 
     def record_plain_printers(self) -> None:
-        """Record the printers of plain types, to detect later whether an input has registered others."""
+        """Record IPython's printers for plain types, to detect later whether an input has registered others."""
         formatter = self.shell.display_formatter
         text = formatter.formatters["text/plain"].type_printers
         self.text_printers = text
@@ -102,8 +101,8 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
         self.rich_printers = [one for one in self.rich_printers if one is not text]
 
     def compute_format_data(self, result: object) -> tuple[Any, Any]:
-        """Format a value. A plain value, such as a number, has only a text form, so IPython's dozen formatters are not
-        tried for it."""
+        """Format a value. A plain value, such as a number, is only formatted as text, without trying IPython's dozen
+        formatters."""
         kind = type(result)
         if (
             kind in self.plain
@@ -114,7 +113,7 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
         return super().compute_format_data(result)  # type: ignore[no-any-return]  # IPython is not typed in full
 
     def update_user_ns(self, result: object) -> None:
-        """Assign the result to `_`, and the two results before it to `__` and `___`. Does nothing if the user has
+        """Assign the result to `_`, and the two previous results to `__` and `___`. Does nothing if the user has
         assigned one of these names."""
         names = self.shell.user_ns
         if all(names.get("_" * length, "") is self.kept[length - 1] for length in (1, 2, 3)):
@@ -141,7 +140,7 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
 
 
 class DisplayKeeper(DisplayPublisher):  # type: ignore[misc]  # IPython is not typed in full
-    """Receives the displays of inputs: rich forms go to the gallery, plain text to the output."""
+    """Receives the displays of inputs. Rich formats go to the gallery, plain text to the output."""
 
     def publish(self, data: dict[str, Any], metadata: object = None, **options: object) -> None:
         self.shell.gallery.add(data)
@@ -153,21 +152,21 @@ class DisplayKeeper(DisplayPublisher):  # type: ignore[misc]  # IPython is not t
 
 
 class Leave(ExitAutocall):  # type: ignore[misc]  # IPython is not typed in full
-    """The `exit` of the live IPython. It ends the input and not the shell, as in the live Python."""
+    """The `exit` of the live IPython shell. It ends the input but not the shell, as in the live Python shell."""
 
     def __call__(self, code: object = None) -> None:
         raise SystemExit(code)
 
 
 class NoProfile:
-    """Stands in for the profile folder, which does not exist."""
+    """Replaces the object for the profile folder, because there is no such folder."""
 
     location = ""
 
 
 class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not typed in full
-    """IPython's shell without its files in the home folder. IPython makes the single instance itself, so the session
-    and the gallery are set on the class."""
+    """IPython's shell without files in the home folder. IPython itself creates the only instance, so the session and
+    the gallery are attributes of the class."""
 
     session: InputResults
     gallery: Gallery
@@ -176,7 +175,7 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
     kept: dict[str, Any] = {}  # noqa: RUF012  # there is one shell in the process
 
     def init_ipython_dir(self, ipython_dir: object) -> None:
-        """Do nothing: IPython's method would make a folder in the home folder."""
+        """Do nothing, because IPython's method would make a folder in the home folder."""
 
     def init_profile_dir(self, profile_dir: object) -> None:
         """Do nothing, like `init_ipython_dir`."""
@@ -186,7 +185,7 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
 
     @property
     def db(self) -> dict[str, Any]:
-        """The store of magics, kept in memory: IPython's own is a file in the home folder."""
+        """The storage for magics. It is in memory, because IPython's own is a file in the home folder."""
         return self.kept
 
     @db.setter
@@ -201,7 +200,7 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
         self.system_raw(cmd)
 
     def showtraceback(self, exc_tuple: object = None, *args: object, **options: object) -> None:
-        """Show an exception. Interrupts are ignored meanwhile, because showing an exception takes longer than the pause
+        """Show an exception. Interrupts are ignored meanwhile, because showing an exception takes longer than the time
         between two interrupts."""
         self.session.interruptible = False
         error = sys.exc_info()[1]
@@ -211,8 +210,8 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
 
 
 class RichEngine:
-    """Runs inputs through IPython's own steps, but skips the steps that would change nothing: these would take most of
-    the time of a short input."""
+    """Runs inputs through IPython's own steps, but skips steps that would change nothing. Those take most of the time
+    of a short input."""
 
     def __init__(self, session: InputResults) -> None:
         os.environ.setdefault("MPLBACKEND", BACKEND)
@@ -224,7 +223,7 @@ class RichEngine:
             config=settings(), display_pub_class=DisplayKeeper, displayhook_class=EchoHook
         )
         self.shell.displayhook.record_plain_printers()
-        self.shell.builtin_trap.__enter__()  # the trap is never exited, because threads of an input outlive the input
+        self.shell.builtin_trap.__enter__()  # never exited, because threads of an input may outlive the input
         self.shell.display_trap.__enter__()
         self.transformers = self.count_transformers()
 
@@ -237,14 +236,14 @@ class RichEngine:
         return left_with(error) if isinstance(error, SystemExit) else int(error is not None)
 
     def execute(self, source: str) -> object:
-        """Run an input like `InteractiveShell.run_cell`, without history. Returns the exception that ended the
-        input."""
+        """Run an input like `InteractiveShell.run_cell`, without history. Returns the exception that ended the input,
+        or None."""
         shell = self.shell
         cell, failed = source, None
         if self.may_be_special(source):
             try:
                 cell = shell.transform_cell(source)
-            except Exception:  # the input has raised an exception, which is shown
+            except Exception:  # the input has raised an exception, which is shown below
                 failed = sys.exc_info()
         given = {"transformed_cell": cell, "preprocessing_exc_tuple": failed}
         work = shell.run_cell_async(source, **given)
@@ -276,7 +275,7 @@ class RichEngine:
         )
 
     def count_transformers(self) -> int:
-        """Count the input transformers. Once an extension has added any, every input has to go through them."""
+        """Count the input transformers. If an extension has added one, every input must be transformed."""
         manager = self.shell.input_transformer_manager
         lists = (manager.cleanup_transforms, manager.line_transforms, manager.token_transformers)
         return sum(map(len, lists)) + len(self.shell.input_transformers_post)
@@ -294,7 +293,7 @@ def finished(work: object) -> object:
 def settings() -> object:
     from IPython import version_info
 
-    if hasattr(interactiveshell, "PickleShareDB"):  # IPython before 9 has PickleShareDB, which would make a folder
+    if hasattr(interactiveshell, "PickleShareDB"):  # exists in IPython before 9, and would make a folder
         interactiveshell.PickleShareDB = lambda path: {}
     config = Config()
     config.HistoryManager.enabled = False

@@ -1,10 +1,12 @@
-"""The program of a live Python: it reads one input after another, keeps their variables, and echoes a last expression.
+"""The program of a live Python shell. It runs one input after another, keeps their variables, and prints the value of
+an input's last expression.
 
 Standard library only, Python 3.8 or newer, in one file. The tool server starts the program as `python3 -c SOURCE`.
 Inputs come on descriptor 3 as u32 length, u32 number, source. What an input prints goes to standard output at once.
 Each input ends with a frame on descriptor 4: u32 length, u32 number, u32 status, u32 length of the echo, the echo, and
-the rich results (see `packed`). A first frame, with the number 0, signals that the program is ready. The program has no
-time limits. SIGINT raises KeyboardInterrupt in the running input, and nowhere else.
+the rich results (see `packed`). The echo is the text of the last expression's value. A first frame, with the number 0,
+signals that the program is ready. The program has no time limits. SIGINT raises KeyboardInterrupt in the running input,
+and nowhere else.
 """
 
 import ast
@@ -21,12 +23,12 @@ from typing import Any
 INPUTS = 3
 RESULTS = 4
 ECHO_MAX = 1 << 15
-"""Maximum characters of the echo in a frame. A longer echo is printed instead, because the tool server cuts long output
-in the middle, but does not cut frames."""
+"""Maximum characters of the echo in a frame. A longer echo is printed instead, because the tool server shortens long
+output but not frames."""
 
 
 class InputResults:
-    """The results of the running input so far, besides its printed output."""
+    """The results of the running input so far, except what it printed."""
 
     def __init__(self) -> None:
         self.echo = ""
@@ -34,8 +36,8 @@ class InputResults:
         self.interruptible = False
 
     def show(self, text: str) -> None:
-        """Add the value of an input's last expression to the echo. An echo of more than ECHO_MAX characters is printed
-        instead."""
+        """Add the value of an input's last expression to the echo. If the echo would exceed ECHO_MAX characters, it is
+        printed instead."""
         if len(text) + len(self.echo) > ECHO_MAX:
             sys.stdout.write(self.echo + text)
             self.echo = ""
@@ -47,9 +49,8 @@ class InputResults:
             raise KeyboardInterrupt
 
     def watch_interrupts(self) -> None:
-        """Set our handler of SIGINT, also again after an input has replaced it. The signal is not simply ignored: in
-        the programs that an input starts, the kernel resets a handler to the default, but keeps an ignored signal
-        ignored."""
+        """Set our handler of SIGINT, also after an input has replaced it. We do not ignore the signal, because programs
+        that an input starts would then ignore it too. They do not inherit a handler."""
         if signal.getsignal(signal.SIGINT) != self.interrupt:
             signal.signal(signal.SIGINT, self.interrupt)
 
@@ -73,7 +74,7 @@ class PlainEngine:
     def run(self, source: str, number: int) -> int:
         """Execute one input. Returns 0 on success, 1 after an exception, else the status of the input's `exit`."""
         name = f"<input {number}>"
-        # Tracebacks read the input's lines from `linecache.cache`.
+        # Tracebacks take the lines of the input from `linecache.cache`.
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         try:
             self.execute(source, name)
@@ -132,7 +133,7 @@ class Inputs:
 
 
 def packed(displays: list[dict[str, Any]]) -> bytes:
-    """Encode displays, dictionaries of text and bytes, as msgpack; b"" when there are none."""
+    """Encode displays as msgpack. Each is a dictionary of text and bytes. Returns b"" if there are none."""
     if not displays:
         return b""
     out = b"\xdd" + len(displays).to_bytes(4, "big")
@@ -156,7 +157,7 @@ def answer(number: int, status: int, session: InputResults) -> None:
 
 
 def flush() -> None:
-    """Flush the current streams. An input may have closed or replaced them."""
+    """Flush `sys.stdout` and `sys.stderr`, which an input may have closed or replaced."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -165,7 +166,7 @@ def flush() -> None:
 def serve(engine: type) -> None:
     sys.argv = [""]
     for fd in (INPUTS, RESULTS):
-        os.set_inheritable(fd, False)  # an input's programs must neither read inputs nor write results
+        os.set_inheritable(fd, False)  # the programs that an input starts must not use these descriptors
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # text streams
     session = InputResults()
@@ -181,7 +182,7 @@ def serve(engine: type) -> None:
         session.watch_interrupts()
         try:
             status = runner.run(source, number)
-        except KeyboardInterrupt:  # SIGINT came while another exception was being shown
+        except KeyboardInterrupt:  # SIGINT arrived while another exception was being shown
             status = 1
         session.interruptible = False
         flush()

@@ -1,9 +1,9 @@
 """Live shells, which keep their state between inputs: bash or sh on a terminal, Python and IPython on pipes.
 
-Apart from PRELUDES, only POSIX features of the shell's language are used. Python and IPython report each result in a
-frame (see python_program.py), and the rich results in a frame are not decoded here. Invariants: whatever an input does,
-about two seconds after the input's time limit the shell takes the next input or has ended; a Python shell is reported
-as open only after its first frame, and each program has OPEN_SECONDS to send this frame.
+Apart from PRELUDES, the code for bash and sh uses only POSIX features. Python and IPython report each result in a frame
+(see python_program.py). Rich results in a frame are not decoded here. Invariants: whatever an input does, about two
+seconds after its time limit the shell takes the next input or has ended; a Python shell is reported as open only after
+its first frame, and each program has OPEN_SECONDS to send this frame.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 INTERRUPT_EVERY = 0.1
 """Seconds between two interrupts of an input that keeps running."""
 KILL_AFTER = 3
-"""Number of the first interrupt that also kills the programs started by the input. Interrupts are counted from 1, and
-each later interrupt kills these programs, too."""
+"""The first interrupt that also kills the programs started by the input, counted from 1. Later interrupts kill them
+too."""
 RESTART_AFTER = 20
 """After this many interrupts (two seconds) the shell itself is killed and restarted. The sh of busybox hangs if SIGINT
-arrives inside its memory allocator, because it then waits for a lock that is never released."""
+arrives during a memory allocation, because it then waits for a lock that is never released."""
 
 SHELLS = {
     "bash": ["bash", "--norc", "--noprofile", "--noediting", "-i"],
@@ -50,33 +50,32 @@ PRELUDES = {
 }
 """Commands that turn off prompts and the history, and in bash also the expansion of `!`."""
 STATUS = b' __status=0; __set_status() { return "$1"; }; '
-"""Definitions by which `$?` can be set before each input: to 0 for the first input, and to the previous input's status
-for every other input."""
+"""Definitions for setting `$?` before each input. It is 0 for the first input, and then the previous input's status."""
 GREETING_MAX = 1 << 16
-"""Maximum bytes of output that a shell may print before its first marker. The output up to the marker is dropped. If
-more comes without a marker, all output until then is dropped, and the marker is no longer awaited."""
+"""Maximum bytes that a shell may print before its first marker. Output before the marker is dropped. If this much
+output arrives without a marker, it is dropped and the marker is no longer awaited."""
 STATUS_MAX = 8
-"""Maximum bytes of the status in a marker, with the terminator."""
+r"""Maximum bytes of the status in a marker, including the final \x1e."""
 TERMIOS_SIZE = 64
-"""Size of a buffer in bytes, larger than `struct termios` on any architecture."""
+"""Bytes of a buffer that can hold a `struct termios` on any architecture."""
 
 FRAME_MAX = 10 << 20
-"""Maximum bytes of a frame, more than any result needs. A longer frame was written to the descriptor by an input
-itself."""
+"""Maximum bytes of a frame, more than any result needs. Only an input that itself writes to the descriptor sends
+more."""
 OPEN_SECONDS = 25.0
-"""Seconds after which a program that is not ready is killed, and the next command is tried. IPython takes long to load
-from a slow disk."""
+"""If a program is not ready after this many seconds, it is killed and the next command is tried. IPython loads
+slowly from a slow disk."""
 WHY_MAX = 2000
 """Maximum bytes kept of the output of an interpreter that did not start."""
 
 
 class LiveShell:
-    """A live shell: one program that takes one input at a time. Output that comes between two inputs is returned with
-    the output of the second.
+    """A live shell: one program that takes one input at a time. Output that arrives between two inputs is returned with
+    the second input's output.
 
-    `program` starts the process, sends inputs and reads output. The commands of `program` are tried in order, and the
-    first that works opens the shell. `opening` is the number of the call that requested the shell, or 0 after the reply
-    to this call. `ticks` counts the interrupts of the running input.
+    `program` starts the process, sends inputs and reads output. Its commands are tried in order, and the first that
+    works opens the shell. `opening` is the number of the call that opens the shell, or 0 after the reply to that call.
+    `ticks` counts the interrupts of the running input.
     """
 
     def __init__(self, calls: Calls, number: int, args: dict[str, Any]) -> None:
@@ -105,8 +104,8 @@ class LiveShell:
             raise
 
     def _open(self) -> None:
-        """Start the next command. If no command is left, report that there is no shell. Raises OSError when the program
-        cannot be started. The shell is dead then, and none of its descriptors is left open."""
+        """Start the next command. If there is none, report that the shell cannot be opened. Raises OSError when the
+        program cannot be started. Then the shell is dead, and all its descriptors are closed."""
         if not self.commands:
             self._give_up()
             return
@@ -132,8 +131,8 @@ class LiveShell:
         self._open_again()
 
     def _open_again(self) -> str:
-        """Call `_open`, and return its error, "" for none. If the shell was not yet open, the error is also the reply
-        to the call that requested the shell. Nothing is raised, because the loop handles no errors."""
+        """Call `_open`. Return its error message, or "". If the shell was not yet open, the error is also the reply to
+        the call that opens it. Raises nothing, because the loop does not handle exceptions."""
         try:
             self._open()
         except OSError as error:
@@ -146,12 +145,12 @@ class LiveShell:
         return ""
 
     def opened(self) -> None:
-        """Report the shell as open, because its program runs. Does nothing if this was reported before."""
+        """Report that the shell is open, because its program runs. Does nothing the second time."""
         if self.opening:
             self._answer_opening({"shell": self.number})
 
     def _give_up(self) -> None:
-        """Report that the shell does not exist: no command is left to try, or the host has cancelled the call."""
+        """Report that the shell could not be opened, because no command is left or the host has cancelled the call."""
         if self.commands:
             self.close()
         self._answer_opening({"shell": None, "why": self.why})
@@ -164,7 +163,7 @@ class LiveShell:
 
     @property
     def dead(self) -> bool:
-        """True if no program runs. The descriptors are closed as soon as the program has ended."""
+        """True if no program runs. Its descriptors are closed as soon as it has ended."""
         return not self.descriptors
 
     def run(self, call: int, text: bytes, milliseconds: int, cap: int) -> None:
@@ -187,7 +186,7 @@ class LiveShell:
             self.program.take(data)
 
     def drain(self) -> None:
-        """Read the output that has come until now."""
+        """Read the output that has arrived so far."""
         for _ in range(READS_AT_END):
             data = read_ready(self.output)
             if not data:
@@ -195,7 +194,7 @@ class LiveShell:
             self.program.take(data)
 
     def finish(self, code: int | None) -> None:
-        """Reply to the running input's call."""
+        """Reply to the call of the running input."""
         call, self.call = self.call, 0
         self.calls.running.pop(call, None)
         self.calls.loop.timers.pop(self, None)
@@ -209,9 +208,9 @@ class LiveShell:
         self.calls.reply(call, fields)
 
     def cancel(self) -> None:
-        """Interrupt the running input, now and every INTERRUPT_EVERY seconds: by SIGINT, and by SIGKILL for programs
-        that the interrupt does not reach. From interrupt number KILL_AFTER on, all its programs are killed; after
-        interrupt number RESTART_AFTER, the shell is restarted."""
+        """Interrupt the running input, now and every INTERRUPT_EVERY seconds. SIGINT interrupts its process group, and
+        SIGKILL ends its programs in other groups. From interrupt number KILL_AFTER on, all its programs are killed.
+        After interrupt number RESTART_AFTER, the shell is restarted."""
         if not self.call:
             return
         self.ticks += 1
@@ -221,7 +220,7 @@ class LiveShell:
             return
         table = processes()
         group, members = self.program.victims(table)
-        # The interrupt of the group does not reach programs in other process groups, so these are killed at once.
+        # The group's interrupt does not reach programs in other process groups, so these are killed at once.
         strays = {pid for pid in descendants(table, members) if table[pid].group != group}
         for pid in members | strays if self.ticks >= KILL_AFTER else strays:
             send_signal(pid, SIGKILL)
@@ -229,8 +228,8 @@ class LiveShell:
         self.program.interrupted()
 
     def restart(self, reason: bytes) -> None:
-        """Kill the shell and start it again. The result of a running input reports that the state is lost, or why the
-        shell could not be started."""
+        """Kill the shell and start it again. If an input was running, its result reports that the state is lost, or why
+        the shell could not be started."""
         self._kill()
         error = self._open_again()
         outcome = f"could not be started anew: {error}" if error else "was started anew: its state is lost"
@@ -265,7 +264,7 @@ class LiveShell:
         self.descriptors = set()
 
     def close(self) -> None:
-        """Kill the shell and its descendants. The call of a running input gets a reply."""
+        """Kill the shell and its descendants. If an input is running, its call gets a reply."""
         if not self.dead:
             self._kill()
         if self.call:
@@ -274,12 +273,12 @@ class LiveShell:
 
 
 class Bash:
-    """A live bash, or sh in a sandbox without bash, on a raw terminal.
+    r"""A live bash, or sh in a sandbox without bash, on a raw terminal.
 
-    Inputs come on a pipe and not on the terminal. On a terminal, the sh of busybox would edit lines, and each input
-    would take a detour through the kernel's terminal. A marker, ``\\x1e TOKEN.SEQUENCE : STATUS \\x1e``, ends the
-    output of each input, on the same terminal, so that all output precedes the marker. Text that a shell prints before
-    its first marker, which has the number 0, is not output.
+    Inputs come on a pipe, because on the terminal the sh of busybox would edit lines, and each input would have to pass
+    through the kernel's terminal. A marker, ``\x1e TOKEN.SEQUENCE : STATUS \x1e``, ends the output of each input. It is
+    printed on the same terminal, so all output precedes it. Text before the first marker, which has the number 0, is
+    not output.
     """
 
     def __init__(self, shell: LiveShell) -> None:
@@ -293,7 +292,7 @@ class Bash:
         return [SHELLS[self.shell.calls.shell()]]
 
     def start(self, command: list[str], env: dict[str, str]) -> None:
-        """Start the program. The shell counts as open at once, because its first input shows any problem."""
+        """Start the program. The shell is reported as open at once, because its first input shows any problem."""
         self.token = posix.urandom(8).hex().encode()
         self.pending = bytearray()
         self.begun = False
@@ -315,10 +314,10 @@ class Bash:
         shell.opened()
 
     def give(self, text: bytes) -> None:
-        """Send the program an input."""
+        """Send an input to the program."""
         keep_terminal(self.shell.output, self.mode)
         quoted = text.replace(b"\0", b"").replace(b"'", b"'\\''")
-        # Without `command`, a plain sh would drop the whole line if `eval` finds bad syntax. Standard input is
+        # Without `command`, a plain sh would drop the whole line on a syntax error in `eval`. Standard input is
         # /dev/null, because the input's programs would otherwise read the next input.
         line = b"__set_status $__status; command eval '" + quoted + b"\n' </dev/null; __status=$?; "
         self.shell.writer.write(line + self._report(self.shell.sequence) + b"\n")
@@ -354,16 +353,16 @@ class Bash:
         self._print(len(self.pending) if last < 0 else last)
 
     def _print(self, size: int) -> None:
-        """Capture the first `size` pending bytes as output."""
+        """Add the first `size` pending bytes to the output."""
         self.shell.capture.add(bytes(self.pending[:size]))
         del self.pending[:size]
 
     def ended(self) -> None:
-        """Capture the pending bytes. After the program's exit, an unfinished marker can only be output."""
+        """Add the pending bytes to the output, because no marker can be completed after the program's exit."""
         self._print(len(self.pending))
 
     def clean(self, out: bytes) -> bytes:
-        """Remove the markers of lines that were interrupted. The shell usually drops the marker with the rest of such a
+        """Remove the markers of interrupted lines. The shell usually drops the marker with the rest of an interrupted
         line, but sometimes prints it."""
         marker = b"\x1e" + self.token
         while marker in out:
@@ -373,8 +372,8 @@ class Bash:
         return out
 
     def victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
-        """Return the process group to interrupt (the terminal's foreground group), and the processes to kill if
-        interrupts fail."""
+        """Return the process group to interrupt (the terminal's foreground group), and the processes to kill if that
+        fails."""
         try:
             group = posix.tcgetpgrp(self.shell.output)
         except OSError:
@@ -382,15 +381,15 @@ class Bash:
         return group, {p.pid for p in table.values() if p.group == group and not p.zombie} - {self.shell.pid}
 
     def interrupted(self) -> None:
-        """Request another marker. An interrupt makes the shell drop the rest of the line, and with it the input's
+        """Print another marker, because an interrupt makes the shell drop the rest of its line, including the input's
         marker."""
         self.shell.sequence += self.shell.ticks == 1
         self.shell.writer.write(b"\n" + self._report(self.shell.sequence) + b"\n")
 
 
 def raw_terminal(fd: int) -> bytes:
-    """Make a terminal raw: it passes on output as the programs have written it, and echoes nothing. Returns the
-    terminal's mode, a `struct termios`."""
+    """Make a terminal raw, so that it passes output through unchanged and echoes nothing. Returns the terminal's mode,
+    a `struct termios`."""
     import fcntl  # only `Bash` needs these modules
     import termios
 
@@ -412,7 +411,8 @@ def keep_terminal(fd: int, mode: bytes) -> None:
 
 
 class Interpreter:
-    """A live Python or IPython. Output comes on one pipe. At the end of each input, a frame comes on another pipe."""
+    """A live Python or IPython. Output arrives on one pipe. At the end of each input, a frame arrives on another
+    pipe."""
 
     def __init__(self, shell: LiveShell) -> None:
         self.shell = shell
@@ -420,8 +420,8 @@ class Interpreter:
         self.frames = bytearray()
 
     def commands(self) -> list[list[str]]:
-        """Return the commands to try: the `python3` of the sandbox, then an interpreter provided by the host, each if
-        it exists."""
+        """Return the commands to try: the sandbox's `python3`, then an interpreter provided by the host. Commands that
+        do not exist are left out."""
         calls, args = self.shell.calls, self.shell.args
         commands = [["python3"]] if find_program("python3", calls.base_env.get("PATH", DEFAULT_PATH)) else []
         own = calls.python or [sys.executable]
@@ -429,7 +429,7 @@ class Interpreter:
         return commands + ([spare] if spare and find_program(spare[0], "") else [])
 
     def start(self, command: list[str], env: dict[str, str]) -> None:
-        """Start the program, which sends a frame with the number 0 once it is ready."""
+        """Start the program, which sends a frame with the number 0 when it is ready."""
         shell = self.shell
         self.frames = bytearray()
         shell.capture = Capture(WHY_MAX)
@@ -447,7 +447,7 @@ class Interpreter:
         shell.calls.loop.watch(self.results, POLL_READ, self._answered)
 
     def give(self, text: bytes) -> None:
-        """Send the program an input."""
+        """Send an input to the program."""
         self.shell.writer.write(len(text).to_bytes(4, "big") + self.shell.sequence.to_bytes(4, "big") + text)
 
     def take(self, data: bytes) -> None:
@@ -482,14 +482,14 @@ class Interpreter:
                 shell.finish(status)
 
     def ended(self) -> None:
-        """Do nothing: an interpreter leaves no output pending."""
+        """Do nothing, because an interpreter has no pending output."""
 
     def clean(self, out: bytes) -> bytes:
         return out
 
     def victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
-        """Return the process group to interrupt (the program's own), and the processes to kill if interrupts fail."""
+        """Return the process group to interrupt (the program's own), and the processes to kill if that fails."""
         return self.shell.pid, descendants(table, {self.shell.pid}) - {self.shell.pid}
 
     def interrupted(self) -> None:
-        """Do nothing: the program sends the input's frame even after an interrupt."""
+        """Do nothing, because the program sends the input's frame even after an interrupt."""
