@@ -32,7 +32,7 @@ PATCH = "outrider:patch.diff"
 GRADING_LOG = "outrider:grading.log"
 """Name of the artifact that holds the output of the graders."""
 NETWORK_RECORD = "outrider:network.jsonl"
-"""Name of the artifact with the log of the session's network connections, if the task asks for the log."""
+"""Name of the artifact with the recorded HTTP requests and replies of the sandbox, if the task asks for a record."""
 LOGGED = (GRADING_LOG, NETWORK_RECORD)
 """Names of the artifacts that are logs written by Outrider."""
 KEPT = (CARRIED, PATCH)
