@@ -32,8 +32,8 @@ from outrider.wire.http_server import Application, Message, Receive, Scope, Send
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS
 UNAUDITED = frozenset({"/mcp"})
-"""Paths that get no audit log entry, because they change data only by further calls of the control API. Those calls get
-entries."""
+"""Paths whose calls get no audit log entry. Such a call changes data only through other calls of the control API, and
+those calls get entries."""
 
 CALLER = "outrider.caller"
 CREATED = "outrider.created"

@@ -71,7 +71,7 @@ async def outrider_error(request: Request, error: Exception) -> Response:
 
 
 async def bad_query(request: Request, error: Exception) -> Response:
-    """Return the reply if FastAPI has refused a path or query parameter."""
+    """Return the reply to a request whose path or query parameter FastAPI has refused."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"][1:])

@@ -68,7 +68,7 @@ async def redeliver_all(service: Serving) -> Redelivered:
 
 @ROUTES.post("/callbacks/dead/{group_id}/redeliver", "admin", Redelivered)
 async def redeliver(service: Serving, group_id: str) -> Redelivered:
-    """Retry the callback of a group that was given up."""
+    """Retry a group's callback that was given up."""
     return Redelivered(callbacks=await service.redeliver(group_id))
 
 

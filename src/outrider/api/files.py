@@ -34,7 +34,7 @@ Attempt = Annotated[
 
 class AnyPath(PathConvertor):
     """The rest of a path, with every character that a file name may have. Starlette's own convertor would stop at a
-    line break, so the route would look for another file."""
+    line break, so the route would look for a file with a shorter name."""
 
     regex = "(?s:.*)"
 

@@ -101,7 +101,7 @@ async def groups(
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
 ) -> GroupList:
     """List groups, newest first, without their sessions. `state` is active or done, and the reward bounds apply to a
-    group's mean reward. A group matches a stop reason, an error or a text if one of its sessions does."""
+    group's mean reward. `stop_reason`, `error` and `text` match if one session of the group matches all of them."""
     return await service.runs.groups(wanted, after=after, limit=limit, caller=caller)
 
 
@@ -245,8 +245,8 @@ async def timeline(
     attempt: Annotated[int | None, Query(ge=1, le=MAX_CURSOR, description="default: the newest")] = None,
 ) -> TimelineView:
     """Get the timeline of an attempt of the session: stages, sandboxes, model calls, commands, processes and errors.
-    While the session runs, entries appear after about a second, and processes within ten. A read-only token sees only
-    the first word of each command, because a task's commands may hold secrets."""
+    While the session runs, entries appear after about a second, and processes after at most ten seconds. A read-only
+    token sees only the first word of each command, because a task's commands may hold secrets."""
     return await service.reader.timeline(session_id, attempt, whole_commands=caller.may("submit"), tenant=caller.sees)
 
 

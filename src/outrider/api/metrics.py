@@ -38,8 +38,8 @@ async def metrics(service: Serving, caller: Caller, accept: Annotated[str, Heade
 
 @ROUTES.get("", "read", RateList)
 async def rates(service: Serving, caller: Caller) -> RateList:
-    """List the service's rates in each step of the last hour. The list is about all tenants together, so the token must
-    be an admin's or belong to the tenant `operator`."""
+    """List the numbers of sessions, model calls and tokens in each step of the last hour. The list is about all tenants
+    together, so the token must be an admin's or belong to the tenant `operator`."""
     _check_operator(caller, "/v1/rates")
     return service.rates.view()
 

@@ -49,7 +49,7 @@ QUEUE_FULL: dict[int | str, dict[str, Any]] = {
 
 
 def json_answer(shape: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the description of a reply in JSON."""
+    """Return the OpenAPI description of a JSON reply."""
     return {"description": shape.__doc__ or "", "content": _json(shape.__name__)}
 
 
@@ -72,7 +72,8 @@ def request_body(shape: type[BaseModel]) -> dict[str, Any]:
 def describe(
     app: FastAPI, replies: Iterable[type[msgspec.Struct]], requests: Iterable[type[BaseModel]]
 ) -> dict[str, Any]:
-    """Return the OpenAPI document of the control API. `replies` and `requests` are the types of its bodies."""
+    """Return the OpenAPI document of the control API. `replies` and `requests` are the types of all reply bodies and
+    request bodies."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     schemas |= msgspec.json.schema_components((*replies, EventView, ErrorRecord, JsonSample), ref_template=REF)[1]

@@ -38,6 +38,6 @@ async def pause(service: Serving, spec: Annotated[PolicyPauseSpec, body(PolicyPa
 
 @ROUTES.post("/resume", "admin", PolicyStatus, errors=FAILURES)
 async def resume(service: Serving, spec: Annotated[PolicyResumeSpec, body(PolicyResumeSpec)]) -> PolicyStatus:
-    """Tell the engines the version of their weights, if given, and generate again."""
+    """Send the engines the version of their weights, if given, and generate again."""
     await service.pool.policy.resume(spec.version, go_back=spec.go_back)
     return service.pool.policy.status()

@@ -118,8 +118,8 @@ def metrics_of(sample: Sample, start: int, end: int) -> dict[str, Any]:
 
 
 def content_of(content: str | list[dict[str, str]] | None, media: Iterator[str]) -> str | list[dict[str, Any]]:
-    """Convert a message's content to ATIF's format. `media` yields the media types of the row's images, next that of
-    this message's first image."""
+    """Convert a message's content to ATIF's format. `media` yields the media types of the row's images. The next item
+    is the type of this message's first image."""
     if not isinstance(content, list):
         return content or ""
     parts: list[dict[str, Any]] = []

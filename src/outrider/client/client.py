@@ -535,8 +535,8 @@ class AsyncClient:
     async def diagnosis(
         self, *, labels: Mapping[str, str] = {}, groups: Sequence[str] = (), since: float = 0.0
     ) -> RunDiagnosis:
-        """Return the faults of groups (docs/diagnosis.md). The groups have all `labels`, or are named in `groups`, and
-        were created at `since` (seconds since the epoch) or later."""
+        """Return the faults of groups (docs/diagnosis.md): of the groups with all `labels`, or of the groups named in
+        `groups`. Only groups created at `since` (seconds since the epoch) or later are examined."""
         query: Query = {
             "label": [f"{name}={value}" for name, value in labels.items()],
             "group": list(groups),
@@ -592,8 +592,8 @@ class AsyncClient:
         return await self._call("GET", "/v1/status", ServiceStatus)
 
     async def rates(self) -> RateList:
-        """Return the service's rates in each step of the last hour. Raises Forbidden unless the token is an admin's or
-        the operator's."""
+        """Return the numbers of sessions, model calls and tokens in each step of the last hour. Raises Forbidden unless
+        the token is an admin's or the operator's."""
         return await self._call("GET", "/v1/rates", RateList)
 
     async def metrics(self) -> str:

@@ -112,7 +112,8 @@ class Counts(msgspec.Struct, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """The groups of one training step, with samples, in the order in which they finished.
+    """The groups of one training step, with samples, in the order in which they finished. With `max_age`, groups of
+    older versions come first.
 
     prompts: the numbers of the groups' prompts.
     version: the policy version when the batch was delivered.
@@ -314,7 +315,7 @@ class DynamicSampler:
         self._ready: deque[_Ready] = deque()
         self._version = state.version
         self._delivered = state.delivered
-        """Groups that were delivered and that the trainer has not trained on, as far as the raised versions show."""
+        """Number of delivered groups that the trainer has not trained on yet, judging by the raised versions."""
         self._counts = Counts()
         self._graded = 0
         self._rewards: list[float] = []
@@ -505,8 +506,8 @@ class DynamicSampler:
         await self._stop([key for key, prompt in self._running.items() if self._is_stale(prompt)], "stale")
 
     def _take(self) -> list[_Ready]:
-        """Remove and return the groups of the next batch: those of the oldest policy versions among the ready
-        groups."""
+        """Remove the groups of the next batch from the ready groups, and return them. With `max_age`, groups of older
+        versions are taken first."""
         ready = list(self._ready)
         if self._max_age is not None:
             ready.sort(key=lambda each: each.prompt.version or 0)

@@ -1,5 +1,5 @@
-"""Stores the named consumers of the results. A consumer is a program that reads finished groups in order. Its position
-is the cursor up to which it has processed all groups.
+"""Stores the named consumers of the results. A consumer is a program that reads finished groups in order. Each finished
+group has a cursor, a rising number. A consumer's position is the cursor up to which it has processed all groups.
 
 A consumer of a tenant sees that tenant's groups; a consumer of the admins sees all groups. Two tenants may each have a
 consumer of the same name. Invariants: a position is never greater than the newest cursor of a group; a position moves

@@ -24,7 +24,7 @@ MIGRATIONS: Migrations = (
         # cursor: position of a done group in the order of results.
         # idempotency_key: TENANT/KEY.
         # spec, callback_url: encrypted.
-        # labels, errors, rewarded, reward_total: columns, so that a list of groups need not read every spec and
+        # labels, errors, rewarded, reward_total: repeated here, so that a list of groups need not read every spec and
         #     session.
         # began_version: the policy's version when the group's first session began.
         # min_usable: once this many sessions have a reward, the others are ended.
@@ -171,7 +171,7 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX outbox_dead ON outbox (given_up, group_id) WHERE given_up IS NOT NULL",
         "CREATE INDEX outbox_dead_of_tenant ON outbox (tenant, given_up, group_id) WHERE given_up IS NOT NULL",
         # A row is a named consumer of the results, which has processed the groups up to `cursor`. `seen` is the time of
-        # its last request. `tenant` is empty for the consumers of admins, who see all tenants.
+        # its last request. `tenant` is empty for the admins' consumers, which see all tenants.
         """CREATE TABLE consumers (
             tenant TEXT NOT NULL,
             name TEXT NOT NULL,

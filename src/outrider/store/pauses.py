@@ -2,7 +2,7 @@
 
 A pause belongs to one tenant or to all tenants. It matches a group that has all labels of the pause and, if the pause
 names a harness, this harness. Invariants: a queued session is held exactly while a pause matches its group, unless the
-session's end is decided; `sessions.held` and `sessions.waiting` are never both 1.
+session is to be ended; `sessions.held` and `sessions.waiting` are never both 1.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _about(tenant: str, labels: str, harness: str) -> tuple[str, dict[str, str],
 
 
 async def _set(tx: Connection, groups: Sequence[str], change: str, where: str) -> int:
-    """Apply `change` to the sessions of `groups` that match `where`, except sessions whose end is decided. Returns the
+    """Apply `change` to the sessions of `groups` that match `where`, except sessions that are to be ended. Returns the
     number of changed sessions."""
     return sum(
         [

@@ -156,8 +156,8 @@ class PostgresqlDatabase:
             await _closed(self._idle.pop())
 
     async def write(self, body: Body[T], *, volatile: bool = False) -> T:
-        # `volatile` is ignored: its changes must survive the end of any process, and an asynchronous commit would be
-        # lost if the server were killed.
+        # `volatile` is ignored. Volatile changes must survive the end of any process, but an asynchronous commit would
+        # be lost if the server were killed.
         if self._writer is None:
             raise ServiceError("the store is not open")
         return await self._writer.put(body)

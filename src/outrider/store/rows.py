@@ -92,13 +92,13 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def over(self) -> bool:
-        """True once the session's end is decided."""
+        """True once the session is done, or its end is decided."""
         return self.state is SessionState.DONE or self.ending is not None
 
 
 class QueueLength(msgspec.Struct, frozen=True):
-    """The number of waiting sessions, held sessions included, and the numbers of buckets and tenants that have waiting
-    sessions."""
+    """The number of waiting sessions, including sessions that a pause holds, and the numbers of buckets and tenants
+    with waiting sessions."""
 
     sessions: int
     buckets: int

@@ -23,8 +23,8 @@ UNGRADED: Mapping[StopReason, str] = {
     StopReason.EXPIRED: "expired: the {run} waited too long for its start",
     StopReason.SESSION_TIMEOUT: "session_timeout: the time of the {run} was over before the grading",
 }
-"""Why a session has no verdict, by stop reason, if it has no error either. `{run}` is replaced by the system's word for
-a session."""
+"""Reasons why a session without an error has no verdict, by stop reason. `{run}` is replaced by the system's word for a
+session."""
 
 Ending = Literal["completed", "failed", "timeout"]
 

@@ -1,4 +1,4 @@
-"""Passes a model call on a route of another system to the model gateway."""
+"""Passes model calls that arrive on the routes of another system to the model gateway."""
 
 from __future__ import annotations
 

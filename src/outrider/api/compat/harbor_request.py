@@ -142,8 +142,8 @@ FIELDS = (
     ("task.labels", "task_id"),
     ("task", ARCHIVE),
 )
-"""Pairs of a field of our group, and the request's field from which it is made. An error about the group's field then
-names the request's field. The first matching pair counts."""
+"""Each pair has a field of our group, and the field of the request from which it is made. An error about the group's
+field then names the request's field. The first matching pair counts."""
 
 
 harbor_fields = partial(renamed_fields, FIELDS, whole=(ARCHIVE,))

@@ -51,7 +51,7 @@ IDEMPOTENCY_HEADER = "Idempotency-Key"
 MOST_UNPACKED = 2
 """Maximum number of archives that are unpacked at once."""
 STEP_METRIC = "step"
-"""Prefix of the metrics of one step of a task (`sessions/step_verdicts.py`)."""
+"""Prefix in the names of the metrics of a single step of a task (`sessions/step_verdicts.py`)."""
 
 RunObject = dict[str, Any]
 """An object in Harbor's format. Columns of numbers may be numpy arrays, which orjson encodes as lists."""

@@ -66,7 +66,7 @@ SESSION_STATUSES = {422: 400, 413: 400, 429: 503, 501: 503}
 """Replacements for the HTTP status if a session cannot be created, by the status of Outrider's error. Polar's clients
 handle 400 and 409."""
 OPEN_SECONDS = 5.0
-"""Maximum seconds that the reply to a new session's request waits until the session takes model calls."""
+"""The reply to `POST /sessions` waits at most this many seconds until the new session takes model calls."""
 PROXY_SESSION = "_proxy_session_id"
 """The field of a model call's body that names the session."""
 KNOWN_SESSION_STATUSES = (*STATES.values(), *ENDINGS.values())
@@ -112,8 +112,8 @@ class PolarGateway:
         self._reader = reader
         self._gateway = Gateway(service.external, failures=service.call_failures)
         self._making: set[tuple[str, str]] = set()
-        """Tenants and ids of the sessions that are being made, so that only one of several requests at once makes a
-        session."""
+        """Tenants and ids of the sessions that are being made. Of concurrent requests with the same id, only one makes
+        a session."""
 
     def routes(self) -> list[CompatRoute]:
         both = [

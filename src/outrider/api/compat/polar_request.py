@@ -344,8 +344,8 @@ FIELDS = (
     ("n", "num_samples"),
     ("idempotency_key", "task_id"),
 )
-"""Pairs of a field of our group, and Polar's field from which it is made. An error about the group's field then names
-Polar's field. The first matching pair counts."""
+"""Each pair has a field of our group, and Polar's field from which it is made. An error about the group's field then
+names Polar's field. The first matching pair counts."""
 
 
 polar_fields = partial(renamed_fields, FIELDS)

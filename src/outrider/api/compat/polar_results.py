@@ -1,8 +1,8 @@
 """Makes replies in Polar's format from the store's rows: statuses, results, traces and completions.
 
 Traces depend only on a session's turns and result. The tokens that train in the traces are those that train in
-Outrider's own rows (`tokens/samples.py`). Invariants: a session that failed, but not through its agent, has the status
-ERROR and no reward; nothing trains in the traces of a session without a verdict.
+Outrider's own training rows (`tokens/samples.py`). Invariants: a session that failed, but not through its agent, has
+the status ERROR and no reward; nothing trains in the traces of a session without a verdict.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class PolarReader:
             "completed_sessions": row.done,
             "errored_sessions": sum(status_of_result(each) == "ERROR" for each in done),
             "mean_reward": row.reward_total / row.rewarded if row.rewarded and graded(row) else None,
-            # The number of rows is stored when a session ends. The traces of per_request would have to be built to be
-            # counted.
+            # The number of training rows is stored when a session ends. The traces of per_request would have to be
+            # built to be counted.
             "mean_traces": _mean(each.samples for each in done) if merged else None,
             "mean_completions": _mean(each.turns for each in done),
             "created_at": row.created,
@@ -253,8 +253,8 @@ def trajectory_of(turns: Sequence[Turn], result: SessionResult, *, request: Mapp
 
 
 def merged_traces(turns: Sequence[Turn], result: SessionResult) -> list[PolarObject]:
-    """Build the traces of prefix_merging. Each trace is one of Outrider's rows. Its response begins at the first
-    reply."""
+    """Build the traces of prefix_merging. Each trace is one of Outrider's training rows. Its response begins at the
+    first reply."""
     return [_merged_trace(sample, [turns[index] for index in sample.turns]) for sample in build_samples(turns, result)]
 
 
@@ -285,8 +285,8 @@ def _merged_trace(sample: Sample, path: Sequence[Turn]) -> PolarObject:
 
 
 def single_traces(turns: Sequence[Turn], result: SessionResult) -> list[PolarObject]:
-    """Build the traces of per_request: one for each turn whose tokens train. A trace has the reward of the row in which
-    the turn trains. Other turns, such as calls for a title, have no trace."""
+    """Build the traces of per_request: one for each turn whose tokens train. A trace has the reward of the training row
+    with this turn. Other turns, such as calls for a title, have no trace."""
     traces = []
     verdict = result.verdict
     for call in model_calls(turns, {**POLICY, **result.policy}):

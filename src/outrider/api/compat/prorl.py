@@ -92,7 +92,7 @@ class ProrlServer:
         self._handlers = Handlers(service.config)
         self._wait_seconds = service.config.prorl.wait_seconds
         self._started: dict[str, bool] = {}
-        """Whether a tenant's server was started or stopped last, by tenant."""
+        """True if the tenant's last request was to start the server, False if it was to stop it; by tenant."""
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """Locks by engine name, so that an address is attached once."""
         self._clearing = asyncio.Lock()

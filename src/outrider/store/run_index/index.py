@@ -77,7 +77,7 @@ class RunIndex:
             executor.shutdown(wait=True)
 
     def forget(self, group_ids: Iterable[str]) -> None:
-        """Remove groups that the store has hidden. The next reader does not see them."""
+        """Note groups that were removed from the store. No later reader sees them."""
         self._gone.update(group_ids)
 
     async def chore(self) -> None:

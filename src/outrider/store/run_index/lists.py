@@ -72,8 +72,8 @@ class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
 def find_sessions(
     db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, after: str | None, limit: int
 ) -> list[str]:
-    """Return the ids of up to `limit` sessions, beginning after `after`. `after` is the id of a session, or the id of a
-    group for its last session. Raises NotFound for an unknown id."""
+    """Return the ids of up to `limit` sessions that come after the session `after`. If `after` is a group's id, they
+    come after the group's last session. Raises NotFound for an unknown id."""
     where, values = _joined(_conditions(wanted, tenant, "kept_sessions"))
     if after is not None:
         created, group_id, index = _place(db, after, tenant)
