@@ -158,8 +158,8 @@ UNAVAILABLE = frozenset({502, 503, 504})
 GZIP = 31
 """The argument `wbits` that makes zlib read gzip."""
 SPREAD = 1.25
-"""If a busy service requests a wait, a client multiplies it by a random factor from 1 to SPREAD, so that clients do not
-all retry at the same time."""
+"""A client multiplies the wait that a busy service requests by a random factor from 1 to SPREAD. So refused clients do
+not all retry at the same time."""
 
 
 class _Reply(NamedTuple):

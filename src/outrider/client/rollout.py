@@ -135,7 +135,7 @@ async def roll_out(
 
 def _bodies(tasks: Sequence[Mapping[str, Any]], *, run: str, samples: int, priority: int) -> Iterator[dict[str, Any]]:
     """Yield the groups to submit. The key of a group is made from the content of its task, not from the task's
-    position, so that a run can continue after rows were added, removed or moved. Equal tasks get different keys."""
+    position. So a run can continue after rows were added, removed or moved. Equal tasks get different keys."""
     seen = Counter[str]()
     for task in tasks:
         body = {**task, "labels": {**(task.get("labels") or {}), RUN_LABEL: run}}

@@ -2,15 +2,15 @@
 
 If all samples of a group have the same reward, every advantage is 0, and so is the gradient. The sampler runs groups
 concurrently, keeps the informative groups, and replaces the other groups at once. It returns a batch as soon as it has
-enough groups. If a group fails, its prompt (its task) is submitted again a few times, because tasks whose sandboxes
-fail more often must stay in the data. The sampler uses the control API and is independent of the trainer.
+enough groups. If a group fails, its prompt (its task) is submitted again a few times. Otherwise tasks whose sandboxes
+fail more often would be missing from the data. The sampler uses the control API and is independent of the trainer.
 
     async with AsyncClient() as client, DynamicSampler(client, tasks, n=8, target=32) as sampler:
         async for batch in sampler:
             await sampler.set_version(train_on(batch))
 
 Invariant: a prompt that was taken from the source is waiting, being submitted, running or ready until it is delivered
-or dropped, and each drop is counted in `Counts`. `state()` has all prompts that are neither delivered nor dropped.
+or dropped. `state()` has all these prompts. Each drop is counted in `Counts`.
 
 `max_age` limits the age of tokens without dropping groups. The sampler submits only as many groups as the trainer can
 train on before they are too old, and delivers the oldest groups first. Before a batch would make slow groups too old,
@@ -392,9 +392,14 @@ class DynamicSampler:
         """Return the next batch, once it is full. When the source has ended, the last batch may have fewer groups.
         Returns None after the last batch. Concurrent calls get different batches.
 
-        Raises ServiceError if the service cannot be reached, if groups keep failing (FAILED_IN_A_ROW), if too few
-        groups are informative (FRUITLESS_BATCHES), or if the sampler is stopped or closed meanwhile. Also raises any
-        error of a submission, of the source or of `informative`. An error or a cancellation loses no prompt.
+        Raises ServiceError in these cases:
+        - The service cannot be reached.
+        - Groups keep failing (FAILED_IN_A_ROW).
+        - Too few groups are informative (FRUITLESS_BATCHES).
+        - The sampler is stopped or closed meanwhile.
+
+        Also raises any error of a submission, of the source or of `informative`. An error or a cancellation loses no
+        prompt.
         """
         began = _now()
         self._resting = False

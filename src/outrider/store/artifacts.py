@@ -1,5 +1,5 @@
-"""Stores artifacts, which are the files of a sandbox that the task asks to keep. An artifact is stored at
-SESSION/ATTEMPT/SHA-256 below one folder.
+"""Stores artifacts: files of a sandbox that the task asks to keep. An artifact is stored at SESSION/ATTEMPT/SHA-256
+below one folder.
 
 An index of each attempt lists the artifacts' paths in the sandbox. These paths are never used as file names on this
 machine. Invariants: every file in an attempt's index is stored in full, even after a loss of power; an attempt without

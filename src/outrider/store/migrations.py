@@ -232,8 +232,8 @@ MIGRATIONS: Migrations = (
         "ALTER TABLE groups ADD COLUMN harness TEXT NOT NULL DEFAULT ''",
         # A row is the report with which a client completes a session whose agent runs elsewhere.
         "CREATE TABLE session_reports (session_id TEXT PRIMARY KEY REFERENCES sessions (id), report {blob} NOT NULL)",
-        # A row has the failed calls of one model in a session, as JSON, except failures that a later call has made up
-        # for (see `FailedCalls`). `model` is empty for the policy.
+        # A row has the failed calls of one model in a session, as JSON. A failed call is removed once a later call has
+        # made up for it (see `FailedCalls`). `model` is empty for the policy.
         """CREATE TABLE failed_calls (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             model TEXT NOT NULL,
@@ -271,7 +271,7 @@ MIGRATIONS: Migrations = (
             entries {blob} NOT NULL,
             PRIMARY KEY (session_id, attempt, part)
         )""",
-        # `reader` is a part of the service that reads the events, and `cursor` the last event that it has processed.
+        # The part of the service named `reader` has processed the events up to `cursor`.
         "CREATE TABLE positions (reader TEXT PRIMARY KEY, cursor BIGINT NOT NULL)",
         "ALTER TABLE groups ADD COLUMN traceparent TEXT",
     ),

@@ -348,8 +348,8 @@ class _Writer:
 
     async def _settle(self, jobs: Sequence[_Job]) -> None:
         """Run the jobs in one transaction, and set their futures. If a body fails, each half of the jobs is run again
-        in its own transaction, until the failing body is alone and only its caller gets the error. Savepoints would
-        avoid the repetition, but would make every batch slower."""
+        in its own transaction. In the end, only the caller of the failing body gets the error. Savepoints would avoid
+        the repetition, but would make every batch slower."""
         self._batches += 1
         batch = _Batch(self._batches, [job.body for job in jobs])
         try:

@@ -8,8 +8,8 @@ tenant's sessions without these labels share one bucket. The next session is cho
 3. The tenant's bucket at this priority, by the same rule as in step 1.
 4. The oldest session of this bucket.
 
-Clients set priorities and labels. So a priority orders only the sessions of one tenant, and a client that names a new
-run for each group only delays other sessions of its own tenant.
+Clients set priorities and labels, so these must not affect other tenants. A priority orders only the sessions of one
+tenant. A client that names a new run for each group only delays other sessions of its own tenant.
 
 The functions run in the caller's transaction. Invariant: if a session of a bucket waits at a priority, the row of
 `queue_shares` for this bucket and priority has `waiting` = 1. A row may have `waiting` = 1 without a waiting session; a

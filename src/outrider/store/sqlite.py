@@ -266,7 +266,7 @@ class _Jobs:
 
     def _settle(self, raw: sqlite3.Connection, batch: Sequence[_Job]) -> list[_Outcome]:
         """Run the batch in one transaction. If a body fails, each half of the batch is run again in its own
-        transaction, until the failing body is alone and only its caller gets the error. Savepoints would avoid the
+        transaction. In the end, only the caller of the failing body gets the error. Savepoints would avoid the
         repetition, but would make every batch slower."""
         began = time.perf_counter()
         try:

@@ -91,8 +91,8 @@ def _harbor(asked: PolarEvaluator, task_id: str) -> dict[str, Any]:
 
 
 def _test_on_output(asked: PolarEvaluator, task_id: str) -> dict[str, Any]:
-    """Return the spec for an evaluator that runs a repository's tests, each of which must have exactly its expected
-    status. Our evaluator is `swebench` with the option `expected`."""
+    """Return the spec for an evaluator that runs a repository's tests. Each test must have exactly its expected status.
+    Our evaluator is `swebench` with the option `expected`."""
     config = asked.config
     command = config.get("test_command")
     if not isinstance(command, str) or not command.strip():

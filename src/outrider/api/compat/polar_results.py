@@ -1,8 +1,8 @@
 """Makes replies in Polar's format from the store's rows: statuses, results, traces and completions.
 
-Traces depend only on a session's turns and result. The tokens that train in the traces are those that train in
-Outrider's own training rows (`tokens/samples.py`). Invariants: a session that failed, but not through its agent, has
-the status ERROR and no reward; nothing trains in the traces of a session without a verdict.
+Traces depend only on a session's turns and result. A token trains in a trace exactly if it trains in Outrider's own
+training rows (`tokens/samples.py`). Invariants: a session that failed, but not through its agent, has the status ERROR
+and no reward; nothing trains in the traces of a session without a verdict.
 """
 
 from __future__ import annotations

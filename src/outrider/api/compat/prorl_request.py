@@ -115,8 +115,8 @@ AGENTS_OWN: dict[str, bool] = {
     "enable_vision": True,
     "enable_a11y_tree": True,
 }
-"""Parameters of ProRL's own agent, each with the value that is refused because it would change that agent. The opposite
-value has no effect."""
+"""Parameters of ProRL's own agent, each with a refused value: it would change that agent. The opposite value has no
+effect."""
 REFUSABLE = (*AGENTS_OWN, "max_model_len", "token_level_generation")
 """Parameters that a handler may list in `ignored`; it then accepts them without effect."""
 

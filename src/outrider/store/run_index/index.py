@@ -2,8 +2,8 @@
 
 The index file records the cursor of the newest event whose change it has; later changes are found by the later events.
 A new file has no cursor, and is filled from all groups. A removal has no event, so `forget` reports it. Invariants:
-after `catch_up`, the index has every change whose event was stored before the call, and no group that was forgotten
-before the call; only one thread writes to the file.
+after `catch_up`, the index has all changes with events from before the call, and no groups forgotten before the call;
+only one thread writes to the file.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class QueryGuard:
                 return sqlite3.SQLITE_OK
             if first in TABLE_FUNCTIONS:
                 return sqlite3.SQLITE_OK
-            # If the query reads no column of a common table expression, as in `SELECT count(*) FROM ...`, SQLite
+            # A query may read no column of a common table expression, as in `SELECT count(*) FROM ...`. SQLite then
             # reports the expression without a column and a schema.
             if (
                 first
@@ -243,8 +243,8 @@ def answer(job: dict[str, Any]) -> str:
 
 
 def check_confinement(db: sqlite3.Connection, tables: list[str], view: str) -> None:
-    """Raise QueryRefused unless this SQLite refuses to read a table by its name, to read a table under the name of a
-    view, and to read the schema."""
+    """Raise QueryRefused if this SQLite allows one of these attacks: reading a table by its name, reading a table under
+    the name of a view, or reading the schema."""
     for sql in (
         f"SELECT no FROM {tables[0]}",
         f"WITH {view} AS (SELECT no FROM {tables[0]}) SELECT no FROM {view}",
