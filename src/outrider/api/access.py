@@ -1,8 +1,8 @@
-"""Access control of the control API: the role that each route requires, and the addresses on which the
-service may listen. The gateway checks its own keys.
+"""Access control of the control API: the role that each route requires, and the addresses on which the service may
+listen. The gateway checks its own keys.
 
-Invariant: every control route except OPEN_PATHS refuses callers without a role. A call that may change data is in the
-audit log before the reply is sent, unless the call was refused because it had no valid token.
+Invariant: every control route except OPEN_PATHS refuses callers without the required role. If a call may change data,
+its audit log entry is written before the reply is sent. Calls without a valid token are refused and not logged.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from outrider.wire.http_server import Application, Message, Receive, Scope, Send
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS
 UNAUDITED = frozenset({"/mcp"})
-"""Paths whose calls change nothing by themselves. Such a call makes calls of the control API, and these are in the
-audit log."""
+"""Paths whose calls get no audit log entry. Such a call changes data only through other calls of the control API, and
+those calls get entries."""
 
 CALLER = "outrider.caller"
 CREATED = "outrider.created"
@@ -42,14 +42,15 @@ CREATED = "outrider.created"
 class AccessControl:
     """Refuses control calls without a token, if the service has tokens, and logs calls that may change data.
 
-    A service without a token listens on this machine only. A web page open in a browser here could still send requests
-    to the service. So a call without a token is refused if its Host or Origin header names another machine, because a
-    page cannot forge these headers.
+    A service without a token listens on this machine only, but a web page open in a browser here could still send
+    requests to it. So a call without a token is refused if its Host or Origin header names another machine. A page
+    cannot forge these headers.
 
-    `open_paths` are the paths that need no token: OPEN_PATHS, without the paths that belong to another system. `calls`
-    is the maximum number of calls under way with one token. An admin's calls are not limited. The connections of an
-    admin with a token are not closed to make room for others. `roles` has the role that each route requires, by method
-    and path. `refusal` makes the reply to an error that is raised here, from the request's scope and the error.
+    open_paths: paths that need no token.
+    calls: maximum number of calls under way with one token, except an admin's. The connections of an admin with a token
+        are never closed to make room for others.
+    roles: the role that each route requires, by method and path.
+    refusal: makes the reply to an error that is raised here, from the request's scope and the error.
     """
 
     def __init__(
@@ -86,9 +87,9 @@ class AccessControl:
             if caller is LOCAL:
                 check_local(headers)
         except OutriderError as error:
-            # A call without a valid token is not in the audit log, because it changes nothing, and any program could
-            # fill the log with such calls. To a WebSocket request that is not accepted yet, Starlette replies as to any
-            # other request.
+            # A call without a valid token is not in the audit log: it changes nothing, and any program could fill the
+            # log with such calls. If a WebSocket request is not accepted yet, Starlette lets us reply as to any other
+            # request.
             await self._refusal(scope, error)(scope, receive, send)
             return
         admin = caller.may("admin")
@@ -117,7 +118,7 @@ class AccessControl:
 
     def _check_websocket(self, path: str, caller: Principal) -> None:
         """Raise Forbidden if the caller may not call the WebSocket route at `path`, and NotFound for an unknown route.
-        The check comes before the routing, because the client would see a later error as a 403 without a text."""
+        The check runs before the routing, because a client would see a later error only as a 403 without a text."""
         for route in self._websockets:
             if route.path_regex.fullmatch(path):
                 called = f"WEBSOCKET {route.path}"
@@ -193,7 +194,7 @@ def check(called: str, needed: Role, caller: Principal) -> None:
 
 def _token(headers: dict[bytes, bytes]) -> bytes | None:
     """Return the token in the headers: the bearer token, or the password of HTTP Basic authentication. Clients that
-    take only a URL send such a password for http://USER:TOKEN@HOST. For any other scheme, return the whole header.
+    take only a URL send this password for http://USER:TOKEN@HOST. For any other scheme, return the whole header.
     Without an Authorization header, return None."""
     given = headers.get(b"authorization")
     if given is None:
@@ -223,8 +224,8 @@ def check_local(headers: dict[bytes, bytes]) -> None:
 
 
 def check_address(config: Config, *, has_token: bool) -> None:
-    """Raise InvalidField for an address that other machines can reach, if the service has no token, or has neither TLS
-    nor the setting `insecure`."""
+    """Raise InvalidField if other machines can reach the address, and the service has no token, or has neither TLS nor
+    the setting `insecure`."""
     if not config.public:
         return
     if not has_token:

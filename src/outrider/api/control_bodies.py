@@ -1,10 +1,10 @@
 """Limits the size, the arrival time and the total memory of the bodies of control calls.
 
-Memory for a body is reserved before the body is read, and released at the end of the call, because the objects made
-from a body are several times as large. Callers wait in line for this memory (see `PrioritySemaphore`). A waiting body
-is not read, so the kernel stops the client from sending. Model calls have other limits (`sessions/calls/limits.py`),
-since many sessions send at once, and no session may wait for another. Invariant: bodies larger than `FREE` take no more
-than `EACH` bytes for one caller, and no more than `ALL` bytes for all callers together.
+Memory for a body is reserved before the body is read. It is released only at the end of the call, because the objects
+made from a body are several times as large. Callers wait in line for this memory (see `PrioritySemaphore`). A waiting
+body is not read, so the kernel stops the client from sending. Model calls have other limits
+(`sessions/calls/limits.py`), since many sessions send at once, and no session may wait for another. Invariant: bodies
+larger than FREE take at most EACH bytes for one caller, and at most ALL bytes for all callers together.
 """
 
 from __future__ import annotations
@@ -28,35 +28,33 @@ EACH = MAX_IN_SESSION
 ALL = 2 * EACH
 """Maximum total bytes of the bodies of all callers' calls under way. Bodies of up to FREE bytes do not count."""
 FREE = 64 << 10
-"""Bodies of up to this many bytes do not count toward EACH and ALL, because the server buffers as many bytes of any
-request."""
+"""Bodies of up to this many bytes do not count toward EACH and ALL. The server buffers this much of any request
+anyway."""
 WAIT_SECONDS = 120.0
 """Maximum seconds that a body waits for memory."""
 BODY_SECONDS = 300.0
 """Maximum seconds for a body to arrive. The limit is high because trainers may have slow connections."""
 
 Receive = Callable[[int | None, AsyncIterator[bytes]], Awaitable[bytes]]
-"""A function that receives a body. The arguments are the declared length of the body (None without one) and the body's
-parts."""
+"""Receives a body. The arguments are the body's declared length (None if it is not declared) and its parts."""
 
 
 class HeldBody(NamedTuple):
-    """Receives the body of one call. `release` gives the body's reserved memory back early, while the call still
-    runs."""
+    """Receives the body of one call. `release` gives the memory reserved for the body back before the call ends."""
 
     receive: Receive
     release: Callable[[], None]
 
 
 class BodyRoom:
-    """The memory for request bodies. All callers share it."""
+    """The memory for request bodies, shared by all callers."""
 
     def __init__(self) -> None:
         self._room = PrioritySemaphore(ALL, share=EACH / ALL)
 
     @contextmanager
     def of(self, caller: str) -> Iterator[HeldBody]:
-        """Yield the receiver of the body of one call. The memory reserved for the body is released at the end of the
+        """Yield the receiver of one call's body. The memory reserved for the body is released at the end of the
         block."""
         with ExitStack() as held:
             yield HeldBody(partial(self._receive, held, caller), held.close)
@@ -91,21 +89,21 @@ async def _joined(parts: AsyncIterator[bytes]) -> bytes:
             if size > MAX_BODY:
                 raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
             held.append(part)
-    except ClientDisconnect as error:  # the client is gone, so only the audit log shows this error
+    except ClientDisconnect as error:  # the client gets no reply, so only the audit log shows this error
         raise RequestError("the client has left before its request had arrived") from error
     return b"".join(held)
 
 
 async def whole_body(request: Request) -> bytes:
-    """Receive the body of a request. The memory reserved for the body is released when the call ends. Raises TooLarge,
-    Busy, TooSlow, and RequestError if the client leaves before the body has arrived."""
+    """Receive the body of a request. The memory reserved for it is released when the call ends. Raises TooLarge, Busy
+    or TooSlow. Raises RequestError if the client disconnects before the body has arrived."""
     held: HeldBody = request.scope[ROOM]
     length = request.headers.get("content-length")
     return await held.receive(None if length is None else int(length), request.stream())
 
 
 def release_body(request: Request) -> None:
-    """Release the memory reserved for the body of a request. Call this before a long wait, once nothing of the body is
-    needed any more: otherwise the bodies of waiting calls would leave no memory for others."""
+    """Release the memory reserved for the body of a request. Call this before a long wait, once the body is no longer
+    needed. Otherwise the bodies of waiting calls would leave no memory for others."""
     held: HeldBody = request.scope[ROOM]
     held.release()

@@ -1,5 +1,4 @@
-"""Encodes the replies of control calls: msgspec structs, and errors as JSON with the status of the error's class
-(`errors.py`)."""
+"""Encodes the replies of control calls as JSON. An error's reply has the status of the error's class (`errors.py`)."""
 
 from __future__ import annotations
 
@@ -15,19 +14,20 @@ from outrider.faults import fault_text
 from outrider.redaction import redacted
 
 PIECE = 256 << 10
-"""Bytes of a long reply passed to the connection in one write."""
+"""Maximum bytes that are passed to the connection in one write."""
 RETRY_AFTER = 10.0
-"""Default of Retry-After in seconds. The actual wait is unknown: sessions take from seconds to hours."""
+"""Default of Retry-After in seconds. The actual wait is unknown, because sessions take from seconds to hours."""
 
 
 def long_reply(body: Sequence[bytes], media_type: str = "application/json") -> Response:
-    """Return a reply of any length, whose body is given in pieces. A long reply is sent in pieces of at most PIECE
-    bytes, because one write of megabytes would block the event loop."""
+    """Return a reply of any length, whose body is given in pieces. It is sent in pieces of at most PIECE bytes, because
+    one write of megabytes would block the event loop."""
     size = sum(map(len, body))
     if size <= PIECE:
         return Response(b"".join(body), media_type=media_type)
 
-    async def pieces() -> AsyncIterator[bytes | memoryview]:  # Starlette reads an ordinary iterator in a thread
+    # async, because Starlette would run an ordinary iterator in a thread
+    async def pieces() -> AsyncIterator[bytes | memoryview]:
         for piece in body:
             if len(piece) <= PIECE:
                 yield piece
@@ -46,8 +46,8 @@ def json_reply(value: msgspec.Struct, *, status: int = 200, headers: Mapping[str
 
 
 def error_reply(error: BaseException) -> Response:
-    """Return the reply to an error, without secrets. An OutriderError has its own status; any other error is a bug, and
-    gets a 500."""
+    """Return the reply to an error, without secrets. An OutriderError has its own status. Any other error is a bug and
+    has the status 500."""
     status = error.http_status if isinstance(error, OutriderError) else 500
     record = record_of(error)
     shown = msgspec.structs.replace(
@@ -71,7 +71,7 @@ async def outrider_error(request: Request, error: Exception) -> Response:
 
 
 async def bad_query(request: Request, error: Exception) -> Response:
-    """Return the reply to a path or query parameter that FastAPI has refused."""
+    """Return the reply to a request whose path or query parameter FastAPI has refused."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"][1:])

@@ -1,8 +1,8 @@
-"""The routes of the control API. The decorator of a route's handler declares the method, path, role, reply and errors,
-and the handler's annotations declare the parameters and the body.
+"""The routes of the control API. The decorator of a route's handler declares the method, path, role, reply and errors.
+The handler's annotations declare the parameters and the body.
 
 The access control, the OpenAPI description, docs/api.md and the tests read these declarations. A route is declared when
-its module is imported, and gets the service from the application that includes the route.
+its module is imported. It gets the service from the application that includes it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ async def created_in(connection: HTTPConnection) -> Callable[..., None]:
 Serving = Annotated[Service, Depends(service_of)]
 Caller = Annotated[Principal, Depends(caller_of)]
 Created = Annotated[Callable[..., None], Depends(created_in)]
-"""A function that records the ids of created objects for the audit log. A handler calls this function before it
-returns: `created(group_id=...)`."""
+"""Records the ids of created objects for the audit log. A handler calls it before it returns:
+`created(group_id=...)`."""
 
 
 class _BodyReader:
@@ -70,8 +70,8 @@ def body(kind: type[Spec], *, empty: bytes = b"") -> Any:
 
 
 class ControlRouter:
-    """Routes whose paths begin with a version (`/v1`) and a prefix. Each route checks the role of the caller. A handler
-    returns a msgspec struct, or a Response."""
+    """Routes whose paths begin with a version (`/v1`) and a prefix. Each route checks the caller's role. Handlers
+    return a msgspec struct or a Response."""
 
     def __init__(self, prefix: str = "", *, version: str = "/v1") -> None:
         self.routes = APIRouter(prefix=version + prefix, dependencies=[Depends(check_role)])
@@ -110,9 +110,12 @@ class ControlRouter:
         forms: Mapping[str, dict[str, Any]] = {},
         response_class: type[Response] = Response,
     ) -> Callable[[H], H]:
-        """Return a decorator that adds a route. `errors` are the errors that the OpenAPI description cannot derive from
-        the route's path, parameters and body. `also` are the descriptions of further replies, by status. `forms` are
-        the descriptions of this reply in other media types."""
+        """Return a decorator that adds a route.
+
+        errors: errors that the OpenAPI description cannot derive from the route's path, parameters and body.
+        also: descriptions of other replies, by status.
+        forms: descriptions of this reply in other media types.
+        """
 
         def register(handler: H) -> H:
             self.roles[f"{method} {self.routes.prefix}{path}"] = role
@@ -145,8 +148,7 @@ class ControlRouter:
 
 
 def _resolved(function: Handler, handler: Handler) -> Handler:
-    """Give `function` the signature of `handler`, with evaluated annotations, because the handler's annotations are
-    strings."""
+    """Give `function` the signature of `handler`. The handler's annotations are strings, and are evaluated here."""
     hints = typing.get_type_hints(handler, include_extras=True)
     parameters = [
         parameter.replace(annotation=hints[name]) for name, parameter in inspect.signature(handler).parameters.items()

@@ -1,4 +1,4 @@
-"""Control routes for delivery: consumers of the results, abandoned callbacks, and removal of old groups."""
+"""Control routes for delivery: consumers of the results, callbacks that were given up, and removal of old groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tenant = Annotated[
 ]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 DEAD_LISTED = 100
-"""Number of given-up callbacks in a list, unless `limit` requests another number."""
+"""Number of given-up callbacks in a list, unless `limit` is given."""
 
 
 ROUTES = ControlRouter()
@@ -38,7 +38,7 @@ async def acknowledge(
     service: Serving,
     caller: Caller,
     name: Name,
-    spec: Annotated[AckSpec, body(AckSpec, empty=b"{}")],  # with `empty`, the error for an empty body names the field
+    spec: Annotated[AckSpec, body(AckSpec, empty=b"{}")],  # an empty body gets an error that names the missing field
     tenant: Tenant = None,
 ) -> ConsumerView:
     """Acknowledge the groups up to a cursor: the consumer continues after this cursor. The position moves back only
@@ -49,7 +49,7 @@ async def acknowledge(
 
 @ROUTES.delete("/consumers/{name}", "submit", ConsumerList)
 async def remove(service: Serving, caller: Caller, name: Name, tenant: Tenant = None) -> ConsumerList:
-    """Delete a consumer. Groups not acknowledged by the consumer are no longer kept for it."""
+    """Delete a consumer. Groups are no longer kept until it acknowledges them."""
     await service.store.consumers.remove(name, tenant=_owner(caller, name, tenant))
     return await _consumers(service, caller.sees)
 
@@ -68,27 +68,27 @@ async def redeliver_all(service: Serving) -> Redelivered:
 
 @ROUTES.post("/callbacks/dead/{group_id}/redeliver", "admin", Redelivered)
 async def redeliver(service: Serving, group_id: str) -> Redelivered:
-    """Retry the callback of a group that was given up."""
+    """Retry a group's callback that was given up."""
     return Redelivered(callbacks=await service.redeliver(group_id))
 
 
 @ROUTES.delete("/callbacks/dead/{group_id}", "admin", CallbackList)
 async def discard(service: Serving, group_id: str) -> CallbackList:
-    """Discard the callback of a group: it is never delivered, and no longer keeps the group from being removed. The
-    reply lists the newest 100 of the other callbacks that were given up."""
+    """Discard the callback of a group. It is never delivered, and no longer prevents the removal of the group. The
+    reply lists the newest 100 of the remaining callbacks that were given up."""
     await service.store.discard_delivery(group_id)
     return await _dead(service, DEAD_LISTED, None)
 
 
 @ROUTES.post("/gc", "admin", GcReport)
 async def collect(service: Serving, spec: Annotated[GcSpec, body(GcSpec)]) -> GcReport:
-    """Remove finished groups that are old or too many, for up to about 20 seconds; or only count them."""
+    """Remove finished groups that are too old or too many, for up to about 20 seconds. A dry run only counts them."""
     return await service.retention.collect(spec)
 
 
 def _owner(caller: Principal, name: str, tenant: str | None) -> str | None:
-    """Return the tenant that owns the consumer, or None for admins. Raises NotFound for a consumer of another
-    tenant."""
+    """Return the tenant that owns the consumer, or None for the admins' consumers. Raises NotFound if a caller names
+    another tenant than its own."""
     if caller.sees is not None and tenant not in (None, caller.tenant):
         raise NotFound(f"no consumer {name!r} of tenant {tenant!r}", hint="leave `tenant` out for your own")
     return caller.sees or tenant

@@ -35,7 +35,7 @@ async def drain(service: Serving, name: str) -> EngineList:
 
 @ROUTES.delete("/engines/{name}", "admin", EngineList)
 async def remove(service: Serving, name: str) -> EngineList:
-    """Detach an engine. Generations under way have 30 seconds to end; sessions move to another engine."""
+    """Detach an engine. Generations under way get 30 seconds to end; the engine's sessions move to another engine."""
     await service.pool_of(name).remove(name)
     return EngineList(engines=service.engines())
 

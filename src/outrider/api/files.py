@@ -34,7 +34,7 @@ Attempt = Annotated[
 
 class AnyPath(PathConvertor):
     """The rest of a path, with every character that a file name may have. Starlette's own convertor would stop at a
-    line break, and the route would look for a file of another name."""
+    line break, so the route would look for a file with a shorter name."""
 
     regex = "(?s:.*)"
 
@@ -78,5 +78,6 @@ async def image(service: Serving, caller: Caller, digest: str) -> Response:
 
 
 def image_type(found: Image) -> str:
-    """Return the media type under which an image is served. The agent chose the image's own media type."""
+    """Return the media type under which an image is served. The image's own media type is not trusted, because the
+    agent chose it."""
     return found.media_type if _IMAGE_TYPE.fullmatch(found.media_type) else UNKNOWN

@@ -1,7 +1,7 @@
-"""Serves the page over a finished run, on this machine only: the page's files, and the routes of the control API that
+"""Serves a web page over a finished run, on this machine only: the page's files, and the routes of the control API that
 the page reads.
 
-Invariant: every route only reads. Requests for, or from, another machine are refused, because there is no token.
+Invariant: every route only reads. Requests to or from another machine are refused, because there is no token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 HOST = "127.0.0.1"
 MOST_ROWS = 1000
 MOST_GROUPS = 2000
-"""Maximum number of groups that one request looks through."""
+"""Maximum number of groups that one request examines."""
 
 
 @asynccontextmanager
@@ -111,9 +111,9 @@ class _Routes:
     async def _page(
         self, request: Request, fitting: Callable[[GroupSummary], Awaitable[list[T]]], *, limit: int
     ) -> tuple[list[T], str | None]:
-        """Return one page of a list: the results of `fitting` for the groups after the group that the request's `after`
-        names. Also returns the value of `after` for the next page, which is None on the last page. The page ends with
-        the group that reaches the request's limit."""
+        """Return one page of a list, and the value of `after` for the next page (None on the last page). `fitting`
+        returns the entries of one group. The page begins after the group in the request's `after`, and ends with the
+        group that reaches the request's limit."""
         most, after = _number(request, "limit", limit), request.query_params.get("after")
         found: list[T] = []
         for _ in range(0, MOST_GROUPS, GROUPS_AT_ONCE):
@@ -158,7 +158,7 @@ class _Routes:
 
 
 def _number(request: Request, name: str, default: float) -> float:
-    """Return the query parameter `name` as a number, or `default` without the parameter. Raises InvalidField."""
+    """Return the query parameter `name` as a number, or `default` if it is missing. Raises InvalidField."""
     text = request.query_params.get(name)
     if text is None:
         return default

@@ -1,10 +1,10 @@
-"""Serves a session's models over HTTP: `/s/{key}/...` in each dialect. The gateway is an ASGI application without a
-framework, because it handles every model call.
+"""Serves a session's models over HTTP: `/s/{key}/...` in each dialect (the request format of a vendor's API). The
+gateway is an ASGI application without a framework, because it handles every model call.
 
-The gateway handles bytes, routes and connections; the conversation handles the content of a call. Only exact routes are
-served. Any other path gets a 404 in the error format of its dialect (OpenAI's if no dialect has the path), and an
-unknown key gets a 401. No request creates a session. When a client hangs up, the generation of its call is aborted at
-the engine.
+The gateway handles bytes, routes and connections; a `Conversation` handles the content of a call. Only exact routes are
+served. Any other path gets a 404 in the error format of its dialect, or in OpenAI's if no dialect has the path. An
+unknown key gets a 401. No request creates a session. If a client disconnects, the engine aborts the generation of its
+call.
 """
 
 from __future__ import annotations
@@ -45,36 +45,35 @@ from outrider.wire.http_server import Receive, Scope, Send, claim, while_connect
 PREFIX = "/s/"
 JSON = b"application/json"
 STREAM_PING_SECONDS = 10.0
-"""The seconds between two checks of a streamed reply. If nothing was sent since the last check, a ping is sent, because
-clients give up silent streams. A silence thus lasts at most twice this time."""
+"""Seconds between two checks of a streamed reply. If nothing was sent since the last check, a ping is sent, because
+clients give up silent streams. So a silence lasts at most twice this time."""
 ANY_CAPACITY = BodyCapacity(None, images=True)
-"""The limits for a body whose model is not known yet: no limit by a context length, and images are allowed."""
+"""The limits for a body whose model is not known yet: the context length does not limit it, and images are allowed."""
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
 
 
 class Sessions(Protocol):
     """Finds the models to which a session's key gives access. For a key without access, `models` returns None, and
-    `refusal` the error."""
+    `refusal` returns the error."""
 
     def models(self, key: str) -> SessionModels | None: ...
     async def refusal(self, key: str) -> OutriderError: ...
 
 
 class Gateway:
-    """The ASGI application of the model gateway. The route selects the dialect. If several dialects have the route, the
-    headers select the dialect. The session's key is in the path. A client whose base URL cannot contain the key sends
-    the session's key as its API key."""
+    """The ASGI application of the model gateway. The route selects the dialect; if several dialects have the route, the
+    headers decide. The session's key is in the path. A client whose base URL cannot contain the key sends it as its API
+    key."""
 
     def __init__(self, sessions: Sessions, *, calls: int = EACH_MOST, failures: CallFailures | None = None) -> None:
-        """`calls` is the maximum number of concurrent calls of one session. Calls answered with an error are counted in
-        `failures`."""
+        """`calls` is the maximum number of concurrent calls of one session. Failed calls are counted in `failures`."""
         self._sessions = sessions
         self._calls = calls
         self._failures = failures or CallFailures()
         self._routes = RouteTable(DIALECTS)
 
     def serves(self, scope: Scope) -> bool:
-        """Return True if a call is for the gateway, even if the gateway will refuse the call."""
+        """Return True if a call is for the gateway, even if the gateway will refuse it."""
         path = scope["path"]
         return path.startswith(PREFIX) or self._routes.find(_wire_call(scope, path)) is not None
 
@@ -126,7 +125,7 @@ class Gateway:
         *,
         status: int,
     ) -> None:
-        """Count a failed call, and note it in the result and the timeline of its session."""
+        """Count a failed call, and record it in the result and the timeline of its session."""
         dialect = routed.dialect if routed else UNKNOWN_ROUTES
         self._failures.note(dialect.name, error.code)
         if models is not None:
@@ -189,15 +188,14 @@ class Gateway:
 
 
 async def _any_capacity() -> BodyCapacity:
-    """Return the limits for a body whose model is not known yet, because only the complete body shows which model is
-    called."""
+    """Return the limits for a body whose model is not known yet. Only the complete body names the model."""
     return ANY_CAPACITY
 
 
 async def _named_conversation(models: SessionModels, dialect: Dialect, call: WireCall, received: bytes) -> Conversation:
-    """Return the conversation for a request to a session with frozen models. If the request names a frozen model
-    exactly, the conversation is with this model. Any other name means the policy, because programs use model names of
-    their own for the policy. Raises TooLarge and ContextOverflow."""
+    """Return the conversation for a request to a session with frozen models. If the request's model name is exactly a
+    frozen model's, this is the conversation with that model. Any other name means the policy, because programs have
+    their own names for it. Raises TooLarge and ContextOverflow."""
 
     def steps() -> Steps[str | None]:
         if len(received) > LARGE:
@@ -237,7 +235,7 @@ class _ClientReply:
         self._quiet = True
 
     async def more(self, body: bytes) -> None:
-        """Send a part of the reply. A part that comes after the end of the reply, as a late ping may, is dropped."""
+        """Send a part of the reply. After the end of the reply, parts such as a late ping are dropped."""
         if body and not self._ended:
             self._quiet = False
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
@@ -257,8 +255,8 @@ async def _stream(
     token_bytes: Callable[[int], bytes] | None,
     reply: _ClientReply,
 ) -> None:
-    """Send the steps of a call as they arrive. Steps that arrive together are sent as one part of the response.
-    `token_bytes` is given if the client requested log-probabilities."""
+    """Send the steps of a call as they arrive. Steps that arrive together are sent as one part of the response. If the
+    client requested log-probabilities, `token_bytes` returns the bytes of a token."""
     try:
         async for steps in batches:
             parts: list[bytes] = []
@@ -286,8 +284,8 @@ def _wire_call(scope: Scope, path: str) -> WireCall:
 
 
 def _api_key(call: WireCall) -> str:
-    """Return the call's API key, in any of the places that the dialects use: a bearer token, x-api-key, x-goog-api-key,
-    or `key` in the query. Returns "" if there is no key."""
+    """Return the call's API key, or "". Dialects send it as a bearer token, as x-api-key, as x-goog-api-key, or as
+    `key` in the query."""
     for name, value in call.headers:
         if name in KEY_HEADERS:
             given = value.decode("latin-1")
@@ -297,8 +295,8 @@ def _api_key(call: WireCall) -> str:
 
 
 class _RequestBody:
-    """Iterates over the parts of a request's body as they arrive. The class is used because an asynchronous generator
-    takes more time."""
+    """Iterates over the parts of a request's body as they arrive. A class, because an asynchronous generator is
+    slower."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -319,8 +317,8 @@ class _RequestBody:
 
 
 async def _cut_off(reply: _ClientReply) -> None:
-    """End the reply to a call that was cancelled because the session's run is over. The client is still connected.
-    Raises RunEnded if nothing was sent yet."""
+    """End the reply to a call that was cancelled because the session's run is over, while the client is still
+    connected. Raises RunEnded if nothing was sent yet."""
     task = asyncio.current_task()
     assert task is not None
     task.uncancel()
@@ -332,7 +330,7 @@ async def _cut_off(reply: _ClientReply) -> None:
 async def _with_pings(
     work: Awaitable[None], reply: _ClientReply, writer: StreamWriter, *, seconds: float = STREAM_PING_SECONDS
 ) -> None:
-    """Await the work, and check every `seconds` seconds whether the streamed reply needs a ping."""
+    """Await `work`. Meanwhile, check every `seconds` seconds whether the streamed reply needs a ping."""
 
     async def ping() -> None:
         while True:
@@ -351,5 +349,5 @@ async def _with_pings(
                 timer.cancel()
                 for task in pinging:
                     task.cancel()
-    except BaseExceptionGroup as failures:  # the group wraps the errors of `work`; callers expect the bare error
+    except BaseExceptionGroup as failures:  # the group wraps errors of `work`, but callers expect them bare
         raise failures.exceptions[0] from None

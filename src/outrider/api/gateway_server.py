@@ -1,6 +1,7 @@
-"""The HTTP server of every Outrider process that answers model calls, and the server of a node's model gateway alone.
+"""The HTTP server of every Outrider process that answers model calls, and the separate server for a node's model
+gateway.
 
-The module does not depend on the control API: a node process serves model calls only, and so need not import FastAPI.
+The module does not import the control API, because a node process serves only model calls and need not import FastAPI.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from outrider.wire.http_server import (
 )
 
 LAST_REPLIES_SECONDS = 0.1
-"""Seconds that a stopping server waits for requests under way before it cuts them off."""
+"""Seconds that a stopping server waits for requests under way before it aborts them."""
 
 
 @asynccontextmanager
 async def serving_gateway(node: LocalNode) -> AsyncIterator[None]:
-    """Serve a node's model gateway alone, on its socket and on a free port of this machine."""
+    """Serve only a node's model gateway, on its Unix socket and on a free port of this machine."""
     share = shares(raise_limit())
     with socket.socket(socket.AF_UNIX) as inside, listener_at("127.0.0.1", 0) as port:
         inside.bind(str(node.gateway_socket))
@@ -55,7 +56,7 @@ async def running(server: HttpServer, *sockets: socket.socket) -> AsyncIterator[
         await server.ready.wait()
         try:
             yield
-        except Exception as error:  # otherwise the task group would wrap this error of the caller's block
+        except Exception as error:  # otherwise the task group would wrap the error of the block
             failure = error
         finally:
             server.stop()
@@ -64,11 +65,10 @@ async def running(server: HttpServer, *sockets: socket.socket) -> AsyncIterator[
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling: the program that runs the service handles signals.
+    """uvicorn without its signal handling, because the program that runs the service handles signals.
 
-    `connections` is the maximum number of connections at once. `websockets`: see `server_settings`. `ready` is set once
-    the server listens. A server that shuts down cuts off the requests that are still under way after
-    LAST_REPLIES_SECONDS.
+    `connections` is the maximum number of connections at once. For `websockets`, see `server_settings`. `ready` is set
+    once the server listens. When the server shuts down, requests have LAST_REPLIES_SECONDS to end.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or ():
-            listening.listen(BACKLOG)  # asyncio has set the backlog to ACCEPTED_AT_ONCE, which is lower
+            listening.listen(BACKLOG)  # asyncio has set a lower backlog, ACCEPTED_AT_ONCE
         self.ready.set()
 
     def stop(self) -> None:

@@ -31,15 +31,15 @@ from outrider.service.service import Service
 from outrider.spec import CONSUMER_NAME, MAX_CURSOR, GroupSpec, RegradeSpec
 
 MAX_WAIT = 60.0
-"""Maximum seconds that a request may wait, below the usual timeouts of clients and proxies."""
+"""Maximum seconds that a request may wait. Usual timeouts of clients and proxies are longer."""
 EVENTS_AT_ONCE = 500
 EVENT_PAUSE = 0.25
 """Seconds between two reads of the event log."""
 EVENT_PING_SECONDS = 15.0
-"""A client of events gets a comment after this many seconds without an event, so that proxies keep the connection."""
+"""After this many seconds without an event, a client gets a comment, so that proxies keep the connection."""
 
 RETRY_MS = 1000
-"""Milliseconds after which a client of events that has lost its connection reconnects."""
+"""If a client of events loses its connection, it reconnects after this many milliseconds."""
 
 After = Annotated[int, Query(ge=0, le=MAX_CURSOR)]
 LAST_EVENT_ID = "Last-Event-ID"
@@ -49,7 +49,7 @@ Samples = Annotated[bool, Query(description="include the training rows")]
 async def wants_columns(
     accept: Annotated[list[str] | None, Header(description=f"{MEDIA_TYPE}: samples as an Arrow stream")] = None,
 ) -> bool:
-    """Return whether the client accepts the Arrow stream, and does not prefer JSON."""
+    """Return True if the client accepts the Arrow stream and does not prefer JSON."""
     qualities = dict(_quality(each) for line in accept or () for each in line.split(","))
     stream = qualities.get(MEDIA_TYPE, 0.0)
     in_json = next((qualities[name] for name in JSON_NAMES if name in qualities), 0.0)
@@ -67,7 +67,8 @@ def _quality(accepted: str) -> tuple[str, float]:
 
 
 JSON_NAMES = ("application/json", "application/*", "*/*")
-"""Media types of an Accept header that include JSON. The first one that is present gives JSON's quality (RFC 9110)."""
+"""Media types of an Accept header that include JSON, the most specific first. The first one in the header determines
+JSON's quality (RFC 9110)."""
 Columns = Annotated[bool, Depends(wants_columns)]
 """True if the client accepts samples as an Arrow stream, and does not prefer JSON."""
 ARROW_REPLY = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
@@ -99,8 +100,8 @@ async def groups(
     after: Annotated[str | None, Query(description="the `after` of the page before")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
 ) -> GroupList:
-    """List groups, newest first, without their sessions. `state` is active or done, and the rewards are mean rewards. A
-    stop reason, an error or a text is that of one session of the group at least."""
+    """List groups, newest first, without their sessions. `state` is active or done, and the reward bounds apply to a
+    group's mean reward. `stop_reason`, `error` and `text` match if one session of the group matches all of them."""
     return await service.runs.groups(wanted, after=after, limit=limit, caller=caller)
 
 
@@ -151,8 +152,8 @@ async def results(
     samples: Samples = False,
     columns: Columns = False,
 ) -> Response:
-    """List done groups after a cursor, in the order they finished: up to `limit` groups, and no more once the reply
-    has 8 MiB. Repeat the request with `after` set to the reply's `cursor` until a reply has no groups.
+    """List done groups after a cursor, in the order they finished. A reply has up to `limit` groups, and ends early
+    once it has 8 MiB. Repeat the request with `after` set to the reply's `cursor` until a reply has no groups.
 
     A `consumer` continues from the position that it has acknowledged. A new consumer begins at `after`. Groups that a
     consumer has not acknowledged are kept, so reading as a consumer requires a token that may submit.
@@ -228,8 +229,8 @@ async def turns(
     tokens: Annotated[bool, Query(description="include ids, log-probabilities and messages")] = False,
     pieces: Annotated[bool, Query(description="with `tokens`: include the text of each token")] = False,
 ) -> Response:
-    """List the model calls of the session's newest attempt, as text. Their tokens may contain the credential of a
-    running session, so reading the tokens requires a token that may submit."""
+    """List the model calls of the session's newest attempt, as text. With `tokens`, the reply may contain the
+    credential of a running session, and requires a token that may submit."""
     if tokens and not caller.may("submit"):
         raise Forbidden(f"{caller.name!r} has a read-only token, and prompts may contain credentials", field="tokens")
     view = TurnList(turns=await service.reader.turns(session_id, tokens=tokens, pieces=pieces, tenant=caller.sees))
@@ -243,9 +244,9 @@ async def timeline(
     session_id: str,
     attempt: Annotated[int | None, Query(ge=1, le=MAX_CURSOR, description="default: the newest")] = None,
 ) -> TimelineView:
-    """Get what happened when in an attempt of the session: stages, sandboxes, model calls, commands, processes and
-    errors. While the session runs, entries appear about a second after they happened, and processes within ten. A
-    read-only token sees only the first word of each command, because a task's commands may hold secrets."""
+    """Get the timeline of an attempt of the session: stages, sandboxes, model calls, commands, processes and errors.
+    While the session runs, entries appear after about a second, and processes after at most ten seconds. A read-only
+    token sees only the first word of each command, because a task's commands may hold secrets."""
     return await service.reader.timeline(session_id, attempt, whole_commands=caller.may("submit"), tenant=caller.sees)
 
 
@@ -270,13 +271,12 @@ async def _reply(service: Service, view: GroupView | SampleList, *, columns: boo
 
 def _in_form(pieces: Sequence[bytes], *, columns: bool) -> Response:
     reply = long_reply(pieces, MEDIA_TYPE) if columns else long_reply(pieces)
-    reply.headers["Vary"] = "Accept"  # a cache must not give one client's form to another
+    reply.headers["Vary"] = "Accept"  # a cache must not give a client the other format
     return reply
 
 
 async def _events(service: Service, after: int, caller: Principal) -> AsyncIterator[bytes]:
-    # The log is polled, because polling costs little: each read is one indexed query. A client gets an event after at
-    # most EVENT_PAUSE.
+    # Polling is cheap, because each read is one indexed query. A client gets an event after at most EVENT_PAUSE.
     quiet = 0.0
     yield b"retry: %d\n\n" % RETRY_MS
     while True:

@@ -1,8 +1,7 @@
 """`/mcp`: the MCP server over streamable HTTP. The tools call the control API in this process, with the headers of the
 caller.
 
-Invariant: a tool has the rights of a call of the control API with the same token, and is recorded in the audit log as
-this call.
+Invariant: a tool has the rights of the caller's token, and its calls of the control API are in the audit log.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ PATH = "/mcp"
 
 
 class McpEndpoint:
-    """The application at PATH, below access control. `control` is the control API with its access control."""
+    """The application at PATH, behind access control. `control` is the control API with its access control."""
 
     def __init__(self, control: Application) -> None:
         self._control = control
@@ -30,7 +29,7 @@ class McpEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller = caller_in(scope)
         check(f"POST {PATH}", "read", caller)
-        if scope["method"] != "POST":  # the server pushes nothing, and has no state to delete
+        if scope["method"] != "POST":  # the server never sends on its own, and has no state to delete
             await Response(status_code=405, headers={"Allow": "POST"})(scope, receive, send)
             return
         if find_spec("mcp") is None:

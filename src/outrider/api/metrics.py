@@ -1,6 +1,6 @@
-"""Control routes for what the service does as a whole: metrics for Prometheus, and the rates of the last hour.
+"""Control routes for the service as a whole: metrics for Prometheus, and the rates of the last hour.
 
-Invariant: the replies are about all tenants together, so only admins and tokens of the operator's tenant get them.
+Invariant: only admins and tokens of the operator's tenant get the replies, because they are about all tenants together.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ async def metrics(service: Serving, caller: Caller, accept: Annotated[str, Heade
 
 @ROUTES.get("", "read", RateList)
 async def rates(service: Serving, caller: Caller) -> RateList:
-    """List what the service has done in each step of the last hour. The list is about all tenants together, so the
-    token must be an admin's or belong to the tenant `operator`."""
+    """List the numbers of sessions, model calls and tokens in each step of the last hour. The list is about all tenants
+    together, so the token must be an admin's or belong to the tenant `operator`."""
     _check_operator(caller, "/v1/rates")
     return service.rates.view()
 

@@ -24,8 +24,8 @@ async def nodes(service: Serving) -> NodeList:
 
 @ROUTES.post("/pull", "admin", PulledImages)
 async def pull(service: Serving, spec: Annotated[PullSpec, body(PullSpec)]) -> PulledImages:
-    """Get an image from a registry on every machine that runs sessions. Replies when each machine has the image or has
-    reported an error, which may take minutes."""
+    """Get an image from a registry on every machine that runs sessions. The reply is sent when each machine has the
+    image or has reported an error, which may take minutes."""
     return await service.pull_image(spec)
 
 

@@ -1,4 +1,4 @@
-"""The OpenAPI description: request schemas from pydantic, reply schemas from msgspec, in one document."""
+"""The OpenAPI description of the control API. Request schemas come from pydantic, and reply schemas from msgspec."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _json(name: str) -> dict[str, Any]:
 
 _ERROR: dict[str, Any] = {"description": "What went wrong, and where.", "content": _json(ErrorRecord.__name__)}
 ALWAYS = (Unauthorized, Forbidden, ServiceError)
-"""Errors with which any route may reply."""
+"""Errors that any route may return."""
 WITH_A_BODY = (RequestError, TooLarge, InvalidField)
 
 
@@ -45,11 +45,11 @@ QUEUE_FULL: dict[int | str, dict[str, Any]] = {
         "content": _json(ErrorRecord.__name__),
     }
 }
-"""The reply of a route that refuses a submission if the queue is full or the token has too many sessions queued."""
+"""The reply of a route that refuses a submission because the queue is full or the token has too many sessions."""
 
 
 def json_answer(shape: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the description of a reply in JSON."""
+    """Return the OpenAPI description of a JSON reply."""
     return {"description": shape.__doc__ or "", "content": _json(shape.__name__)}
 
 
@@ -72,12 +72,12 @@ def request_body(shape: type[BaseModel]) -> dict[str, Any]:
 def describe(
     app: FastAPI, replies: Iterable[type[msgspec.Struct]], requests: Iterable[type[BaseModel]]
 ) -> dict[str, Any]:
-    """Return the OpenAPI document of the control API. `replies` and `requests` are the types of the bodies of its
-    routes."""
+    """Return the OpenAPI document of the control API. `replies` and `requests` are the types of all reply bodies and
+    request bodies."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     schemas |= msgspec.json.schema_components((*replies, EventView, ErrorRecord, JsonSample), ref_template=REF)[1]
-    schemas["Sample"] = schemas.pop("JsonSample")  # replies in JSON have samples of this form
+    schemas["Sample"] = schemas.pop("JsonSample")  # samples in JSON replies have this form
     schemas |= models_json_schema(
         [(shape, "validation") for shape in requests], ref_template="#/components/schemas/{model}"
     )[1]["$defs"]
@@ -87,6 +87,6 @@ def describe(
             errors += [InvalidField] if operation.get("parameters") else []
             errors += [NotFound] if "{" in path else []
             operation["responses"] |= {str(error.http_status): _ERROR for error in errors}
-    for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, replaced by the replies of `bad_query`
+    for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own; `bad_query` replies instead
         schemas.pop(unused, None)
     return document

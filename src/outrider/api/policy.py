@@ -10,7 +10,7 @@ from outrider.schemas import PolicyStatus
 from outrider.spec import PolicyPauseSpec, PolicyResumeSpec, PolicyUpdateSpec
 
 FAILURES = (Conflict, EngineMisbehaved, EngineUnavailable)
-"""Errors with which a change of the policy may end, because the engines carry out the change and may fail."""
+"""Errors of routes that change the policy. The engines make the change, and may fail."""
 
 ROUTES = ControlRouter("/policy")
 
@@ -23,15 +23,15 @@ async def status(service: Serving) -> PolicyStatus:
 
 @ROUTES.post("", "admin", PolicyStatus, errors=FAILURES)
 async def update(service: Serving, spec: Annotated[PolicyUpdateSpec, body(PolicyUpdateSpec)]) -> PolicyStatus:
-    """Raise the version: pause, have the engines load the weights if given, and resume. Replies when the engines
-    generate again."""
+    """Raise the version: pause, have the engines load the weights if given, and resume. The reply is sent when the
+    engines generate again."""
     return await service.update_policy(spec)
 
 
 @ROUTES.post("/pause", "admin", PolicyStatus, errors=FAILURES)
 async def pause(service: Serving, spec: Annotated[PolicyPauseSpec, body(PolicyPauseSpec)]) -> PolicyStatus:
-    """Start no new generations until the policy is resumed. Replies when no generation is under way. The clocks of
-    agents are stopped during the pause."""
+    """Start no new generations until the policy is resumed. The reply is sent when no generation is under way. The time
+    limits of agents do not run during the pause."""
     await service.pool.policy.pause(spec.mode)
     return service.pool.policy.status()
 

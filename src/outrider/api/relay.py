@@ -1,6 +1,6 @@
 """The WebSocket route for the workers of a relay engine.
 
-`engines/relay/` handles the messages. Invariant: the access control has admitted every request to this route.
+`engines/relay/` handles the messages. Invariant: access control has admitted every request to this route.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ROUTES = ControlRouter()
 
 @ROUTES.websocket("/relay/{engine}", "admin")
 async def attach(websocket: WebSocket, engine: str, service: Serving) -> None:
-    """Attach a worker to the relay engine of this name, which is added if there is none. The connection is closed
-    for an invalid engine name, and for the name of an engine of another kind."""
+    """Attach a worker to the relay engine of this name. If there is no such engine, it is added. The connection is
+    closed if the name is invalid or belongs to an engine of another kind."""
     await websocket.accept()
     socket = AsgiSocket(websocket)
     pool = service.pool_of(engine)

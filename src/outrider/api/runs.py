@@ -47,7 +47,7 @@ async def diff(
 async def cancel(
     service: Serving, caller: Caller, spec: Annotated[SessionsSpec, body(SessionsSpec)], created: Created
 ) -> ChangedSessions:
-    """Cancel all sessions that match and are not done."""
+    """Cancel all sessions that match the filter and are not done."""
     changed = await service.runs.cancel(spec, caller)
     _note(changed, created)
     return changed
@@ -57,7 +57,8 @@ async def cancel(
 async def retry(
     service: Serving, caller: Caller, spec: Annotated[SessionsSpec, body(SessionsSpec)], created: Created
 ) -> ChangedSessions:
-    """Submit again all sessions that match and are done, as new groups of the same tasks. The old results are kept."""
+    """Submit again all sessions that match the filter and are done, as new groups of the same tasks. The old results
+    are kept."""
     changed = await service.runs.retry(spec, caller)
     _note(changed, created)
     return changed
@@ -73,7 +74,7 @@ async def pauses(service: Serving, caller: Caller) -> QueuePauses:
 async def pause(
     service: Serving, caller: Caller, spec: Annotated[PauseSpec, body(PauseSpec, empty=b"{}")], created: Created
 ) -> QueuePauses:
-    """Start no more sessions of matching groups, until the pause ends. Sessions under way go on. Repeating the call
+    """Start no more sessions of matching groups until the pause ends. Sessions under way continue. Repeating the call
     changes nothing."""
     paused = await service.runs.pause(spec, caller)
     created(sessions=str(paused.changed))

@@ -1,8 +1,7 @@
-"""The HTTP application of a service and its two servers: one for everything, on a TCP address; one for the model
-gateway alone (`gateway_server.py`), on a Unix socket and on a port of this machine.
+"""The HTTP application of a service, and its two servers. One serves everything on a TCP address. The other serves only
+the model gateway (`gateway_server.py`), on a Unix socket and on a port of this machine.
 
-Invariant: a sandbox gets only the gateway's socket and port, so a program confined to them cannot call the control
-API.
+Invariant: a sandbox gets only the gateway's socket and port, so programs in a sandbox cannot call the control API.
 """
 
 from __future__ import annotations
@@ -58,13 +57,14 @@ PARTS = (groups, sessions, runs, files, diagnosis, delivery, engines, nodes, pol
 ROUTERS = (*(part.ROUTES for part in PARTS), metrics.METRICS)
 ROLES: dict[str, Role] = {called: role for router in ROUTERS for called, role in router.roles.items()}
 """The role that each control route requires, by method and path. Only a tenant's own tokens and admins get a tenant's
-objects: tests/api/test_tenants.py lists, for each route, the reply to another tenant's token."""
+objects: tests/api/test_tenants.py checks each route with another tenant's token."""
 WEBSOCKETS = tuple(
     route for router in ROUTERS for route in router.routes.routes if isinstance(route, APIWebSocketRoute)
 )
 
 OUTSIDE = TIMEOUTS._replace(unread=60)
-"""Timeouts for outside clients. `unread` is shorter than for clients in sandboxes, which may be suspended for long."""
+"""Timeouts for clients outside of sandboxes. `unread` is longer for sandboxes, which may be suspended for a long
+time."""
 
 
 @asynccontextmanager
@@ -72,7 +72,7 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
     """Serve a service, run its sessions, and serve the model gateway of `node` if given. Yields the base URL, for
     example http://127.0.0.1:8700.
 
-    Raises InvalidField for a public address without a token or TLS, and for a certificate that cannot be used, and
+    Raises InvalidField for a public address without a token or TLS, and for a certificate that cannot be used. Raises
     ServiceError if the address is in use.
     """
     config = service.config
@@ -121,7 +121,7 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
 
 
 class _AllSessions:
-    """`Sessions` of the service's own process: external sessions, and the sessions of `node` if there is one. Other
+    """The sessions that this process serves: external sessions, and the sessions of `node` if there is one. Other
     processes that run sessions have gateways of their own."""
 
     def __init__(self, node: LocalNode | None, external: ExternalSessions) -> None:
@@ -186,9 +186,9 @@ def control_app(service: Service) -> FastAPI:
 
     @app.get("/openapi.json", include_in_schema=False)
     async def described() -> Response:
-        """Return the OpenAPI description, made in a thread on the first request, because making it takes longer than
-        the rest of a start."""
-        async with describing:  # made only once, because any caller may request the description without a token
+        """Return the OpenAPI description. A thread makes it on the first request, because making it takes longer than
+        the rest of the service's start."""
+        async with describing:  # so it is made only once, although any caller may request it without a token
             if not description:
                 description.append(await asyncio.to_thread(_description, app))
         return Response(description[0], media_type="application/json")

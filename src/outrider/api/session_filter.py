@@ -56,4 +56,4 @@ async def session_filter(
 
 
 Wanted = Annotated[SessionFilter, Depends(session_filter)]
-"""Type of a handler's parameter that gets the filter from the request."""
+"""Annotation of a handler's parameter that gets the filter from the request."""

@@ -14,7 +14,7 @@ ROUTES = ControlRouter("/tokens")
 
 @ROUTES.get("", "admin", TokenList)
 async def tokens(service: Serving) -> TokenList:
-    """List all tokens, including expired and revoked ones, without their texts."""
+    """List all tokens, including expired and revoked tokens, without their texts."""
     return TokenList(tokens=await service.tokens.listed())
 
 

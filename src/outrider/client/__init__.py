@@ -1,1 +1,2 @@
-"""The trainer's side of the service: the client, batches of groups for training, pass rates, and samples as files."""
+"""The trainer's side of the service: the client of the control API, batches of groups for training, pass rates, and
+samples as files."""

@@ -1,7 +1,7 @@
 """Converts training rows to trajectories of ATIF 1.8, Harbor's interchange format.
 
 The module is pure. Each row becomes one trajectory; all trajectories of a session have the same `session_id`.
-Invariant: a step with metrics is one model call, and its ids and log-probabilities are the sampled ones: nothing is
+Invariant: a step with metrics is one model call, and has the ids and log-probabilities that were sampled. Nothing is
 tokenized again.
 """
 
@@ -24,8 +24,8 @@ Trajectory = dict[str, Any]
 def trajectory(sample: Sample, row: ChatRow) -> Trajectory:
     """Convert a row to a trajectory. `sample` has the row's token ids, and `row` has its messages.
 
-    A reply that the row does not train, or that was not sampled, is marked as copied context. An image of a type that
-    the format does not support becomes a text with the image's path or URL.
+    A reply is marked as copied context if it was not sampled or the row does not train it. An image whose type the
+    format does not support becomes a text with the image's path or URL.
     """
     media = iter(image.media_type for image in sample.images)
     spans = iter(sample.turn_spans)
@@ -40,7 +40,7 @@ def trajectory(sample: Sample, row: ChatRow) -> Trajectory:
                 step["is_copied_context"] = True
             steps.append(step)
         elif message["role"] == Role.TOOL.value:
-            if not steps or steps[-1]["source"] != "agent":  # the row does not contain the call of this tool
+            if not steps or steps[-1]["source"] != "agent":  # the row does not contain the tool call
                 steps.append({"source": "agent", "message": "", "llm_call_count": 0, "is_copied_context": True})
             step = steps[-1]
             calls = {call["tool_call_id"] for call in step.get("tool_calls", ())}
@@ -80,8 +80,8 @@ def trajectory(sample: Sample, row: ChatRow) -> Trajectory:
 
 
 def agent_fields(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a reply besides its content. Arguments of a tool call that are not a JSON object become the
-    object `{"text": ...}`."""
+    """Return the fields of a reply besides its content. If the arguments of a tool call are not a JSON object, they
+    become `{"text": ...}`."""
     fields: dict[str, Any] = {}
     if (reasoning := message.get("reasoning_content")) is not None:
         fields["reasoning_content"] = reasoning
@@ -100,8 +100,8 @@ def agent_fields(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def metrics_of(sample: Sample, start: int, end: int) -> dict[str, Any]:
-    """Return the metrics of one model call: its ids, and its log-probabilities if the row trains the call and the
-    engine reported any."""
+    """Return the metrics of one model call: its ids and, if the row trains the call and the engine reported any, its
+    log-probabilities."""
     found: dict[str, Any] = {
         "prompt_tokens": start,
         "completion_tokens": end - start,
@@ -118,8 +118,8 @@ def metrics_of(sample: Sample, start: int, end: int) -> dict[str, Any]:
 
 
 def content_of(content: str | list[dict[str, str]] | None, media: Iterator[str]) -> str | list[dict[str, Any]]:
-    """Convert a message's content to ATIF's form. `media` is an iterator over the media types of the row's images. The
-    next item is the type of this message's first image."""
+    """Convert a message's content to ATIF's format. `media` yields the media types of the row's images. The next item
+    is the type of this message's first image."""
     if not isinstance(content, list):
         return content or ""
     parts: list[dict[str, Any]] = []

@@ -8,12 +8,15 @@
 Replies are the structs of schemas.py. Every method raises the error in the service's reply (InvalidField, NotFound,
 ...), and ServiceError if the service cannot be reached or the client is not open.
 
-Once a client has had a reply, its safe calls are repeated while the service is busy or cannot be reached, for example
-during a restart: calls that change nothing (all methods that read), and calls that change nothing if the service has
-carried them out already (`cancel`, `cancel_session`, `ack` without `rewind`, `drain_node`, `resume_node`,
-`drain_engine`, `complete_session`, and `submit`, `regrade` and `open_session` with an idempotency key). The connection
-of a stream of events is made again, too. All other calls are sent once, except that a submission to a busy service is
-repeated: the service has refused it.
+Once a client has had a reply, it repeats safe calls while the service is busy or cannot be reached, for example during
+a restart. Safe calls are:
+- all methods that read;
+- `cancel`, `cancel_session`, `ack` without `rewind`, `pause_queue`, `drain_node`, `resume_node`, `drain_engine` and
+  `complete_session`, because a second call changes nothing;
+- `submit`, `regrade` and `open_session` with an idempotency key.
+
+A lost stream of events is connected again, too. All other calls are sent once, except that a submission is always
+repeated while the service is busy, because a busy service has refused it.
 """
 
 from __future__ import annotations
@@ -115,47 +118,48 @@ T = TypeVar("T")
 P = ParamSpec("P")
 Watch = Callable[[Sequence[GroupView]], None]
 Query = Mapping[str, str | float | bool | list[str] | None]
-"""The parameters of a request's URL. A parameter that is None is not sent, and a list is sent as several parameters."""
+"""The parameters of a request's URL. A parameter that is None is not sent. A list is sent as one parameter for each
+item."""
 
 TOTAL_SECONDS = 300.0
-"""Maximum seconds of a request and its reply."""
+"""Maximum seconds from sending a request to the end of its reply."""
 CONNECT_SECONDS = 60.0
 """Maximum seconds until a connection to the service is made, TLS included."""
 MAX_CONNECTIONS = 100
-"""Maximum number of requests of a client at the same time. More requests wait for their turn."""
+"""Maximum number of requests of a client at the same time. More requests wait."""
 PULL_SECONDS = 3600.0
 """Maximum seconds of a request to pull an image to all machines."""
 LONG_POLL = 30.0
-"""Seconds that one request waits for a group to be done. The service allows 60."""
+"""Seconds that one request waits for a group to be done. The service allows at most 60."""
 WATCH_PAUSE = 0.2
 WATCH_PAUSE_EACH = 0.02
-"""Seconds between two polls of watched groups: WATCH_PAUSE, or WATCH_PAUSE_EACH for each group if that is longer. Many
-groups are polled less often, so that the service gets no more than about 50 requests a second."""
+"""Seconds between two polls of watched groups: WATCH_PAUSE, or WATCH_PAUSE_EACH for each group if this is longer. So
+the service gets at most about 50 requests a second."""
 
 
 SILENCE = 60.0
-"""Seconds without a byte after which a stream of events counts as lost. The service sends a byte at least every 15
-seconds."""
+"""After this many seconds without a byte, a stream of events is considered lost. The service sends a byte at least
+every 15 seconds."""
 
 RETRIES = RetryPolicy(first=0.25, longest=10.0)
 RESTART_SECONDS = 30.0
-"""Seconds for which a client repeats a safe call, by default."""
+"""Default seconds for which a client repeats a safe call."""
 PATIENCE = 300.0
 """Seconds for which `patiently` retries while the service is busy or cannot be reached, for example during a restart.
-`submit` retries for the same time; without an idempotency key only while the service is busy."""
+`submit` retries for the same time, but without an idempotency key only while the service is busy."""
 REPORT_AFTER = 5.0
 """Seconds after which `patiently` logs a warning with the reason for its retries."""
 REPORT_EVERY = 30.0
-"""Minimum seconds between two warnings about retries in one event loop, however many calls are retried."""
+"""Minimum seconds between two warnings about retries in one event loop, even if many calls are retried."""
 LATER = frozenset({408, 425, 429})
-"""The statuses below 500 after which another try may help, also if a proxy sent them."""
+"""HTTP statuses below 500 after which a retry may help, even if a proxy sent them."""
 UNAVAILABLE = frozenset({502, 503, 504})
-"""The statuses with which a proxy replies while the service behind the proxy restarts."""
+"""HTTP statuses that a proxy sends while the service behind it restarts."""
 GZIP = 31
-"""The argument `wbits` with which zlib reads data in the gzip format."""
+"""The argument `wbits` that makes zlib read gzip."""
 SPREAD = 1.25
-"""A client multiplies the wait that a busy service requests by a random factor from 1 to SPREAD, so that refused
-clients do not all retry at the same time."""
+"""A client multiplies the wait that a busy service requests by a random factor from 1 to SPREAD. So refused clients do
+not all retry at the same time."""
 
 
 class _Reply(NamedTuple):
@@ -177,9 +181,9 @@ def _trace_context() -> dict[str, str]:
 class AsyncClient:
     """The client of the service for asynchronous code: `async with AsyncClient(url, token=None) as client`.
 
-    The certificate of an https service is verified. `ca` is a PEM file with the certificate of the authority, needed if
-    the authority is not installed on this machine. `patience` is the number of seconds for which safe calls are
-    repeated (see the module) once the client has had a reply; with 0 they are sent once.
+    The certificate of an https service is verified. `ca` is a PEM file with the certificate of its authority; it is
+    needed if this machine does not trust the authority. `patience` is the number of seconds for which safe calls are
+    repeated (see the module). With 0, they are sent once.
     """
 
     def __init__(
@@ -214,7 +218,7 @@ class AsyncClient:
         self._headers = {"User-Agent": "outrider"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-        elif address.username is not None:  # a user and password, for a proxy in front of the service
+        elif address.username is not None:  # a user and password for a proxy in front of the service
             user = f"{unquote(address.username)}:{unquote(address.password or '')}"
             self._headers["Authorization"] = f"Basic {base64.b64encode(user.encode()).decode()}"
         self._trusted = trusting(ca)
@@ -234,20 +238,21 @@ class AsyncClient:
             connections.close()
 
     async def submit(self, group: GroupSpec | Mapping[str, Any], *, patience: float = PATIENCE) -> GroupView:
-        """Submit a group. The group is stored when this method returns. While the service is busy, because its queue is
-        full or the token has too many sessions, the group is submitted again after the requested wait. After `patience`
+        """Submit a group. The group is stored when this method returns. The service is busy if its queue is full or the
+        token has too many sessions. The group is then submitted again after the requested wait. After `patience`
         seconds, raises Busy (QueueFull for a full queue).
 
-        A group with an `idempotency_key` is also submitted again while the service cannot be reached: if the service
-        has stored the group already, that group is returned. A group without a key is not submitted again in this case,
-        because the service might run the group twice."""
+        With an `idempotency_key`, the group is also submitted again while the service cannot be reached. If the service
+        has already stored the group, that group is returned. A group without a key is not submitted again in this case,
+        because the service might run it twice.
+        """
         return await self._submit("/v1/groups", group, patience)
 
     async def regrade(
         self, id: str, asked: RegradeSpec | Mapping[str, Any] | None = None, *, patience: float = PATIENCE
     ) -> GroupView:
         """Grade the sessions of a group, or one session, again. Returns the new group, which runs no agent. `asked` may
-        name another evaluator. For `patience` see `submit`."""
+        name another evaluator. For `patience`, see `submit`."""
         kind = "sessions" if id.startswith("s-") else "groups"
         return await self._submit(_path(kind, id, "regrade"), asked or {}, patience)
 
@@ -255,7 +260,7 @@ class AsyncClient:
         return await self._submission(path, GroupView, spec, patience)
 
     async def _submission(self, path: str, shape: type[T], spec: Spec | Mapping[str, Any], patience: float) -> T:
-        """Send a submission, and repeat it while the service is busy. A submission with an idempotency key is also
+        """Send a submission, and repeat it while the service is busy. With an idempotency key, the submission is also
         repeated while the service cannot be reached."""
         body = _encoded(spec)
         key = spec.get("idempotency_key") if isinstance(spec, Mapping) else getattr(spec, "idempotency_key", None)
@@ -263,7 +268,7 @@ class AsyncClient:
         return await patiently(submission, patience, unreachable=key is not None and self._reached)
 
     async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
-        """Return a group as soon as it is done, or in its current state after `wait` seconds (at most 60)."""
+        """Return a group once it is done, or in its current state after `wait` seconds (at most 60)."""
         query = {"wait": wait, "samples": samples}
         if not samples:
             return await self._call("GET", _path("groups", group_id), GroupView, query=query)
@@ -277,12 +282,12 @@ class AsyncClient:
     async def group_page(
         self, wanted: Mapping[str, Any] = {}, *, after: str | None = None, limit: int = 20
     ) -> GroupList:
-        """Return one page of the groups that match, newest first. `wanted` are filters, named as the arguments of
-        `sessions`. `min_reward` and `max_reward` apply to a group's mean reward."""
+        """Return one page of the groups that match the filters in `wanted`, newest first. The filters have the names of
+        the arguments of `sessions`. `min_reward` and `max_reward` apply to a group's mean reward."""
         return await self._call("GET", "/v1/groups", GroupList, query=_filter(wanted, after, limit))
 
     async def cancel(self, group_id: str) -> GroupView:
-        """Cancel a group. A group that has ended stays as it is."""
+        """Cancel a group. A group that is done is not changed."""
         return await self._call("DELETE", _path("groups", group_id), GroupView, safe=True)
 
     async def cancel_session(self, session_id: str) -> SessionView:
@@ -301,9 +306,9 @@ class AsyncClient:
         """Return the finished groups after the cursor `after`. If there are none, wait up to `wait` seconds (at most
         60) for the first. A page has at most `limit` groups: call again with the page's cursor until a page is empty.
 
-        Without a cursor, the results begin with the first group or, for a named `consumer`, after the groups that the
-        consumer has acknowledged (`ack`). A new consumer's position is `after`. Raises Forbidden if a `consumer` is
-        given and the token is read-only.
+        Without `after`, the results begin with the first group. For a named `consumer`, they begin after the groups
+        that the consumer has acknowledged (`ack`). A new consumer begins at `after`. Raises Forbidden if a `consumer`
+        is given and the token is read-only.
         """
         query = {"wait": wait, "limit": limit, "samples": samples, "after": after, "consumer": consumer}
         if not samples:
@@ -323,13 +328,14 @@ class AsyncClient:
         samples: bool = False,
         evaluations: bool = False,
     ) -> AsyncIterator[GroupView]:
-        """Yield groups as they finish, without end. The first groups may have finished long ago, unless `after` or
-        `consumer` excludes these groups: to wait for groups of your own, use `wait`. Groups of evaluations are left
-        out unless `evaluations` is True, so that a trainer does not train on held-out tasks. For the other arguments,
-        see `results`.
+        """Yield groups as they finish, without end. This includes groups that finished before the call, unless `after`
+        or `consumer` excludes them; to wait for your own groups, use `wait`. Groups of evaluations are left out unless
+        `evaluations` is True, so that a trainer does not train on held-out tasks. For the other arguments, see
+        `results`.
 
-        For a consumer, a group is acknowledged when the next group is requested. So if the caller's loop ends before
-        that, for any reason, the next call of `follow` yields the group again."""
+        With a `consumer`, a group is acknowledged when the next group is requested. If the caller's loop ends before
+        that, the next call of `follow` yields the group again.
+        """
         while True:
             page = await self.results(after=after, consumer=consumer, wait=LONG_POLL, samples=samples)
             for group in page.groups:
@@ -341,11 +347,11 @@ class AsyncClient:
 
     async def ack(self, consumer: str, cursor: int, *, rewind: bool = False, tenant: str | None = None) -> ConsumerView:
         """Acknowledge the groups up to `cursor`. Call this method once the data made from these groups is stored. A
-        consumer whose position is after `cursor` keeps its position. With `rewind` the position becomes `cursor`, and
-        the consumer gets the groups after `cursor` again. An admin may name the consumer's `tenant`."""
+        consumer whose position is after `cursor` keeps its position. With `rewind`, it moves back to `cursor`, and gets
+        the later groups again. An admin may name the consumer's `tenant`."""
         body = _encoded({"cursor": cursor, "rewind": rewind})
         path = _path("consumers", consumer, "ack")
-        # Repeating a rewind could undo an acknowledgement that another process has made meanwhile.
+        # A repeated rewind could undo an acknowledgement that another process has made in between.
         return await self._call("POST", path, ConsumerView, body=body, query={"tenant": tenant}, safe=not rewind)
 
     async def consumers(self) -> tuple[ConsumerView, ...]:
@@ -353,7 +359,7 @@ class AsyncClient:
         return (await self._call("GET", "/v1/consumers", ConsumerList)).consumers
 
     async def remove_consumer(self, name: str, *, tenant: str | None = None) -> tuple[ConsumerView, ...]:
-        """Remove a consumer. The service then no longer keeps groups for this consumer. Returns the other consumers. An
+        """Remove a consumer, so that the service no longer keeps groups for it. Returns the remaining consumers. An
         admin may name the consumer's `tenant`."""
         path = _path("consumers", name)
         return (await self._call("DELETE", path, ConsumerList, query={"tenant": tenant})).consumers
@@ -369,24 +375,24 @@ class AsyncClient:
         return (await self._call("POST", _path("callbacks", "dead", *which, "redeliver"), Redelivered)).callbacks
 
     async def discard_callback(self, group_id: str) -> tuple[CallbackView, ...]:
-        """Discard a callback that was given up. Returns the newest 100 of the other callbacks that were given up."""
+        """Discard a callback that was given up. Returns the newest 100 of the remaining given-up callbacks."""
         return (await self._call("DELETE", _path("callbacks", "dead", group_id), CallbackList)).callbacks
 
     async def gc(
         self, *, days: float | None = None, size_mb: int | None = None, force: bool = False, dry_run: bool = False
     ) -> GcReport:
-        """Remove the finished groups that ended more than `days` ago, and then the oldest others until at most
-        `size_mb` MiB remain. Groups that a consumer has not acknowledged are kept unless `force` is given; groups whose
-        callback is not delivered are always kept. With `dry_run` nothing is removed. If `days` and `size_mb` are None,
-        the service's settings apply. One call removes groups for about 20 seconds: call again while `more` is true in
-        the report."""
+        """Remove the finished groups that ended more than `days` ago. Then remove the oldest remaining groups until at
+        most `size_mb` MiB are stored. If `days` and `size_mb` are None, the service's settings apply. Groups that a
+        consumer has not acknowledged are kept unless `force` is given. Groups whose callback is not delivered are
+        always kept. With `dry_run`, nothing is removed. One call removes groups for about 20 seconds: call again while
+        `more` is true in the report."""
         body = {"days": days, "size_mb": size_mb, "force": force, "dry_run": dry_run}
         return await self._call("POST", "/v1/gc", GcReport, body=_encoded(body))
 
     async def wait(self, group_ids: Iterable[str], watch: Watch | None = None) -> list[GroupView]:
         """Return the groups in the order of `group_ids`, once all are done. `watch` is called with all groups at first,
-        at the end, and about every 0.2 seconds in between (less often for more than ten groups). After all groups have
-        been read once, a restart of the service does not end the wait (see `patiently`)."""
+        at the end, and about every 0.2 seconds in between (less often for more than ten groups). Once all groups were
+        read, the wait survives a restart of the service (see `patiently`)."""
         groups = {group_id: await self.group(group_id) for group_id in group_ids}
         while True:
             if watch is not None:
@@ -400,10 +406,9 @@ class AsyncClient:
                 groups[group_id] = await patiently(partial(self.group, group_id))
 
     async def events(self, *, after: int = 0) -> AsyncIterator[EventView]:
-        """Yield every event after a cursor, without end. If the connection is lost, the client connects again, also if
-        a proxy replies with a status in UNAVAILABLE. Raises ServiceError if the first connection fails, or if no
-        connection succeeds for PATIENCE seconds. Any other error in a reply is raised at once, also after a
-        reconnect."""
+        """Yield every event after a cursor, without end. If the connection is lost, or a proxy replies with a status in
+        UNAVAILABLE, the client connects again. Raises ServiceError if the first connection fails, or if no connection
+        succeeds for PATIENCE seconds. Any other error in a reply is raised at once."""
         clock = asyncio.get_running_loop().time
         give_up_at, tries = clock(), 0
         while True:
@@ -413,7 +418,7 @@ class AsyncClient:
                         refusal = _refusal(await reply.whole(), reply)
                         if reply.status not in UNAVAILABLE or clock() >= give_up_at:
                             raise refusal
-                    async for line in _lines(reply):  # after an error no line is left, because the body is read
+                    async for line in _lines(reply):  # after an error, no line is left, because the body is read
                         give_up_at, tries = clock() + PATIENCE, 0
                         if line.startswith(b"data: "):
                             event = msgspec.json.decode(line[6:], type=EventView)
@@ -442,7 +447,7 @@ class AsyncClient:
         self, session: SessionSpec | Mapping[str, Any] | None = None, *, patience: float = PATIENCE
     ) -> SessionEndpoint:
         """Open a session for an agent that runs elsewhere. Returns the session with its credential and addresses. For
-        `patience` see `submit`."""
+        `patience`, see `submit`."""
         return await self._submission("/v1/sessions", SessionEndpoint, session or {}, patience)
 
     async def complete_session(self, session_id: str, report: ReportSpec | Mapping[str, Any]) -> SessionView:
@@ -472,9 +477,9 @@ class AsyncClient:
         after: str | None = None,
         limit: int = 100,
     ) -> SessionList:
-        """Return one page of the sessions for which every given field holds, newest group first. `after` is the `after`
-        of the previous page. `error` is an error's code. `since` and `until` are times of submission, in seconds since
-        the epoch. `text` is searched for in the error, the end of the agent's output and the answer."""
+        """Return one page of the sessions that match every given filter, newest group first. `after` is the `after` of
+        the previous page. `error` is an error's code. `since` and `until` are times of submission, in seconds since the
+        epoch. `text` is searched for in the error, the end of the agent's output and the answer."""
         wanted = {
             "state": state,
             "labels": labels,
@@ -496,16 +501,16 @@ class AsyncClient:
         return await self._call("POST", "/v1/query", QueryReply, body=_encoded({"sql": sql}), safe=True)
 
     async def diff(self, a: str, b: str, *, passed: float = 1.0) -> RunDiff:
-        """Compare two runs, each named by labels (NAME=VALUE) or ids of groups, with commas between several. A session
-        with a reward of at least `passed` is solved."""
+        """Compare two runs. A run is given by labels (NAME=VALUE) or ids of groups, separated by commas. A session is
+        solved if its reward is at least `passed`."""
         return await self._call("GET", "/v1/diff", RunDiff, query={"a": a, "b": b, "passed": passed})
 
     async def cancel_sessions(self, wanted: SessionsSpec | Mapping[str, Any]) -> ChangedSessions:
-        """Cancel all sessions that match and are not done."""
+        """Cancel all sessions that match the filter and are not done."""
         return await self._call("POST", "/v1/sessions/cancel", ChangedSessions, body=_encoded(wanted))
 
     async def retry_sessions(self, wanted: SessionsSpec | Mapping[str, Any]) -> ChangedSessions:
-        """Submit again all sessions that match and are done, in new groups of the same tasks."""
+        """Submit again all sessions that match the filter and are done, in new groups of the same tasks."""
         return await self._call("POST", "/v1/sessions/retry", ChangedSessions, body=_encoded(wanted))
 
     async def pauses(self) -> QueuePauses:
@@ -515,23 +520,23 @@ class AsyncClient:
     async def pause_queue(
         self, *, labels: Mapping[str, str] = {}, harness: str | None = None, tenant: str | None = None
     ) -> QueuePauses:
-        """Start no more sessions of groups with all `labels` and the `harness`, until `resume_queue` is called with the
-        same arguments. Sessions under way go on. An admin may name a `tenant`."""
+        """Start no more sessions of groups that have all `labels` and the `harness`, until `resume_queue` is called
+        with the same arguments. Sessions under way continue. An admin may name a `tenant`."""
         body = _encoded({"labels": dict(labels), "harness": harness, "tenant": tenant})
         return await self._call("POST", "/v1/queue/pause", QueuePauses, body=body, safe=True)
 
     async def resume_queue(
         self, *, labels: Mapping[str, str] = {}, harness: str | None = None, tenant: str | None = None
     ) -> QueuePauses:
-        """End the pause with these arguments."""
+        """End the pause that `pause_queue` began with the same arguments."""
         body = _encoded({"labels": dict(labels), "harness": harness, "tenant": tenant})
         return await self._call("POST", "/v1/queue/resume", QueuePauses, body=body)
 
     async def diagnosis(
         self, *, labels: Mapping[str, str] = {}, groups: Sequence[str] = (), since: float = 0.0
     ) -> RunDiagnosis:
-        """Return the faults of the groups with all of `labels`, or of the named `groups`, that were created at `since`
-        (seconds since the epoch) or later (docs/diagnosis.md)."""
+        """Return the faults of groups (docs/diagnosis.md): of the groups with all `labels`, or of the groups named in
+        `groups`. Only groups created at `since` (seconds since the epoch) or later are examined."""
         query: Query = {
             "label": [f"{name}={value}" for name, value in labels.items()],
             "group": list(groups),
@@ -544,7 +549,7 @@ class AsyncClient:
         self, session: SessionSpec | Mapping[str, Any] | None = None
     ) -> AsyncIterator[ExternalSession]:
         """Open a session for an agent that the block runs: `async with client.external_session() as session`. The block
-        calls `session.complete`. If the block raises, or ends without a completion, the session ends as an error."""
+        calls `session.complete`. If the block raises, or ends without this call, the session ends with an error."""
         opened = ExternalSession(self, await self.open_session(session))
         try:
             yield opened
@@ -563,7 +568,7 @@ class AsyncClient:
         return (await self._call("GET", _path("sessions", session_id, "chat"), ChatList)).rows
 
     async def artifacts(self, session_id: str, *, attempt: int | None = None) -> ArtifactList:
-        """Return the artifacts of an attempt, by default of the newest attempt that has stored a list."""
+        """Return the artifacts of an attempt, by default of the newest attempt that has stored its artifacts."""
         path = _path("sessions", session_id, "artifacts")
         return await self._call("GET", path, ArtifactList, query={"attempt": attempt})
 
@@ -574,24 +579,26 @@ class AsyncClient:
 
     async def image(self, digest: str) -> Image:
         """Return an image of a sample, with its bytes. Raises NotFound for an image sent as a URL, because the service
-        has no bytes of it."""
+        does not store its bytes."""
         answer = await self._fetch("GET", _path("images", digest))
         return image_from_bytes(answer.media_type, answer.data)
 
     async def reply_body(self, path: str, query: Query | None = None) -> bytes:
-        """Return the body of the reply to a GET of a path, such as `/v1/status`, as it is. Raises NotFound for a path
-        that the service does not serve."""
+        """Return the undecoded body of the reply to a GET of a path, such as `/v1/status`. Raises NotFound for an
+        unknown path."""
         return (await self._fetch("GET", path, query=query)).data
 
     async def status(self) -> ServiceStatus:
         return await self._call("GET", "/v1/status", ServiceStatus)
 
     async def rates(self) -> RateList:
-        """Return what the service has done in each step of the last hour. Raises Forbidden for a token of a tenant."""
+        """Return the numbers of sessions, model calls and tokens in each step of the last hour. Raises Forbidden unless
+        the token is an admin's or the operator's."""
         return await self._call("GET", "/v1/rates", RateList)
 
     async def metrics(self) -> str:
-        """Return the metrics in the text format of Prometheus. Raises Forbidden for a token of a tenant."""
+        """Return the metrics in the text format of Prometheus. Raises Forbidden unless the token is an admin's or the
+        operator's."""
         return (await self._fetch("GET", "/metrics")).data.decode()
 
     async def engines(self) -> tuple[EngineStatus, ...]:
@@ -601,7 +608,7 @@ class AsyncClient:
         return (await self._call("GET", "/v1/nodes", NodeList)).nodes
 
     async def pull_image(self, reference: str, name: str, *, seconds: float = PULL_SECONDS) -> PulledImages:
-        """Pull an image from a container registry to every machine that runs sessions. Returns the result for each
+        """Pull an image from a container registry to every machine that runs sessions. Returns the result of each
         machine."""
         body = _encoded({"reference": reference, "name": name})
         return await self._call("POST", "/v1/nodes/pull", PulledImages, body=body, seconds=seconds)
@@ -634,8 +641,8 @@ class AsyncClient:
         max_queued: int | None = None,
         expires_days: float | None = None,
     ) -> NewToken:
-        """Create a token. Only this reply has the token's text. Tokens of one `tenant` see each other's groups; by
-        default the tenant is the token's own name."""
+        """Create a token. Only this reply has the token's text. Tokens of the same `tenant` see each other's groups. By
+        default, the tenant has the token's name."""
         body = {"name": name, "role": role, "tenant": tenant, "max_queued": max_queued, "expires_days": expires_days}
         return await self._call("POST", "/v1/tokens", NewToken, body=_encoded(body))
 
@@ -646,11 +653,11 @@ class AsyncClient:
         return await self._call("GET", "/v1/policy", PolicyStatus)
 
     async def pause_policy(self, mode: PolicyPause = "finish") -> PolicyStatus:
-        """Pause the policy. Returns when no engine generates any more. This call has no time limit."""
+        """Pause the policy. Returns once all engines have stopped generating. This call has no time limit."""
         return await self._call("POST", "/v1/policy/pause", PolicyStatus, body=_encoded({"mode": mode}), seconds=None)
 
     async def resume_policy(self, version: int | None = None, *, go_back: bool = False) -> PolicyStatus:
-        """Resume generation. `version` is the version of the engines' weights, if they changed. `go_back` allows a
+        """Resume generation. `version` is the version of the engines' weights, if it has changed. `go_back` allows a
         version lower than the policy's, to undo a wrong version."""
         body = _encoded({"version": version, "go_back": go_back})
         return await self._call("POST", "/v1/policy/resume", PolicyStatus, body=body, seconds=None)
@@ -665,7 +672,7 @@ class AsyncClient:
         go_back: bool = False,
     ) -> PolicyStatus:
         """Pause the policy, make the engines load `weights` (a file or folder) if given, set the version, and resume.
-        Returns when the engines generate again. This call has no time limit. For `go_back`, see `resume_policy`."""
+        Returns once the engines generate again. This call has no time limit. For `go_back`, see `resume_policy`."""
         asked = {"mode": mode, "weights": weights, "cancel_older_than": cancel_older_than, "go_back": go_back}
         body = _encoded({"version": version, **asked})
         return await self._call("POST", "/v1/policy", PolicyStatus, body=body, seconds=None)
@@ -692,7 +699,8 @@ class AsyncClient:
         seconds: float | None = TOTAL_SECONDS,
         safe: bool = False,
     ) -> T:
-        """Send a request and read its reply. `safe` is True for a request other than GET that may be repeated."""
+        """Send a request, and read its reply. `safe` marks a request that may be repeated. A GET may always be
+        repeated."""
         reply = await self._fetch(method, path, query=query, body=body, seconds=seconds, safe=safe)
         return self._read(reply.data, shape)
 
@@ -754,7 +762,7 @@ class AsyncClient:
         accept: str | None = None,
     ) -> AsyncIterator[Response]:
         """Send a request, and yield the reply once its head has arrived. Raises OSError if the service cannot be
-        reached, in particular TimeoutError if the head does not arrive within `seconds`."""
+        reached. Raises TimeoutError, which is an OSError, if the head does not arrive within `seconds`."""
         if self._connections is None:
             raise _not_open()
         sent = () if body is None else (body,)
@@ -785,7 +793,7 @@ class AsyncClient:
                     f"no TLS connection to the service at {self._shown}: {error}",
                     hint="a service without a certificate has an address that begins with http://",
                 )
-        # The error of an unknown host name has a negative number, for which `os.strerror` has no text.
+        # The error for an unknown host name has a negative number, for which `os.strerror` has no text.
         number = error.errno or 0
         known = os.strerror(number) if number > 0 else error.strerror
         reason = known or str(error) or type(error).__name__
@@ -805,7 +813,7 @@ class AsyncClient:
 
 
 async def _lines(reply: Response) -> AsyncIterator[bytes]:
-    """Yield the complete lines of a stream of events. Raises TimeoutError after SILENCE."""
+    """Yield the complete lines of a stream of events. Raises TimeoutError after SILENCE seconds without a byte."""
     rest = b""
     while True:
         async with asyncio.timeout(SILENCE):
@@ -819,12 +827,13 @@ async def _lines(reply: Response) -> AsyncIterator[bytes]:
 
 async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE, *, unreachable: bool = True) -> T:
     """Call the service, and retry for up to `patience` seconds, with pauses, while the service is busy or cannot be
-    reached. If `unreachable` is False, retry only while the service is busy. If `unreachable` is True, `call` must be
-    repeatable: a read, or a submission with an idempotency key. The `patience` seconds include the time of the calls,
-    so a submission that has itself waited this long for a busy service is not repeated. Nothing is retried after an
-    error that another try does not change, such as ServiceUnusable.
+    reached. If `unreachable` is False, retry only while it is busy. If `unreachable` is True, `call` must be
+    repeatable: a read, or a submission with an idempotency key.
 
-    If the retries take REPORT_AFTER seconds or more, the reason is logged as a warning."""
+    The time of the calls counts: if a submission has itself waited for `patience` seconds, it is not repeated. Errors
+    that a retry cannot change, such as ServiceUnusable, are raised at once. If the retries take REPORT_AFTER seconds or
+    more, the reason is logged as a warning.
+    """
     clock = asyncio.get_running_loop().time
     started = clock()
     give_up_at = started + patience
@@ -850,7 +859,7 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
             if not unreachable or not failed.retryable or now >= give_up_at:
                 raise failed
         if isinstance(failed, Busy) and patience == math.inf:
-            # no warning, because a caller without a time limit expects to wait
+            # no warning, because a caller with infinite patience expects to wait
             log.info("the service is asked again in %.0f s: %s", wait, failed.message)
         elif now + wait - started >= REPORT_AFTER and _Reports.due():
             reported = True
@@ -864,14 +873,14 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
 
 
 class _Reports:
-    """Holds the time of the newest warning about retries, for each event loop. So few warnings are logged when hundreds
-    of calls are retried at once for the same reason."""
+    """Holds the time of the newest warning about retries, for each event loop. So only a few warnings are logged if
+    hundreds of calls are retried at once."""
 
     _newest: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, float]] = WeakKeyDictionary()
 
     @classmethod
     def due(cls) -> bool:
-        """Return whether a warning may be logged now. The caller then logs one."""
+        """Return True if a warning may be logged now. The caller then logs one."""
         loop = asyncio.get_running_loop()
         newest = cls._newest.get(loop)
         if newest is not None and loop.time() - newest < REPORT_EVERY:
@@ -881,9 +890,9 @@ class _Reports:
 
 
 async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: str) -> GroupView:
-    """Return an accepted group; raise ServiceError if the service has lost it. `group` is the method
-    `AsyncClient.group`. Call this function when the group's result does not arrive, because only this call shows that a
-    group will never be done."""
+    """Return a group that the service has accepted. Raises ServiceError if the service has lost the group. `group` is
+    the method `AsyncClient.group`. Call this function if a group's result does not arrive: a lost group never gets a
+    result."""
     try:
         return await patiently(lambda: group(group_id))
     except NotFound as error:
@@ -894,9 +903,13 @@ async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: st
 
 
 class ExternalSession:
-    """A session of an agent that runs elsewhere, for the code that runs the agent. `base_url` and `key` are the agent's
-    base URL (without `/v1`) and API key, `model` is the name of its model, `instruction` is that of the task, and
-    `variables` are environment variables for agent programs of all vendors."""
+    """A session of an agent that runs elsewhere, for the code that runs the agent.
+
+    base_url, key: the agent's base URL (without `/v1`) and API key.
+    model: the name of the agent's model.
+    instruction: the task's instruction.
+    variables: environment variables for the agent programs of all vendors.
+    """
 
     def __init__(self, client: AsyncClient, opened: SessionEndpoint) -> None:
         self._client = client
@@ -918,15 +931,15 @@ class ExternalSession:
         return done
 
     async def fail(self, error: BaseException) -> None:
-        """Report an error, unless the session is completed. Raises nothing: the caller is about to raise `error`, and a
-        session without a report ends as an error after its `idle_seconds`."""
+        """Report an error, unless the session is completed. Errors of the report itself are suppressed, because the
+        caller is about to raise `error`. A session without a report ends with an error after its `idle_seconds`."""
         self.failed = True
         if not self.completed:
             with suppress(OutriderError):
                 await self.complete(error=storable(f"{type(error).__name__}: {error}")[:MAX_TEXT])
 
     async def reset(self) -> None:
-        """Drop the turns, because the agent starts over."""
+        """Drop the turns of the session, so that the agent can start over."""
         await self._client.reset_session(self.id)
 
 
@@ -954,7 +967,7 @@ def _blocking(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Client, P], T]:
     """Return a method of `Client` that calls a method of `AsyncClient` and waits for the result. Type checkers and
-    `help()` show the same signature and docstring for both methods."""
+    `help()` show the same signature and docstring for both."""
 
     @wraps(method)
     def call(self: Client, /, *args: P.args, **named: P.kwargs) -> T:
@@ -987,8 +1000,8 @@ class Client:
     """`AsyncClient` for code that does not await: the same methods with the same arguments and replies.
 
     An open client (`with Client(url) as client`) runs an AsyncClient, `asynchronous`, on an event loop in a separate
-    thread. So a client also works in a notebook, where the caller's thread already runs an event loop. Through `run`
-    and `open`, other asynchronous code, such as a `DynamicSampler`, can use the same connections.
+    thread. So it also works in a notebook, where the caller's thread already runs an event loop. With `run` and `open`,
+    other asynchronous code, such as a `DynamicSampler`, can use the same connections.
     """
 
     def __init__(
@@ -1015,7 +1028,7 @@ class Client:
             loop.__exit__(None, None, None)
 
     def impatient(self) -> Client:
-        """Return another client of the same service, which sends each call once. The caller opens this client."""
+        """Return a new client of the same service that sends each call once. The caller must open it."""
         return Client(**self._arguments, patience=0)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -1109,7 +1122,7 @@ def _not_open() -> ServiceError:
 
 def _path(*segments: str) -> str:
     """Return a path of the control API. Names and ids are quoted, because a name may be any text. Raises InvalidField
-    for an empty name, because the path would then be the path of the whole list."""
+    for an empty name, because the path would then be that of the whole list."""
     if not all(segments):
         raise InvalidField("a name or an id in the request is empty", hint="give the name or the id")
     return "/v1/" + "/".join(quote(segment, safe="") for segment in segments)
@@ -1123,7 +1136,7 @@ def _with_query(path: str, query: Query) -> str:
 
 
 def _filter(wanted: Mapping[str, Any], after: str | None, limit: int) -> Query:
-    """Return the parameters of a filtered list."""
+    """Return the query parameters for a filtered list."""
     others = {name: value for name, value in wanted.items() if name not in ("labels", "groups")}
     labels = [f"{name}={value}" for name, value in wanted.get("labels", {}).items()]
     return {**others, "label": labels, "group": list(wanted.get("groups", ())), "after": after, "limit": limit}
@@ -1133,15 +1146,15 @@ def _encoded(body: Spec | Mapping[str, Any]) -> bytes:
     """Encode a request body. Raises InvalidField for values that JSON cannot represent."""
     if not isinstance(body, Mapping):
         return body.model_dump_json().encode()
-    try:  # json refuses NaN; orjson and msgspec encode NaN as null, which means "not given" to the service
+    try:  # json refuses NaN; orjson and msgspec write null, which the service reads as a missing value
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidField(f"the body cannot be written as JSON: {error}") from error
 
 
 def _unpacked(body: bytes, reply: Response) -> bytes:
-    """Return the body of a reply, decompressed if a proxy has compressed the body with gzip. Raises ServiceUnusable for
-    any other compression."""
+    """Return the body of a reply, decompressed if a proxy has compressed it with gzip. Raises ServiceUnusable for any
+    other compression."""
     coding = (reply.header(b"content-encoding") or b"identity").decode("latin-1").strip().lower()
     if coding == "identity":
         return body
@@ -1169,13 +1182,14 @@ def _refusal(body: bytes, reply: Response) -> OutriderError:
         hint = "the reply is not from Outrider: see whether the address is right, and what a proxy in front refuses"
         return ServiceUnusable(text, hint=hint)
     error = error_from(record)
-    if lasting and type(error) is ServiceError and not record.retryable:  # an unknown error code, of another version
+    # an unknown error code, from another version of the service
+    if lasting and type(error) is ServiceError and not record.retryable:
         error = ServiceUnusable(error.message, hint=error.hint, field=error.field, log_tail=error.log_tail)
     if isinstance(error, Busy):
-        with suppress(ValueError):  # the header may have no number, because a proxy may write a date
+        with suppress(ValueError):  # a proxy may write a date and not a number
             error.retry_after = max(error.retry_after, float(reply.header(b"retry-after") or b""))
     for name, value in (("field", error.field), ("hint", error.hint)):
         if value is not None:
-            # Tracebacks show notes, but show neither the field nor the hint of an error.
+            # Tracebacks show notes, but not an error's field and hint.
             error.add_note(f"{name}: {value}")
     return error

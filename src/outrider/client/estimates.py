@@ -1,5 +1,5 @@
-"""Estimates from the rewards of sessions: pass@k, and confidence intervals over tasks. The functions are pure, and the
-same values give the same result."""
+"""Estimates from the rewards of sessions: pass@k, and confidence intervals over tasks. The functions are pure; equal
+values give equal results."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from statistics import fmean, stdev
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 MOST_RESAMPLED = 500
-"""Maximum number of values for which an interval is computed from resamples. For more values, the normal approximation
+"""Maximum number of values for which an interval is computed by resampling. For more values, the normal approximation
 is as good."""
 NORMAL_QUANTILE = 1.959964
 """The quantile of the normal distribution for CONFIDENCE."""
 
 
 def pass_at(k: int, passes: int, samples: int) -> float:
-    """Return the probability that at least one of k samples passes, if the k samples are drawn without replacement from
-    `samples` samples, and `passes` of these pass."""
+    """Return the probability that at least one of `k` samples passes. The `k` samples are drawn without replacement
+    from `samples` samples, of which `passes` pass."""
     return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 
 def bootstrap_interval(means: Sequence[float]) -> tuple[float, float] | None:
-    """Return the confidence interval of the mean of `means`, from percentiles of the means of resamples. None for fewer
-    than two values."""
+    """Return the confidence interval of the mean of `means`, by the percentile bootstrap. Returns None for fewer than
+    two values."""
     if len(means) < 2:
         return None
     draw = random.Random(0)
@@ -35,8 +35,8 @@ def bootstrap_interval(means: Sequence[float]) -> tuple[float, float] | None:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the confidence interval of the mean of `values`: that of `bootstrap_interval` for up to MOST_RESAMPLED
-    values, and by the normal approximation for more values. None for fewer than two values."""
+    """Return the confidence interval of the mean of `values`. It comes from `bootstrap_interval` for up to
+    MOST_RESAMPLED values, and from the normal approximation for more. Returns None for fewer than two values."""
     if len(values) <= MOST_RESAMPLED:
         return bootstrap_interval(values)
     half = NORMAL_QUANTILE * stdev(values) / math.sqrt(len(values))
@@ -45,8 +45,8 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def difference_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float] | None:
-    """Return the confidence interval of mean(second) - mean(first), for two independent sets of values. None if one set
-    has fewer than two values."""
+    """Return the confidence interval of mean(second) - mean(first), for two independent sets of values. Returns None if
+    a set has fewer than two values."""
     if min(len(first), len(second)) < 2:
         return None
     if max(len(first), len(second)) > MOST_RESAMPLED:

@@ -1,11 +1,11 @@
-"""Evaluates a policy: runs the same tasks with the same seeds each time, while groups for training also run.
+"""Evaluates a policy: runs the same tasks with the same seeds each time. Groups for training can run at the same time.
 
     if step % 20 == 0:
         found = await evaluate(client, held_out, samples=4, seed=0)
         print(found.reward.mean, found.reward.pass_at[4], found.failures)
 
 The module uses the control API and is independent of the trainer. Invariant: an ungraded session is counted in
-`failures`, and is part of no mean.
+`failures` and in no mean.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from outrider.schemas import GroupView
 from outrider.spec import EVALUATION_LABEL, TaskSpec
 
 PRIORITY = 100
-"""The default priority of an evaluation's groups: higher than the priority of training groups, because a trainer may
-wait for the figures."""
+"""The default priority of an evaluation's groups. It is higher than the priority of training groups, because a trainer
+may wait for the result."""
 LARGEST_SEED = (1 << 63) - 1
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of the reward or of a metric.
+    """Statistics of the reward or of a metric.
 
-    mean: the mean over tasks of the mean over a task's graded samples, so every task weighs the same.
+    mean: the mean of the tasks' means. Each task weighs the same. A task's mean is over its graded samples.
     standard_error: the standard error of `mean`, from the spread between tasks; None with fewer than two tasks.
     interval: the 95 % confidence interval of `mean`, by bootstrap over tasks (RESAMPLES resamples from a fixed seed);
         None with fewer than two tasks.
     pass_at: for each k, the unbiased estimate of the probability that at least one of k samples of a task passes (Chen
-        et al. 2021, section 2.1), as a mean over the tasks with k graded samples or more.
+        et al. 2021, section 2.1). It is the mean over the tasks with at least k graded samples.
     tasks, samples: the numbers of tasks and samples with a value.
     """
 
@@ -58,8 +58,9 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """The result of an evaluation.
 
-    `failures` counts the ungraded sessions, by error code, or by stop reason if they have no error. `versions` are the
-    policy versions before and after the evaluation. `groups` are in the order of the tasks, without samples.
+    failures: number of ungraded sessions by error code, or by stop reason if they have no error.
+    versions: the policy versions before and after the evaluation.
+    groups: in the order of the tasks, without samples.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[GroupView, ...]
 
     def figures(self) -> dict[str, float]:
-        """Return the figures by name, for a logger of training metrics. A name is for example
+        """Return the statistics by name, for a logger of training metrics. An example of a name is
         `evaluation/reward/pass@4`."""
         found: dict[str, float] = {}
         for name, score in {"reward": self.reward, **self.metrics}.items():
@@ -99,17 +100,19 @@ async def evaluate(
 ) -> Evaluation:
     """Run `samples` sessions of each task, and wait for all of them.
 
-    Task i gets the seed `seed` + i in place of its own seed, so that a deterministic engine samples the same tokens in
-    every evaluation. If `seed` is None, the tasks keep their own seeds. A sample passes if its reward (for a metric:
-    its value) is at least `passed`. The groups have the label `outrider.evaluation`, with `name` as its value.
+    seed: task i gets the seed `seed` + i in place of its own, so that a deterministic engine samples the same tokens in
+        every evaluation. If None, the tasks keep their own seeds.
+    policy_version: the policy must have this version from the beginning to the end.
+    passed: a sample passes if its reward, or the value of a metric, is at least this number.
+    name: the value of the label `outrider.evaluation` that the groups get.
+    run: a name for the evaluation. Groups already submitted under this name are used, so the same call after an
+        interruption submits only the missing groups.
+    watch: see `AsyncClient.wait`.
 
-    With `policy_version`, the policy must have this version from the beginning to the end. `run` is a name for the
-    evaluation. Groups already submitted under this name are used, so the same call after an interruption runs only the
-    missing groups. `watch`: see `AsyncClient.wait`.
-
-    Raises InvalidField if the service refuses a task or the policy has another version, Conflict if `run` was used with
-    other tasks, Busy if the service stays busy, and ServiceError if the service cannot be reached, the version changed
-    meanwhile, or no session was graded. After an error, the groups that still run are cancelled, unless `run` is given.
+    Raises InvalidField if the service refuses a task or the policy has another version. Raises Conflict if `run` was
+    used with other tasks, and Busy if the service stays busy. Raises ServiceError if the service cannot be reached, the
+    version changed meanwhile, or no session was graded. After an error, groups that still run are cancelled, unless
+    `run` is given.
     """
     if not tasks or samples < 1:
         raise InvalidField("an evaluation needs a task and a sample", field="samples" if tasks else "tasks")
@@ -133,9 +136,9 @@ async def evaluate(
             }
             ids.append((await patiently(partial(client.submit, body))).id)
         groups = await patiently(partial(client.wait, ids, watch))
-    except BaseException:  # also for a cancellation of this evaluation
+    except BaseException:  # also if this evaluation is cancelled
         for group_id in ids if run is None else ():
-            with suppress(OutriderError):  # a failure here must not hide the error that ended the evaluation
+            with suppress(OutriderError):  # must not hide the error that ended the evaluation
                 await shielded(partial(client.cancel, group_id))
         raise
     after = (await patiently(client.policy)).version
@@ -151,8 +154,8 @@ async def evaluate(
 def evaluation_task(
     task: TaskSpec | Mapping[str, Any], name: str = "evaluation", *, seed: int | None = None
 ) -> dict[str, Any]:
-    """Return the fields of the task, and add the label that marks evaluations. Exports for training skip groups with
-    this label."""
+    """Return the fields of the task with the label that marks evaluations. Exports for training skip groups with this
+    label."""
     body = task.model_dump(mode="json") if isinstance(task, TaskSpec) else dict(task)
     body["labels"] = {**(body.get("labels") or {}), EVALUATION_LABEL: name}
     if seed is not None:
@@ -197,8 +200,8 @@ def _evaluation(
 
 
 def _score(values: Sequence[Sequence[float]], samples: int, passed: float) -> Score:
-    """Compute the figures of one reward or metric. `values` has a list of values for each task. At least one task must
-    have a value."""
+    """Compute the statistics of the reward or of one metric. `values` has a list of values for each task. At least one
+    task must have a value."""
     graded = [of_task for of_task in values if of_task]
     means = [fmean(of_task) for of_task in graded]
     chances: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""Rolls out the tasks of a data set for training: one group for each task, under the name of a run.
+"""Rolls out the tasks of a data set for training. A run has a name, and submits one group for each task.
 
     done = await roll_out(client, tasks, run="first", samples=4)
 
@@ -26,16 +26,16 @@ from outrider.lifecycle import GroupState, SessionState
 from outrider.schemas import GroupView
 
 RUN_LABEL = "outrider.run"
-"""Label of the groups of a run, with the run's name as its value. `outrider export --run` writes these groups."""
+"""Label of the groups of a run. Its value is the run's name. `outrider export --run` exports these groups."""
 WAITED_FOR = 16
-"""Maximum number of groups that are polled at once: the first groups that are not done."""
+"""Maximum number of groups that are polled at once. These are the first groups that are not done."""
 WAIT_SECONDS = 1.0
 """Seconds that a poll waits for the first group to be done."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a run: the number of all its sessions, of submitted sessions and of ended sessions. `states`
-    counts, by state, the sessions of the groups that have not ended."""
+    """The progress of a run: the number of all its sessions, of submitted sessions, and of ended sessions. `states`
+    counts the sessions of the polled groups by state."""
 
     sessions: int
     submitted: int
@@ -47,12 +47,12 @@ class RolledOut(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a run.
 
     groups: the ids, in the order of the tasks.
-    earlier: the number of groups that an earlier call had submitted and that were done before this call.
+    earlier: number of groups that were done before this call, because an earlier call had submitted them.
     mean_reward: over all graded sessions, None if no session was graded.
-    mixed: the number of groups in which not all rewards are equal: only such a group gives GRPO an advantage.
-    failures: the ungraded sessions by error code, or by stop reason if they have no error.
-    failed: a session that ended with an error, None if there is none.
-    trained: the number of tokens that train.
+    mixed: number of groups whose rewards are not all equal. Only such groups have a non-zero advantage in GRPO.
+    failures: number of ungraded sessions by error code, or by stop reason if they have no error.
+    failed: the id of a session that ended with an error, or None.
+    trained: number of tokens that train.
     after: the cursor before the first of the groups, for `export --after`.
     """
 
@@ -84,9 +84,9 @@ async def roll_out(
     groups wait for their submission. `watch` is called with the progress after each submission, before each poll, and
     at the end.
 
-    Groups that were already submitted under the name `run` are used. A cancellation leaves running groups to the
-    service. Raises InvalidField if the service refuses a task, or if a task of the run had another number of sessions
-    or another priority, and ServiceError if the service cannot be reached.
+    Groups that were already submitted under the name `run` are used. If the call is cancelled, running groups continue
+    in the service. Raises InvalidField if the service refuses a task, or if the run has a task with another number of
+    sessions or another priority. Raises ServiceError if the service cannot be reached.
     """
     if not tasks or samples < 1:
         raise InvalidField("a run needs a task and a session", field="n" if tasks else "source")
@@ -109,8 +109,8 @@ async def roll_out(
     for body in _bodies(tasks, run=run, samples=samples, priority=priority):
         try:
             submission = partial(client.submit, body, patience=math.inf)
-            # If the service cannot be reached at first, the address may be wrong, so the error is raised at once. Later
-            # the service may be restarting, so the submission is repeated.
+            # If the first submission cannot reach the service, the address may be wrong, so the error is raised at
+            # once. Later, the service may be restarting, so the submission is repeated.
             group = await (patiently(submission) if groups else submission())
         except Conflict as error:
             raise InvalidField(
@@ -123,8 +123,8 @@ async def roll_out(
     earlier = sum(group.state is GroupState.DONE for group in groups.values())
     while active := [group for group in groups.values() if group.state is not GroupState.DONE][:WAITED_FOR]:
         tell(active)
-        # Only the request for the first group waits for its group, up to WAIT_SECONDS. This wait is the pause between
-        # two polls.
+        # The request for the first group waits up to WAIT_SECONDS, which is the pause between two polls. The other
+        # requests do not wait.
         waits = [WAIT_SECONDS] + [0.0] * (len(active) - 1)
         calls = [partial(client.group, group.id, wait=wait) for group, wait in zip(active, waits, strict=True)]
         for group in await asyncio.gather(*map(patiently, calls)):
@@ -134,8 +134,8 @@ async def roll_out(
 
 
 def _bodies(tasks: Sequence[Mapping[str, Any]], *, run: str, samples: int, priority: int) -> Iterator[dict[str, Any]]:
-    """Yield the groups to submit. The key of a group is made from its task, not from the task's place in the data set,
-    so that a run goes on after rows were added, removed or moved. Equal tasks get different keys."""
+    """Yield the groups to submit. The key of a group is made from the content of its task, not from the task's
+    position. So a run can continue after rows were added, removed or moved. Equal tasks get different keys."""
     seen = Counter[str]()
     for task in tasks:
         body = {**task, "labels": {**(task.get("labels") or {}), RUN_LABEL: run}}

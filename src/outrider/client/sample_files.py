@@ -1,4 +1,4 @@
-"""Writes training rows to files, as JSON lines or (with pyarrow) as Parquet, and their images to a folder.
+"""Writes training rows to files, and their images to a folder.
 
 The module does not use the service. Invariants: `jsonl` and `parquet` have the same rows, with the fields of
 `trajectory.Sample`; a file appears complete or not at all.
@@ -27,15 +27,15 @@ from outrider.trajectory import ChatRow, JsonSample, Sample, sample_json, unpack
 
 Row = Sample | ChatRow
 TOKEN_COLUMNS = ("ids", "loss_mask", "logprobs", "versions")
-"""The columns with a number for each token."""
+"""The columns that have a number for each token."""
 ROW_GROUP_TOKENS = 1 << 20
-"""Tokens at which a row group of Parquet ends. The arrays of a row group have 17 bytes for each token. Row groups of
-400,000 tokens take a tenth more time, and so do row groups of two million."""
+"""A Parquet row group ends once it has this many tokens. The arrays of a row group have 17 bytes for each token. Row
+groups of 400,000 or of two million tokens take a tenth more time."""
 
 
 class SampleFormat(StrEnum):
-    """The format of a file. `jsonl`, `parquet` and `arrow` are files of samples; `chat` is JSON lines of chat rows, and
-    `atif` JSON lines of trajectories."""
+    """The format of a file. `jsonl`, `parquet` and `arrow` are files of samples. `chat` is JSON lines of chat rows, and
+    `atif` is JSON lines of trajectories."""
 
     JSONL = "jsonl"
     PARQUET = "parquet"
@@ -61,12 +61,11 @@ class JsonLines:
 
 
 class Parquet:
-    """A writer of Parquet, with a row group for every ROW_GROUP_TOKENS tokens.
+    """A writer of Parquet, with a row group for about ROW_GROUP_TOKENS tokens.
 
     Token columns are large lists: `ids` and `versions` of int32, `loss_mask` of int8, `logprobs` of float64. `metrics`
-    and `labels` are JSON text, because not all readers treat Arrow maps alike. `images` is a list of structs.
-
-    Raises InvalidField if pyarrow is not installed.
+    and `labels` are JSON text, because not all readers treat Arrow maps alike. `images` is a list of structs. Raises
+    InvalidField if pyarrow is not installed.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -125,8 +124,8 @@ class Parquet:
 
 
 def _token_arrays(rows: Sequence[Sample]) -> dict[str, Any]:
-    """Return the TOKEN_COLUMNS of all rows as numpy arrays, one row after the other. They are made from the short form,
-    because the arrays of the single samples would have to be copied."""
+    """Return the TOKEN_COLUMNS of all rows as numpy arrays, one row after the other. They are made from the rows'
+    packed fields, because the arrays of the single samples would have to be copied."""
     import numpy as np
 
     total = sum(map(len, rows))
@@ -165,14 +164,13 @@ WRITERS: dict[SampleFormat, Callable[[BinaryIO], SampleWriter]] = {
     SampleFormat.PARQUET: Parquet,
     SampleFormat.ARROW: ArrowStream,
 }
-"""The writers of binary formats. All other formats are JSON lines."""
+"""The writers of binary formats. All other formats use JsonLines."""
 
 
 @contextmanager
 def sample_file(path: Path, kind: SampleFormat) -> Iterator[SampleWriter]:
     """Open a writer of the file at `path`. The file appears, or is replaced, only if the block ends without an error.
-
-    Raises InvalidField if the file cannot be created, or for `parquet` if pyarrow is not installed.
+    Raises InvalidField if the file cannot be created, or if `parquet` needs pyarrow and it is not installed.
     """
     make = WRITERS.get(kind, JsonLines)
     with whole_file(path, field="output") as file, closing[SampleWriter](make(file)) as writer:
@@ -186,7 +184,7 @@ class ImageFolder:
         self.path = path
 
     def missing(self, digests: Iterable[str]) -> list[str]:
-        """Return the digests without a file in this folder, each once."""
+        """Return the digests that have no file in this folder, without repetitions."""
         return [digest for digest in dict.fromkeys(digests) if next(self.path.glob(f"{digest}.*"), None) is None]
 
     def add(self, image: Image) -> None:
@@ -196,16 +194,16 @@ class ImageFolder:
 
 
 def stored_images(samples: Iterable[Row]) -> list[str]:
-    """Return the digests of the images in samples, each once. Images sent as URLs are left out, because the service
-    does not fetch URLs and so stores no bytes for such images."""
+    """Return the digests of the images in samples, without repetitions. Images sent as URLs are left out, because the
+    service does not fetch URLs and has no bytes of these images."""
     shown = (image for sample in samples for image in sample.images)
     return list(dict.fromkeys(image.digest for image in shown if image.url is None))
 
 
 @contextmanager
 def whole_file(path: Path, *, field: str) -> Iterator[BinaryIO]:
-    """Open a file that appears at `path` when the block ends without an error. Until then the file has a temporary
-    name. After an error the file is removed. Raises InvalidField for `field` if the file cannot be created."""
+    """Open a file that appears at `path` when the block ends without an error. Until then, it has a temporary name.
+    After an error, it is removed. Raises InvalidField for `field` if the file cannot be created."""
     draft = path.with_name(f".{path.name}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -223,15 +221,14 @@ def whole_file(path: Path, *, field: str) -> Iterator[BinaryIO]:
 
 
 def _columns(arrow: Any, row: type) -> list[tuple[str, Any]]:
-    """Return a column, by name and type, for each field of a struct."""
+    """Return the name and type of a column for each field of a struct."""
     return [(name, _arrow_type(arrow, name, kind)) for name, kind in get_type_hints(row).items()]
 
 
 def _arrow_type(arrow: Any, name: str, kind: Any) -> Any:
-    """Return the Arrow type of a field of type `kind`. A field of a type that is not handled here becomes a column of
-    strings."""
+    """Return the Arrow type for a field of type `kind`. All types that are not handled here become strings."""
     inner = get_args(kind)
-    if isinstance(kind, UnionType):  # the union's None needs no type, because every column may be null
+    if isinstance(kind, UnionType):  # None needs no type, because every column may be null
         return _arrow_type(arrow, name, inner[0])
     if get_origin(kind) in (list, tuple):
         if name in TOKEN_COLUMNS:

@@ -1,20 +1,21 @@
 """Makes batches of rollouts for a trainer, without the groups that teach nothing (the dynamic sampling of DAPO).
 
-If all samples of a group have the same reward, every advantage is 0, and the gradient is 0 as well. The sampler runs
-groups concurrently, keeps the informative groups, replaces the other groups at once, and returns a batch as soon as it
-has enough groups. The prompt of a failed group is submitted again a few times: tasks whose sandboxes fail more often
-must stay in the data. The sampler uses the control API and is independent of the trainer.
+If all samples of a group have the same reward, every advantage is 0, and so is the gradient. The sampler runs groups
+concurrently, keeps the informative groups, and replaces the other groups at once. It returns a batch as soon as it has
+enough groups. If a group fails, its prompt (its task) is submitted again a few times. Otherwise tasks whose sandboxes
+fail more often would be missing from the data. The sampler uses the control API and is independent of the trainer.
 
     async with AsyncClient() as client, DynamicSampler(client, tasks, n=8, target=32) as sampler:
         async for batch in sampler:
             await sampler.set_version(train_on(batch))
 
 Invariant: a prompt that was taken from the source is waiting, being submitted, running or ready until it is delivered
-or dropped, and each drop is counted in `Counts`. `state()` has all prompts that are neither delivered nor dropped.
+or dropped. `state()` has all these prompts. Each drop is counted in `Counts`.
 
-A bound on the age of tokens (`max_age`) drops nothing: the sampler submits only as many groups as the trainer can train
-on before they are too old, delivers the oldest groups first, and waits for slow groups before a batch would make them
-too old. A sampler that dropped old groups would prefer fast groups, since a dropped group is sampled anew.
+`max_age` limits the age of tokens without dropping groups. The sampler submits only as many groups as the trainer can
+train on before they are too old, and delivers the oldest groups first. Before a batch would make slow groups too old,
+it waits for them. A sampler that dropped old groups would prefer fast groups, since the prompt of a dropped group is
+sampled again.
 """
 
 from __future__ import annotations
@@ -48,18 +49,19 @@ Refill = Literal["asynchronous", "synchronous", "static"]
 Surplus = Literal["carry", "cancel"]
 Overdue = Literal["wait", "train"]
 Choice = bool | Literal["again"]
-"""The decision about a group: keep the group (True), drop its prompt (False), or submit the prompt again ("again")."""
+"""The decision about a group. True: keep the group. False: drop its prompt. "again": submit its prompt again."""
 
 SAME = 1e-9
-"""Rewards whose difference is at most this count as equal."""
+"""Rewards count as equal if they differ by at most this."""
 FAILED_IN_A_ROW = 16
-"""Number of prompts. If the first groups of this many prompts fail, and no group is graded in between, the sampler
-fails, because the cause then affects all prompts."""
+"""The sampler fails if the first groups of this many prompts fail without a graded group in between. The cause then
+affects all prompts."""
 HELD_SECONDS = 600.0
-"""A full batch that was held for this time is logged as a warning, and again each time the time has doubled."""
+"""A warning is logged when a full batch has been held back for this many seconds, and again each time the duration has
+doubled."""
 FRUITLESS_BATCHES = 20
-"""If a batch is not full after this many times `target` graded groups, the sampler fails, because the tasks are then
-too hard or too easy for the policy."""
+"""The sampler fails if a batch is not full after this many times `target` graded groups. The tasks are then too hard or
+too easy for the policy."""
 SOURCES = (
     "give a sequence of tasks, or a function that returns the same task for the same number and raises IndexError after"
     " the last one"
@@ -67,7 +69,7 @@ SOURCES = (
 
 
 class RolloutService(Protocol):
-    """The methods of a service that the sampler calls. `client.AsyncClient` implements these methods."""
+    """The methods of a service that the sampler calls. `client.AsyncClient` implements them."""
 
     async def submit(self, group: Mapping[str, Any]) -> GroupView: ...
     async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView: ...
@@ -80,14 +82,16 @@ class RolloutService(Protocol):
 
 class Counts(msgspec.Struct, kw_only=True):
     """The outcomes of groups since the previous batch. Over all batches, each submitted group is counted in `submitted`
-    and in one other count, unless the group still runs or waits for a later batch.
+    and in one other count, unless it still runs or waits for a later batch.
 
-    `informative` groups were delivered; `overdue` of them have a trained token older than `max_age`. The prompt of an
-    `uninformative` group is dropped. The prompt of a failed group is submitted again (`retried`), or dropped after the
-    last retry (`given_up`). `reasons` counts the groups in `retried` and `given_up` by the most frequent error code of
-    their sessions. A `stale` group is too old, because the version was raised by more than the sampler
-    expected. A `stopped` group was cancelled, by a user or because its batch was full. The prompts of stale and stopped
-    groups are submitted again.
+    informative: groups that were delivered.
+    overdue: delivered groups with a trained token older than `max_age`.
+    uninformative: groups whose prompt was dropped, because they teach nothing.
+    retried, given_up: failed groups whose prompt was submitted again, or was dropped after the last retry.
+    reasons: the groups in `retried` and `given_up`, by the most frequent error code of their sessions.
+    stale: groups that are too old, because the version rose by more than the sampler expected. Their prompts are
+        submitted again.
+    stopped: groups that were cancelled by a user, or because their batch was full. Their prompts are submitted again.
     """
 
     submitted: int = 0
@@ -101,19 +105,22 @@ class Counts(msgspec.Struct, kw_only=True):
     reasons: dict[str, int] = {}
 
     def flat(self) -> dict[str, int]:
-        """Return all counts by name; the names of reasons are `reason_CODE`."""
+        """Return all counts by name. The reasons have names of the form `reason_CODE`."""
         counts: dict[str, int] = msgspec.structs.asdict(self)
         del counts["reasons"]
         return counts | {f"reason_{code}": count for code, count in self.reasons.items()}
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """The groups of one training step, with samples, in the order in which they finished.
+    """The groups of one training step, with samples, in the order in which they finished. With `max_age`, groups of
+    older versions come first.
 
-    `prompts` are the numbers of the groups' prompts. `version` is the policy version when the batch was delivered.
-    `waited` is the time that the trainer waited for the batch, in seconds; for `held` of these seconds the batch was
-    full, and waited for groups that the next version would have made too old. `counts` are the outcomes of groups since
-    the previous batch.
+    prompts: the numbers of the groups' prompts.
+    version: the policy version when the batch was delivered.
+    waited: seconds for which the trainer waited for the batch.
+    held: the part of `waited` in which the batch was full, but waited for slow groups that would otherwise become too
+        old.
+    counts: the outcomes of groups since the previous batch.
     """
 
     number: int
@@ -131,9 +138,13 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PendingPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt that is neither delivered nor dropped: its number, the number of its newest group (`attempt`), the
-    number of its failed groups (`failures`), and the policy version under which the newest group was submitted (None if
-    that group is not submitted yet)."""
+    """A prompt that is neither delivered nor dropped.
+
+    number: the number of the prompt.
+    attempt: the number of its newest group.
+    failures: how many of its groups have failed.
+    version: the policy version under which the newest group was submitted, None before the submission.
+    """
 
     number: int
     attempt: int = 0
@@ -143,8 +154,7 @@ class PendingPrompt(msgspec.Struct, frozen=True, array_like=True):
 
 class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
     """A sampler's state between two batches, for a checkpoint. `delivered` is the number of delivered groups that the
-    trainer has not trained on yet. Each raise of the version by one counts as training on `groups_per_version`
-    groups."""
+    trainer has not trained on yet. Each time the version rises by one, `groups_per_version` groups count as trained."""
 
     run: str
     next: int
@@ -156,9 +166,11 @@ class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Prompt(msgspec.Struct):
     """A prompt in progress. `version` is the policy version under which its group was submitted, or None before the
-    submission. `protected` is True if the prompt was submitted before. The group of a protected prompt is not stopped
-    when a batch is full. Without this protection, the groups of a slow task would be stopped again and again, and its
-    prompt would never be delivered."""
+    submission.
+
+    `protected` is True if the prompt was submitted before; its group is then not stopped when a batch is full.
+    Otherwise the groups of a slow task would be stopped again and again, and its prompt would never be delivered.
+    """
 
     number: int
     attempt: int = 0
@@ -190,8 +202,9 @@ def group_advantages(
 ) -> list[float]:
     """Return the advantage of each sample of a group, for trainers that do not compute advantages.
 
-    "grpo": (reward - mean) / (standard deviation + epsilon), with the population standard deviation. "mean": reward -
-    mean (Dr. GRPO). "leave_one_out": reward - mean of the other samples' rewards (RLOO); 0 for a single sample.
+    "grpo": (reward - mean) / (standard deviation + epsilon), with the population standard deviation.
+    "mean": reward - mean (Dr. GRPO).
+    "leave_one_out": reward - mean of the other samples' rewards (RLOO); 0 for a single sample.
     """
     mean = fmean(rewards)
     centred = [reward - mean for reward in rewards]
@@ -207,38 +220,36 @@ def group_advantages(
 class DynamicSampler:
     """Yields batches of informative groups: `async with DynamicSampler(client, source, n=8, target=32) as sampler`.
 
-    `source`: the tasks. A sequence is repeated without end; a function returns the task of prompt number 0, 1, 2, ...
-    and raises IndexError after the last prompt. For the same number, the function must return the same task. `n`:
-    samples for each prompt. `target`: groups in a batch. `inflight`: groups running at once (by default twice the
-    target). `informative` decides whether to keep a group with at least two graded sessions (one if `n` is 1). If it
-    returns "again", the prompt is submitted again, as for a group with fewer graded sessions. `retries`: how often a
-    prompt is submitted again, because its group had too few graded sessions or the choice was "again", before the
-    prompt is given up.
+    source: the tasks. A sequence is repeated without end. A function returns the task of prompt number 0, 1, 2, ... and
+        raises IndexError after the last prompt. For the same number, it must return the same task.
+    n: samples for each prompt.
+    target: groups in a batch.
+    inflight: groups that run at once, by default twice the target.
+    informative: decides whether to keep a group with at least two graded sessions (one if `n` is 1). If it returns
+        "again", or if too few sessions are graded, the prompt is submitted again.
+    retries: how often a prompt is submitted again for the two reasons under `informative` before it is given up.
+    refill: "asynchronous" replaces a group as soon as it is done. "synchronous" waits for all running groups before it
+        submits `inflight` new groups, as DAPO did at first. "static" submits one batch, waits for all of its groups,
+        and filters nothing. The last two are for comparison.
+    surplus: what happens to groups that still run when a batch is full. "carry" keeps them running for a later batch.
+        "cancel" stops them, and submits nothing before the next batch is requested. See below for its bias.
+    max_age: the maximum age of a trained token, in policy versions before the version that the batch is trained with.
+        None sets no limit. At most (`max_age` + 1) * `groups_per_version` groups run or wait for a batch, so that a
+        finished group is never too old. With 0, nothing runs while the trainer trains.
+    groups_per_version: the number of groups that the trainer trains on before it raises the version by one, by default
+        `target`.
+    overdue: what happens to groups that still run when the next version would make them too old. "wait" holds a full
+        batch back until these groups are done (`Batch.held`). "train" keeps them running and uses them when they are
+        done, with the version of each token. Only the number of groups is then limited, and tokens of slow groups may
+        be older than `max_age` (`Counts.overdue`).
+    min_usable, expires_seconds: fields of the submitted groups (`spec.GroupSpec`). With `min_usable` below `n`, the
+        slowest sessions of a group are left out, which biases rewards that depend on the duration.
+    state: the `state()` of an earlier sampler, which this sampler continues. Groups are recognised by their idempotency
+        keys, so groups that ran in between are used, and no group is delivered twice.
 
-    `refill`: "asynchronous" replaces a group as soon as it is done. The other two values are for comparison.
-    "synchronous" waits for all running groups before it submits `inflight` new groups, as DAPO did at first. "static"
-    submits one batch, waits for all of its groups, and filters nothing.
-
-    `surplus`: the treatment of groups that still run when a batch is full. "carry" lets these groups run on, for a
-    later batch. "cancel" stops these groups, and submits nothing before the next batch is requested. The prompt of a
-    stopped group is submitted again before any new prompt, and the new group is not stopped when a batch is full, so
-    that slow tasks are not left out. The rewards are biased all the same: a group that was stopped because it took long
-    is sampled anew, so outcomes that take long are rarer in the batches than among the rollouts.
-
-    `max_age`: the maximum age of a trained token, in policy versions before the version that the batch is trained with.
-    None sets no limit. `groups_per_version`: the number of groups that the trainer trains on before it raises the
-    version by one (by default `target`). At most (`max_age` + 1) * `groups_per_version` groups run or wait for a batch,
-    so that a finished group is never too old. With a `max_age` of 0, nothing runs while the trainer trains. `overdue`:
-    the treatment of groups that still run when the next version would make them too old. "wait" holds a full batch back
-    until these groups are done (`Batch.held`). "train" lets these groups run on and uses them when they are done, with
-    the version of each token. In this case only the number of groups is limited, and slow groups have tokens older than
-    `max_age` (`Counts.overdue`).
-
-    `min_usable` and `expires_seconds` are fields of the submitted groups (`spec.GroupSpec`). With `min_usable` below
-    `n`, the slowest sessions of a group are left out, which biases rewards that depend on the duration.
-
-    `state`: the `state()` of an earlier sampler. This sampler continues the earlier sampler. Groups are recognised by
-    their idempotency keys, so groups that ran meanwhile are used, and no group is delivered twice.
+    With `surplus` "cancel", the prompt of a stopped group is submitted again before any new prompt, and its new group
+    is not stopped when a batch is full. So slow tasks are not left out. The rewards are still biased: a slow group is
+    stopped and sampled again, so slow outcomes are rarer in the batches than among the rollouts.
     """
 
     def __init__(
@@ -290,8 +301,8 @@ class DynamicSampler:
         self._run = state.run
         self._next = state.next
         self._batches = state.batches
-        # The prompts of the oldest versions are submitted first, because newer groups could otherwise fill a batch
-        # before the older groups are known to the sampler.
+        # Prompts with the oldest versions are submitted first. Otherwise newer groups could fill a batch before the
+        # sampler finds the older groups.
         self._waiting = deque(
             _Prompt(each.number, each.attempt, each.failures, each.version, protected=True)
             for each in sorted(state.pending, key=lambda each: math.inf if each.version is None else each.version)
@@ -304,7 +315,7 @@ class DynamicSampler:
         self._ready: deque[_Ready] = deque()
         self._version = state.version
         self._delivered = state.delivered
-        """Groups that were delivered and that the trainer has not trained on, as far as the raised versions show."""
+        """Number of delivered groups that the trainer has not trained on yet, judging by the raised versions."""
         self._counts = Counts()
         self._graded = 0
         self._rewards: list[float] = []
@@ -333,8 +344,8 @@ class DynamicSampler:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop following the results. Running groups continue in the service. A sampler that continues from `state()`
-        finds these groups."""
+        """Stop following the results. Running groups continue in the service, and a sampler that continues from
+        `state()` finds them."""
         self._end(ServiceError("the sampler was closed", hint="a new sampler continues from its state()"))
         for worker in self._workers:
             worker.cancel()
@@ -351,12 +362,12 @@ class DynamicSampler:
 
     @property
     def counts(self) -> Counts:
-        """The outcomes of groups since the previous batch. Outcomes after the last batch are only here, and in no
-        batch."""
+        """The outcomes of groups since the previous batch. Outcomes after the last batch are in no batch, but only
+        here."""
         return self._counts
 
     def state(self) -> SamplerState:
-        """Return the state to keep in a checkpoint after a training step. The batches delivered so far count as
+        """Return the state to store in a checkpoint after a training step. All batches delivered so far are treated as
         trained."""
         prompts = [ready.prompt for ready in self._ready]
         prompts += self._running.values()
@@ -365,7 +376,7 @@ class DynamicSampler:
         return SamplerState(
             run=self._run,
             next=self._next,
-            # A sampler that continues does not use a group that is being stopped: the prompt's next try is a new group.
+            # A group that is being stopped is not used by a later sampler, so the prompt continues with a new group.
             pending=tuple(
                 PendingPrompt(prompt.number, prompt.attempt, prompt.failures, prompt.version)
                 if prompt.stopping is None
@@ -379,11 +390,16 @@ class DynamicSampler:
 
     async def batch(self) -> Batch | None:
         """Return the next batch, once it is full. When the source has ended, the last batch may have fewer groups.
-        Returns None after the last batch. Calls that overlap get one batch after the other.
+        Returns None after the last batch. Concurrent calls get different batches.
 
-        Raises ServiceError if the service cannot be reached, if groups keep failing (FAILED_IN_A_ROW), if too few
-        groups are informative (FRUITLESS_BATCHES), or if the sampler is stopped or closed meanwhile. Also raises any
-        error of a submission, of the source and of `informative`. No prompt is lost by an error or a cancellation.
+        Raises ServiceError in these cases:
+        - The service cannot be reached.
+        - Groups keep failing (FAILED_IN_A_ROW).
+        - Too few groups are informative (FRUITLESS_BATCHES).
+        - The sampler is stopped or closed meanwhile.
+
+        Also raises any error of a submission, of the source or of `informative`. An error or a cancellation loses no
+        prompt.
         """
         began = _now()
         self._resting = False
@@ -393,7 +409,7 @@ class DynamicSampler:
                 held = await self._fill()
                 if self._surplus == "cancel":
                     await self._stop([key for key, prompt in self._running.items() if not prompt.protected], "stopped")
-                if self._is_full() or self._has_ended():  # `set_version` may have dropped groups in the meantime
+                if self._is_full() or self._has_ended():  # `set_version` may have dropped groups meanwhile
                     break
             if not self._ready:
                 if self._failed_in_a_row and not self._batches:
@@ -402,8 +418,8 @@ class DynamicSampler:
             return self._deliver(began, held)
 
     async def _fill(self) -> float:
-        """Wait until a batch may be delivered. Returns for how many seconds the batch was full, but had to wait for
-        older groups."""
+        """Wait until a batch may be delivered. Returns the seconds for which the batch was full, but waited for older
+        groups."""
         full_since: float | None = None
         patience = HELD_SECONDS
         self._wanted = True
@@ -431,7 +447,7 @@ class DynamicSampler:
                 else:
                     await wait_for_event(changed, full_since + patience - _now())
                 if full_since is not None and _now() >= full_since + patience:
-                    slow = next(iter(self._running), "GROUP")  # empty while the slow group is still being submitted
+                    slow = next(iter(self._running), "GROUP")  # none runs while the slow group is being submitted
                     log.warning(
                         "a full batch is held for slow groups (%d run): outrider show %s", len(self._running), slow
                     )
@@ -469,8 +485,8 @@ class DynamicSampler:
         )
 
     async def stop(self) -> None:
-        """Cancel all groups that still run, and submit no more until another batch is requested. A call of `batch` that
-        waits raises ServiceError."""
+        """Cancel all groups that still run, and submit no more until another batch is requested. If a call of `batch`
+        is waiting, it raises ServiceError."""
         self._resting = True
         self._changed.send()
         await self._stop(list(self._running), "stopped")
@@ -479,8 +495,8 @@ class DynamicSampler:
         await self._stop(list(self._running), "stopped")
 
     async def set_version(self, version: int) -> None:
-        """Record that the engines serve a new policy version from now on. Groups that are now too old are stopped or
-        dropped, and their prompts are submitted again."""
+        """Record that the engines now serve another policy version. Groups that are now too old are stopped or dropped,
+        and their prompts are submitted again."""
         if version < self._version:
             raise InvalidField(f"version {version} is older than {self._version}", field="version")
         self._delivered = max(0, self._delivered - (version - self._version) * self._groups_per_version)
@@ -495,7 +511,8 @@ class DynamicSampler:
         await self._stop([key for key, prompt in self._running.items() if self._is_stale(prompt)], "stale")
 
     def _take(self) -> list[_Ready]:
-        """Remove the groups of the next batch from the ready groups: the groups of the oldest policy versions."""
+        """Remove the groups of the next batch from the ready groups, and return them. With `max_age`, groups of older
+        versions are taken first."""
         ready = list(self._ready)
         if self._max_age is not None:
             ready.sort(key=lambda each: each.prompt.version or 0)
@@ -503,8 +520,8 @@ class DynamicSampler:
         return ready[: self._target]
 
     def _must_wait(self) -> bool:
-        """Return True if the next batch must wait for groups that still run. Without the wait, such a group might be
-        too old when it is delivered in a later batch."""
+        """Return True if the next batch must wait for groups that still run, because a running group could be too old
+        in a later batch."""
         if self._max_age is None or self._overdue == "train":
             return False
         running = [*self._running.values(), *([self._submitting] if self._submitting else [])]
@@ -521,20 +538,20 @@ class DynamicSampler:
         return False
 
     def _room(self) -> int:
-        """Return the number of groups to submit now. No group is submitted for 0 or a negative number."""
+        """Return the number of groups to submit now. It may be negative, which means none."""
         running, ready = len(self._running), len(self._ready)
         if self._refill == "static":
             return self._target - running - ready if self._wanted else 0
         allowed = self._inflight
         if self._surplus == "cancel":
-            # For each ready group the batch needs one running group less. A group that the batch does not need would
-            # be cancelled.
+            # For each ready group, the batch needs one running group less. Groups that the batch does not need would be
+            # cancelled.
             allowed = max(self._inflight - ready, min(self._inflight, self._target - ready))
         if self._max_age is not None:
             trainable = (self._max_age + 1) * self._groups_per_version - self._delivered
             trainable = max(trainable, self._target) if self._wanted else trainable
             allowed = min(allowed, trainable - ready)
-        elif ready >= self._target:  # while the trainer is busy, one batch is made in advance
+        elif ready >= self._target:  # at most one batch is made while the trainer is busy
             allowed = 0
         if self._refill == "synchronous":
             return allowed if not running and self._wanted and ready < self._target else 0
@@ -569,8 +586,8 @@ class DynamicSampler:
             self._next = max(self._next, prompt.number + 1)
             prompt.version = self._version if prompt.version is None else prompt.version
             group = await self._submit_group(prompt, task)
-            # The idempotency key may return a group of the earlier sampler. If that group was cancelled after the
-            # earlier sampler's `state()` was saved, the prompt needs a new group.
+            # The idempotency key may return a group of the earlier sampler. If that group was cancelled after `state()`
+            # was saved, the prompt needs a new group.
             while group.cancelled:
                 prompt.attempt += 1
                 prompt.version = self._version
@@ -586,7 +603,7 @@ class DynamicSampler:
             self._submitting = None
             self._early.clear()
             self._changed.send()
-        if group.state is GroupState.DONE:  # the group ended at once, or while an earlier sampler ran
+        if group.state is GroupState.DONE:  # it ended at once, or while an earlier sampler ran
             await self._settle(group)
         elif self._is_stale(prompt):  # the version has risen since the group was chosen
             await self._stop([group.id], "stale")
@@ -609,36 +626,36 @@ class DynamicSampler:
                 await self._settle(group)
             cursor = page.cursor
             if self._running and _now() >= check_at:
-                # Results of other clients may arrive all the time, so the check does not depend on an empty page.
+                # Other clients' results may arrive all the time, so the check does not wait for an empty page.
                 check_at = _now() + LONG_POLL
                 oldest = await check_known(self._client.group, next(iter(self._running)))
                 if oldest.id in self._running and oldest.cursor is not None:
-                    # After a start without its old data, the service counts cursors anew, so this group may be done at
-                    # a lower cursor than the sampler's.
+                    # If the service restarts without its old data, its cursors begin again, so this group may be done
+                    # at a lower cursor than the sampler's.
                     cursor = min(cursor, oldest.cursor - 1)
 
     async def _settle(self, group: GroupView) -> None:
-        """Keep a finished group for a batch, or drop the group and, depending on the reason, submit its prompt
+        """Keep a finished group for a batch, or drop it. Depending on the reason, a dropped group's prompt is submitted
         again."""
         prompt = self._running.get(group.id)
-        if prompt is None:  # the group belongs to another client, is settled already, or is being submitted
+        if prompt is None:  # of another client, settled already, or being submitted
             if self._submitting is not None:
                 self._early[group.id] = group
             return
         rewards = rewards_of(group)
-        # Only `group.cancelled` shows whether the group was stopped. A group may end before the sampler can stop it,
-        # and a user or an update of the policy may cancel a group that the sampler did not stop.
+        # Only `group.cancelled` shows whether the group was stopped. A group may end before the sampler can stop it. A
+        # user or an update of the policy may cancel a group that the sampler did not stop.
         stopped = (prompt.stopping or "stopped") if group.cancelled else None
         choice: Choice = False
         if len(rewards) < min(self._n, 2):
             choice = "again"
         elif stopped is None:
             choice = self._refill == "static" or self._informative(group)
-            choice = choice if choice == "again" else bool(choice)  # because the choice may be a bool of NumPy
+            choice = choice if choice == "again" else bool(choice)  # it may be a bool of NumPy
         kept = None
         if choice is True:
             kept = await patiently(partial(self._client.group, group.id, samples=True))
-        if self._running.pop(group.id, None) is None:  # the group was settled while its samples were fetched
+        if self._running.pop(group.id, None) is None:  # settled while its samples were fetched
             return
         if kept is not None and self._is_stale(prompt, kept):
             self._submit_again(prompt, "stale")
@@ -698,8 +715,8 @@ class DynamicSampler:
         self._waiting.append(_Prompt(prompt.number, prompt.attempt + 1, prompt.failures, protected=True))
 
     def _is_stale(self, prompt: _Prompt, group: GroupView | None = None) -> bool:
-        """Return True if the prompt's group is too old. This happens only if the version was raised more often than
-        once for `groups_per_version` groups, or by another program."""
+        """Return True if the prompt's group is too old. This happens only if the version rises faster than once for
+        `groups_per_version` groups, or if another program raises it."""
         if self._max_age is None or self._overdue == "train":
             return False
         return _oldest_version(prompt, group) < self._version - self._max_age
@@ -716,21 +733,21 @@ class DynamicSampler:
                     raise
 
     async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run background work, and store its error for `batch` to raise."""
+        """Run background work. If it fails, store the error for `batch` to raise."""
         try:
             await work()
-        except Exception as error:  # any error is stored, because the trainer must not wait for ever
+        except Exception as error:  # any error, because the trainer must not wait for ever
             self._end(error)
 
     def _end(self, error: Exception) -> None:
-        """Submit no more groups, and let `batch` raise the first error."""
+        """Submit no more groups, and make `batch` raise the first error."""
         self._failure = self._failure or error
         self._changed.send()
 
 
 def _oldest_version(prompt: _Prompt, group: GroupView | None = None) -> int:
-    """Return the lowest version of a token in the samples of `group`, or, without samples, the version under which the
-    prompt's group was submitted."""
+    """Return the lowest policy version of the tokens in the group's samples. Without samples, return the version under
+    which the prompt's group was submitted."""
     samples = (group.samples if group is not None else None) or ()
     return min((sample.min_version for sample in samples if sample.min_version >= 0), default=prompt.version or 0)
 
@@ -740,7 +757,8 @@ def _now() -> float:
 
 
 def _task_by_number(source: Source) -> Callable[[int], Task]:
-    """Return the function from a prompt's number to its task. Raises InvalidField for a value that is not a source."""
+    """Return a function from a prompt's number to its task. Raises InvalidField if `source` is neither a sequence nor a
+    function."""
     if callable(source):
         return source
     if isinstance(source, Mapping) or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):

@@ -1,9 +1,9 @@
-"""Stores artifacts, which are the files of a sandbox that the task asks to keep. An artifact is stored at
-SESSION/ATTEMPT/SHA-256 below one folder.
+"""Stores artifacts: files of a sandbox that the task asks to keep. An artifact is stored at SESSION/ATTEMPT/SHA-256
+below one folder.
 
-The name of a file in its sandbox is stored in an index, and is never used as a file name on this machine. Invariants:
-every file in an attempt's index is stored in full, even after a loss of power; an attempt without an index has no
-artifacts. Functions other than coroutines block on the disk.
+An index of each attempt lists the artifacts' paths in the sandbox. These paths are never used as file names on this
+machine. Invariants: every file in an attempt's index is stored in full, even after a loss of power; an attempt without
+an index has no artifacts. Functions other than coroutines block on the disk.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from outrider.schemas import ArtifactList
 INDEX = "index.json"
 
 CARRIED = "outrider:carried"
-"""Name of the artifact that holds the files carried to the grading. The name is not a path, so it differs from the path
-of every file of a sandbox."""
+"""Name of the artifact with the files that are copied from the agent's sandbox to the sandbox of the graders. The name
+is not a path, so no file of a sandbox has the same name."""
 PATCH = "outrider:patch.diff"
-"""Name of the artifact that holds a repository's diff, if the diff was carried to the grading."""
+"""Name of the artifact with a repository's diff, if the graders get the diff and not the files."""
 GRADING_LOG = "outrider:grading.log"
 """Name of the artifact that holds the output of the graders."""
 NETWORK_RECORD = "outrider:network.jsonl"
-"""Name of the artifact that holds the record of the session's network, if the task asks for a record."""
+"""Name of the artifact with the recorded HTTP requests and replies of the sandbox, if the task asks for a record."""
 LOGGED = (GRADING_LOG, NETWORK_RECORD)
-"""Names of the artifacts that Outrider adds to the files from the agent's sandbox."""
+"""Names of the artifacts that are logs written by Outrider."""
 KEPT = (CARRIED, PATCH)
-"""Names of the artifacts that hold data carried to the grading. An attempt has at most one of these artifacts."""
+"""Names of the artifacts with data from the agent's sandbox for the graders. An attempt has at most one of them."""
 
 
 class KeepsArtifacts(Protocol):
@@ -82,8 +82,8 @@ class ArtifactStore:
         await asyncio.to_thread(self.index, listed)
 
     async def carried(self, session_id: str, attempt: int) -> bytes:
-        """Return the bytes of the attempt's artifact with a name in KEPT, read in a thread. Raises NotFound if there is
-        no such artifact, and OSError."""
+        """Return the bytes of the attempt's artifact for the graders (see KEPT). A thread reads the file. Raises
+        NotFound if there is no such artifact, and OSError."""
 
         def read() -> bytes:
             names = [artifact.path for artifact in self.listed(session_id, attempt).artifacts]
@@ -93,7 +93,7 @@ class ArtifactStore:
         return await asyncio.to_thread(read)
 
     def listed(self, session_id: str, attempt: int | None = None) -> ArtifactList:
-        """Return the artifacts of an attempt, by default of the newest attempt that has an index. The list is empty if
+        """Return the artifacts of an attempt, by default of the newest attempt with an index. The list is empty if
         there is no index."""
         attempts = [attempt] if attempt is not None else []
         if attempt is None:
@@ -108,7 +108,7 @@ class ArtifactStore:
         return ArtifactList(session_id=session_id, attempt=attempt, artifacts=(), left_out=())
 
     def file(self, session_id: str, path: str, attempt: int | None = None) -> Path:
-        """Return the path of an artifact's file on this machine, given the artifact's path in the sandbox. Raises
+        """Return the path of an artifact's file on this machine. `path` is the artifact's path in the sandbox. Raises
         NotFound."""
         listed = self.listed(session_id, attempt)
         for artifact in listed.artifacts:

@@ -1,9 +1,9 @@
-"""Stores the named consumers of the results. A consumer's position is a cursor: the consumer has processed all groups
-up to this cursor.
+"""Stores the named consumers of the results. A consumer is a program that reads finished groups in order. Each finished
+group has a cursor, a rising number. A consumer's position is the cursor up to which it has processed all groups.
 
-A consumer belongs to a tenant and sees that tenant's groups, or belongs to the admins and sees all groups. Two tenants
-may each have a consumer of the same name. Invariants: a position is never greater than the newest cursor of a group; a
-position moves back only on request.
+A consumer of a tenant sees that tenant's groups; a consumer of the admins sees all groups. Two tenants may each have a
+consumer of the same name. Invariants: a position is never greater than the newest cursor of a group; a position moves
+back only on request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Consumers:
     """The consumers in a store. The store opens and closes the database. Every method raises ServiceError when the
     database fails.
 
-    `tenant` is the owner of the consumer; None for a consumer that sees all groups.
+    `tenant` is the owner of a consumer, or None for a consumer that sees all groups.
     """
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
@@ -62,10 +62,10 @@ class Consumers:
     async def acknowledge(
         self, name: str, cursor: int, *, rewind: bool = False, tenant: str | None = None
     ) -> ConsumerView:
-        """Move a consumer forward to `cursor`. A lower cursor moves the consumer back if `rewind` is set; otherwise the
-        position stays unchanged.
+        """Move a consumer forward to `cursor`. If `cursor` is lower than the consumer's position, the consumer moves
+        back only with `rewind`.
 
-        Raises NotFound for an unknown consumer, and Conflict for a position greater than the newest cursor.
+        Raises NotFound for an unknown consumer, and Conflict if `cursor` is greater than the newest cursor.
         """
         owner = tenant or OF_ADMINS
         further = "" if rewind else " AND cursor < ?"
@@ -119,8 +119,8 @@ async def _consumers(tx: Connection, where: str, *values: str) -> list[ConsumerV
 
 
 async def _lag(tx: Connection, tenant: str | None, position: int) -> int:
-    """Return the number of groups that the consumer has not processed yet. For a consumer of the admins, the number is
-    an upper bound, because it may include removed groups."""
+    """Return the number of groups that the consumer has not processed yet. For a consumer of the admins, the number may
+    include removed groups."""
     if tenant is not None:
         sql = "SELECT COUNT(*) FROM groups WHERE tenant = ? AND cursor > ?"
         return int((await tx.fetch(sql, (tenant, position)))[0][0])

@@ -1,9 +1,9 @@
-"""Defines the interface between the store and a database. A database runs transactions. The body of a transaction is a
-coroutine function that gets a connection.
+"""Defines the interface between the store and a database, which runs transactions. The store gives each transaction as
+a body: a coroutine function that gets a connection.
 
 SQLite (`sqlite.py`) and PostgreSQL (`postgresql.py`) implement the interface. Statements use `?` placeholders and the
-SQL common to both databases. A database with other placeholders translates `?`. Invariant: all changes of a transaction
-are committed together, before the caller gets the result; a failed transaction changes nothing.
+SQL common to both databases. `postgresql.py` replaces `?` by its own placeholders. Invariant: all changes of a
+transaction are committed together, before the caller gets the result; a failed transaction changes nothing.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ Body = Callable[[Connection], Coroutine[Any, Any, T]]
 
 
 class Database(Protocol):
-    """Transactions over one database.
+    """Runs transactions over one database. If the database fails, ServiceError is raised.
 
-    `types` has the names of two column types that differ between databases: `blob`, and `serial` for a primary key that
-    grows and never repeats. A body must use and await only its connection, because a body may run on any thread, and
-    may run again after a rollback. An error in a body rolls the body's changes back, and is raised to the caller. A
-    failure of the database raises ServiceError. `commits` has the seconds of each committed transaction that writes,
-    from its begin to the end of its commit.
+    A body must use and await only its connection, because it may run on any thread, and may run again after a rollback.
+    If a body raises an error, its changes are rolled back, and the caller gets the error.
+
+    types: the database's own names for the column types `blob` and `serial`. `serial` is a primary key that grows and
+        never repeats.
+    commits: the durations of committed writes in seconds.
     """
 
     types: Mapping[str, str]
@@ -55,11 +56,10 @@ class Database(Protocol):
         ...
 
     async def write(self, body: Body[T], *, volatile: bool = False) -> T:
-        """Run a body, isolated from all other writes. The body may still be committed after its caller was cancelled.
+        """Run a body, isolated from all other writes. If the caller is cancelled, the body may still be committed.
 
-        The committed changes survive a loss of power. The exception is a `volatile` body: its changes survive the end
-        of any process, but a loss of power may undo the changes until a later write that is not volatile has been
-        committed.
+        The committed changes survive a loss of power, unless `volatile` is set. Volatile changes survive the end of any
+        process. A loss of power may undo them until a later non-volatile write is committed.
         """
         ...
 
@@ -68,6 +68,6 @@ class Database(Protocol):
         ...
 
     async def shrink(self) -> bool:
-        """Free a part of the disk space of deleted rows, unless the database does so by itself. Returns True if another
-        call would free more."""
+        """Free a part of the disk space of deleted rows, if the database does not do so by itself. Returns True if
+        another call would free more."""
         ...

@@ -1,8 +1,7 @@
 """Stores the bytes of images apart from the turns. Images with the same digest are stored once.
 
 An agent sends the same screenshot again with every call, and a copy in each turn would use much disk space. The
-functions run in the caller's transaction. Invariant: a turn that is split, stored with its images and restored is
-unchanged.
+functions run in the caller's transaction. Invariant: `restore` returns every turn as it was before `split`.
 """
 
 from __future__ import annotations
@@ -35,13 +34,12 @@ def split(turn: Turn) -> Split:
 async def insert_images(tx: Connection, session_id: str, images: Iterable[Image]) -> None:
     """Store the images that are not stored yet, and record that the session uses all the given images."""
     for image in images:
-        # An agent sends the same screenshot with every call. If the session's use of an image is already recorded, this
-        # query is the only cost.
+        # An agent sends the same screenshot with every call. If the session already uses the image, only this query
+        # runs.
         use = (session_id, image.digest)
         if await tx.fetch("SELECT 1 FROM image_uses WHERE session_id = ? AND digest = ?", use):
             continue
-        # The image is looked up before the INSERT, so that the bytes of an image that is already stored are not sent to
-        # the database again.
+        # Look the image up first, so that the bytes of a stored image are not sent to the database again.
         if not await tx.fetch("SELECT 1 FROM images WHERE digest = ?", (image.digest,)):
             await tx.execute(
                 "INSERT INTO images (digest, media_type, data) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",

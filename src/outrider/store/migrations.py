@@ -2,9 +2,9 @@
 changes: new migrations are appended.
 
 The first migration makes the whole schema. Its number is FIRST and not 1, because the migrations from before the first
-release were removed. Words in braces are column types whose names differ between databases (`Database.types`).
-Invariants: each migration is applied exactly once; the version recorded in a database is the number of the newest
-applied migration.
+release were removed. `{blob}` and `{serial}` are replaced by the database's names for these column types
+(`Database.types`). Invariants: each migration is applied exactly once; the version recorded in a database is the number
+of the newest applied migration.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ Migrations = Sequence[Sequence[str]]
 
 MIGRATIONS: Migrations = (
     (
-        # `open_sessions` counts the sessions that are not done; `cursor` orders the done groups. `idempotency_key` is
-        # TENANT/KEY. `spec` and `callback_url` are encrypted. `labels` and the counts of outcomes are columns because
-        # the list of groups shows them: otherwise each list would read every spec and every session. `began_version` is
-        # the policy's version at the time when the group's first session began. Once `min_usable` sessions have a
-        # reward, the other sessions are ended. `bytes` is the size of the spec, and of the turns, results and artifacts
-        # of the sessions that are done.
+        # open_sessions: number of sessions that are not done.
+        # cursor: position of a done group in the order of results.
+        # idempotency_key: TENANT/KEY.
+        # spec, callback_url: encrypted.
+        # labels, errors, rewarded, reward_total: repeated here, so that a list of groups need not read every spec and
+        #     session.
+        # began_version: the policy's version when the group's first session began.
+        # min_usable: once this many sessions have a reward, the others are ended.
+        # bytes: size of the spec, and of the done sessions' turns, timelines, results and artifacts.
         """CREATE TABLE groups (
             id TEXT PRIMARY KEY,
             spec {blob} NOT NULL,
@@ -57,11 +60,13 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX groups_of_tenant ON groups (tenant, created, id)",
         "CREATE INDEX groups_of_tenant_by_state ON groups (tenant, state, created, id)",
         "CREATE INDEX groups_of_tenant_by_cursor ON groups (tenant, cursor) WHERE cursor IS NOT NULL",
-        # `waiting` is 1 exactly while the session may be started. `lease_until` is set exactly while an attempt is
-        # under way. `priority` and `created` repeat the group's columns, so that one index orders the queue. After a
-        # failed attempt, the next attempt does not start before `due`. `recovered` counts the attempts whose node was
-        # lost. `ending` is the reason to end the session, set as soon as the end is decided. `expires` is the time at
-        # which the session ends if it has not started before; NULL after the first start.
+        # waiting: 1 exactly while the session is queued, not held by a pause and not to be ended.
+        # lease_until: set exactly while an attempt is under way.
+        # priority, created: copies of the group's columns, so that one index orders the queue.
+        # due: the next attempt does not start before this time. Set after a failed attempt.
+        # recovered: number of attempts whose node was lost.
+        # ending: the reason to end the session, set as soon as the end is decided.
+        # expires: a session that has not started by this time is ended. NULL after the first start.
         """CREATE TABLE sessions (
             id TEXT PRIMARY KEY,
             group_id TEXT NOT NULL REFERENCES groups (id),
@@ -90,10 +95,9 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX sessions_due ON sessions (due) WHERE waiting = 1 AND due > 0",
         "CREATE INDEX sessions_to_end ON sessions (group_id) WHERE ending IS NOT NULL AND state <> 'done'",
         "CREATE INDEX sessions_expiring ON sessions (expires) WHERE waiting = 1 AND expires IS NOT NULL",
-        # `queue_shares` has a row for each bucket and priority with which sessions were queued (see queue.py).
-        # `waiting` is 1 if sessions of the bucket may wait at this priority. `served` is a number that rises with each
-        # start of a session, so it shows which bucket was served least recently. `since` is the creation time of the
-        # row's first group.
+        # A row is a bucket of the queue at one priority (see queue.py). `waiting` is 1 if sessions of the bucket may be
+        # waiting at this priority. `served` rises with each start of a session, so it shows which bucket was served
+        # least recently. `since` is the creation time of the row's first group.
         """CREATE TABLE queue_shares (
             priority INTEGER NOT NULL,
             bucket TEXT NOT NULL,
@@ -128,9 +132,9 @@ MIGRATIONS: Migrations = (
         )""",
         # `digest` is the SHA-256 of `data`, so an image is stored once, however often sessions send it.
         "CREATE TABLE images (digest TEXT PRIMARY KEY, media_type TEXT NOT NULL, data {blob} NOT NULL)",
-        # A row records that a session uses an image. The image is removed with the last session that uses it. `tenant`,
-        # here and in other tables, repeats the tenant of the group, so that a read for one tenant does not scan the
-        # rows of other tenants.
+        # A row records that a session uses an image. An image is removed with the last session that uses it. Here and
+        # in other tables, `tenant` repeats the group's tenant, so that a read for one tenant does not scan the rows of
+        # other tenants.
         """CREATE TABLE image_uses (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             digest TEXT NOT NULL REFERENCES images (digest),
@@ -149,8 +153,9 @@ MIGRATIONS: Migrations = (
         )""",
         "CREATE INDEX events_by_group ON events (group_id, cursor)",
         "CREATE INDEX events_of_tenant ON events (tenant, cursor)",
-        # `since` is the time when the group was done, or when its dead letter was last revived. `given_up` is set while
-        # the delivery is a dead letter.
+        # A row is a delivery: a finished group that must still be sent to its callback URL. A dead letter is a delivery
+        # that was given up; it has `given_up` set. `since` is the time when the group was done, or when its dead letter
+        # was last revived.
         """CREATE TABLE outbox (
             group_id TEXT PRIMARY KEY REFERENCES groups (id),
             url TEXT NOT NULL,
@@ -165,8 +170,8 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX outbox_due ON outbox (next_try, group_id) WHERE given_up IS NULL",
         "CREATE INDEX outbox_dead ON outbox (given_up, group_id) WHERE given_up IS NOT NULL",
         "CREATE INDEX outbox_dead_of_tenant ON outbox (tenant, given_up, group_id) WHERE given_up IS NOT NULL",
-        # A row is a named consumer of the results. The consumer has processed the groups up to `cursor`, and made its
-        # last request at `seen`. `tenant` is empty for the consumers of admins, who see all tenants.
+        # A row is a named consumer of the results, which has processed the groups up to `cursor`. `seen` is the time of
+        # its last request. `tenant` is empty for the admins' consumers, which see all tenants.
         """CREATE TABLE consumers (
             tenant TEXT NOT NULL,
             name TEXT NOT NULL,
@@ -176,10 +181,13 @@ MIGRATIONS: Migrations = (
             PRIMARY KEY (tenant, name)
         )""",
         "CREATE INDEX consumers_by_cursor ON consumers (tenant, cursor)",
-        # `totals` has one row, which changes when a group is done or removed. `cursor` is the newest cursor, which must
-        # not be given again after its group was removed. `sessions` and `bytes` are sums over the done groups, because
-        # there are too many groups to add them up for each request. `removed_event` is the newest cursor of a removed
-        # event. `tenants` has the same columns except `bytes`, with a row for each tenant that has had a done group.
+        # `totals` has one row, which changes when a group is done or removed:
+        # cursor: the newest cursor given to a group. It is stored, so that the cursor of a removed group is not given
+        #     again.
+        # sessions, bytes: sums over the done groups, because adding up all groups for each request would take too long.
+        # removed_event: the newest cursor of a removed event.
+        #
+        # `tenants` has the same columns except `bytes`, with a row for each tenant that has had a done group.
         """CREATE TABLE totals (
             id INTEGER PRIMARY KEY CHECK (id = 1),
             cursor BIGINT NOT NULL,
@@ -194,8 +202,8 @@ MIGRATIONS: Migrations = (
             sessions BIGINT NOT NULL,
             removed_event BIGINT NOT NULL
         )""",
-        # `digest` is the SHA-256 of the token (hex). The row of a revoked token is kept, because groups and lines of
-        # the audit log refer to the token's name.
+        # `digest` is the SHA-256 of the token (hex). Revoked tokens are kept, because groups and the audit log refer to
+        # their names.
         """CREATE TABLE tokens (
             name TEXT PRIMARY KEY,
             digest TEXT NOT NULL UNIQUE,
@@ -207,25 +215,25 @@ MIGRATIONS: Migrations = (
             tenant TEXT NOT NULL
         )""",
         "CREATE INDEX tokens_by_tenant ON tokens (tenant)",
-        # `policy` has no row until a trainer sets a version, and one row from then on.
+        # `policy` has no row until a trainer sets a version. After that, it has one row.
         "CREATE TABLE policy (id INTEGER PRIMARY KEY CHECK (id = 1), version BIGINT NOT NULL, weights TEXT)",
         "CREATE TABLE drained_nodes (name TEXT PRIMARY KEY)",
-        # `pace` has the usual durations of the engine's calls, as JSON (`RememberedPace`).
+        # `pace` is JSON with the usual durations of the engine's calls (`RememberedPace`).
         "CREATE TABLE engine_paces (engine TEXT PRIMARY KEY, pace TEXT NOT NULL, kept DOUBLE PRECISION NOT NULL)",
-        # `probe` has one row. `Store.probe` changes this row to check that the database accepts writes.
+        # `Store.probe` changes the only row of `probe`, to check that the database accepts writes.
         "CREATE TABLE probe (id INTEGER PRIMARY KEY CHECK (id = 1), at DOUBLE PRECISION NOT NULL)",
         "INSERT INTO probe (id, at) VALUES (1, 0)",
     ),
     (
-        # `kind` is a QueueKind. `harness` is the name of the group's harness.
+        # `kind` is a QueueKind.
         "ALTER TABLE queue_shares RENAME COLUMN evaluation TO kind",
         """CREATE INDEX queue_shares_external ON queue_shares (tenant, priority, served, since, bucket)
             WHERE waiting = 1 AND kind = 2""",
         "ALTER TABLE groups ADD COLUMN harness TEXT NOT NULL DEFAULT ''",
-        # A row is the report that completes a session whose agent runs elsewhere.
+        # A row is the report with which a client completes a session whose agent runs elsewhere.
         "CREATE TABLE session_reports (session_id TEXT PRIMARY KEY REFERENCES sessions (id), report {blob} NOT NULL)",
-        # A row has the failed calls of one model in a session for which no later call has made up, as JSON. `model` is
-        # empty for the policy.
+        # A row has the failed calls of one model in a session, as JSON. A failed call is removed once a later call has
+        # made up for it (see `FailedCalls`). `model` is empty for the policy.
         """CREATE TABLE failed_calls (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             model TEXT NOT NULL,
@@ -234,12 +242,11 @@ MIGRATIONS: Migrations = (
         )""",
     ),
     (
-        # `translator` is the name of the system whose client submitted the group, NULL for Outrider's own clients. If
-        # `usable_trains` is 1, a session counts for `min_usable` only if some of its tokens train.
+        # `translator` is the other rollout system whose client submitted the group, NULL for Outrider's own clients. If
+        # `usable_trains` is 1, `min_usable` counts only sessions with tokens to train on.
         "ALTER TABLE groups ADD COLUMN translator TEXT",
         "ALTER TABLE groups ADD COLUMN usable_trains INTEGER NOT NULL DEFAULT 0",
-        # A row is an idempotency key that `create_group` refuses until the time `until`. The keys have the form
-        # TENANT/KEY, as in groups.idempotency_key.
+        # A row is an idempotency key, TENANT/KEY, that `create_group` refuses until the time `until`.
         """CREATE TABLE refused_keys (
             idempotency_key TEXT PRIMARY KEY,
             tenant TEXT NOT NULL,
@@ -247,8 +254,8 @@ MIGRATIONS: Migrations = (
         )""",
     ),
     (
-        # A row is the newest run of a session at an agent service. `name` is our name of the run, and `run` is the
-        # service's id.
+        # A row is the newest run of a session at an external agent service. `name` is our name of the run, and `run` is
+        # the service's id.
         """CREATE TABLE remote_runs (
             session_id TEXT PRIMARY KEY REFERENCES sessions (id),
             name TEXT NOT NULL,
@@ -256,7 +263,7 @@ MIGRATIONS: Migrations = (
         )""",
     ),
     (
-        # `entries` are entries of the timeline of an attempt (`timeline.py`), MessagePack, encrypted.
+        # `entries` is a part of the timeline of an attempt (`timeline.py`), as encrypted MessagePack.
         """CREATE TABLE timelines (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             attempt INTEGER NOT NULL,
@@ -264,12 +271,12 @@ MIGRATIONS: Migrations = (
             entries {blob} NOT NULL,
             PRIMARY KEY (session_id, attempt, part)
         )""",
-        # `cursor` is the position in the events up to which a reader within the service has done its work.
+        # The part of the service named `reader` has processed the events up to `cursor`.
         "CREATE TABLE positions (reader TEXT PRIMARY KEY, cursor BIGINT NOT NULL)",
         "ALTER TABLE groups ADD COLUMN traceparent TEXT",
     ),
     (
-        # A row has the times of the phases of a trainer's step, JSON (`training_timings.py`).
+        # `record` is JSON with the durations of the phases of one trainer step (`training_timings.py`).
         """CREATE TABLE training_timings (
             tenant TEXT NOT NULL,
             epoch BIGINT NOT NULL,
@@ -281,8 +288,9 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX training_timings_by_age ON training_timings (tenant, stored, epoch, step)",
     ),
     (
-        # A queued session whose group a pause matches has `held` = 1 and `waiting` = 0. An empty `tenant` stands for
-        # all tenants, an empty `harness` for any harness; `labels` is a JSON object with sorted names.
+        # A queued session has `held` = 1 and `waiting` = 0 while a pause matches its group. In `pauses`, an empty
+        # `tenant` stands for all tenants, and an empty `harness` for any harness. `labels` is a JSON object with sorted
+        # names.
         "ALTER TABLE sessions ADD COLUMN held INTEGER NOT NULL DEFAULT 0",
         "CREATE INDEX sessions_held ON sessions (group_id) WHERE held = 1",
         """CREATE TABLE pauses (
@@ -300,7 +308,7 @@ MIGRATIONS: Migrations = (
 async def migrate(tx: Connection, types: Mapping[str, str], now: float, migrations: Migrations = MIGRATIONS) -> int:
     """Bring the schema up to date inside one transaction. Returns the number of migrations applied.
 
-    Raises ServiceError if the version of the database is higher than that of the newest migration, or lower than FIRST.
+    Raises ServiceError if the database's version is higher than the newest migration, or lower than FIRST.
     """
     await tx.execute("CREATE TABLE IF NOT EXISTS migrations (version INTEGER PRIMARY KEY, applied DOUBLE PRECISION)")
     version: int = (await tx.fetch("SELECT COALESCE(MAX(version), 0) FROM migrations"))[0][0]

@@ -1,9 +1,8 @@
-"""Stores the pauses of the queue. While a pause matches a queued session's group, the session is held: it stays queued,
-and no attempt of it starts.
+"""Stores the pauses of the queue. A pause holds queued sessions back: they stay queued, and no attempt of them starts.
 
 A pause belongs to one tenant or to all tenants. It matches a group that has all labels of the pause and, if the pause
-names a harness, the same harness. Invariant: a queued session is held exactly while a pause matches its group, unless
-its end is decided; `sessions.held` and `sessions.waiting` are never both 1.
+names a harness, this harness. Invariants: a queued session is held exactly while a pause matches its group, unless the
+session is to be ended; `sessions.held` and `sessions.waiting` are never both 1.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ AT_ONCE = 100
 
 
 class Pause(msgspec.Struct, frozen=True):
-    """A pause as stored. An empty `harness` stands for any."""
+    """A stored pause. An empty `harness` matches any harness."""
 
     tenant: str
     labels: dict[str, str]
@@ -41,7 +40,7 @@ class Pause(msgspec.Struct, frozen=True):
 
 class Pauses:
     """The pauses in a store. The store opens and closes the database. Every method raises ServiceError when the
-    database fails. `tenant` is the owner of the pause; None for a pause of all tenants."""
+    database fails. `tenant` is the owner of a pause, or None for a pause of all tenants."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._db = database
@@ -49,8 +48,8 @@ class Pauses:
 
     async def pause(self, labels: Mapping[str, str], harness: str | None, *, tenant: str | None, who: str) -> int:
         """Hold the matching sessions in the queue, including sessions that are queued later. Returns the number of
-        sessions that this call holds now. Repeating the call changes nothing. Raises Conflict after MAX_PAUSES
-        pauses."""
+        sessions that this call has held. Repeating the call adds no second pause. Raises Conflict if the owner already
+        has MAX_PAUSES pauses."""
         pause = Pause(tenant or ALL_TENANTS, dict(labels), harness or "")
 
         async def body(tx: Connection) -> int:
@@ -68,8 +67,8 @@ class Pauses:
         return await self._db.write(body)
 
     async def resume(self, labels: Mapping[str, str], harness: str | None, *, tenant: str | None) -> int:
-        """End a pause. A session that no other pause matches waits again. Returns the number of such sessions. Raises
-        NotFound if there is no such pause."""
+        """End a pause. Sessions that no other pause matches wait again, and their number is returned. Raises NotFound
+        if there is no such pause."""
         owner = tenant or ALL_TENANTS
 
         async def body(tx: Connection) -> int:
@@ -94,7 +93,7 @@ class Pauses:
         return await self._db.write(body)
 
     async def listed(self, *, tenant: str | None) -> tuple[PauseView, ...]:
-        """Return the pauses that concern the tenant, or all pauses, the oldest first."""
+        """Return the pauses that affect the tenant, or all pauses, oldest first."""
         where, values = ("", ()) if tenant is None else (" WHERE tenant = ? OR tenant = ?", (tenant, ALL_TENANTS))
         sql = f"SELECT tenant, labels, harness, since, who FROM pauses{where} ORDER BY since, tenant, labels, harness"
         return tuple(
@@ -135,8 +134,8 @@ def _about(tenant: str, labels: str, harness: str) -> tuple[str, dict[str, str],
 
 
 async def _set(tx: Connection, groups: Sequence[str], change: str, where: str) -> int:
-    """Change those sessions of `groups` that match `where`, except sessions whose end is decided. Returns the number of
-    changed sessions."""
+    """Apply `change` to the sessions of `groups` that match `where`, except sessions that are to be ended. Returns the
+    number of changed sessions."""
     return sum(
         [
             await tx.execute(
@@ -148,7 +147,7 @@ async def _set(tx: Connection, groups: Sequence[str], change: str, where: str) -
 
 
 def _chunks(ids: Sequence[str]) -> list[tuple[Sequence[str], str]]:
-    """Return the ids in chunks, each with a placeholder `?` for each id."""
+    """Split the ids into chunks. Returns each chunk with its `?` placeholders."""
     chunks = [ids[start : start + AT_ONCE] for start in range(0, len(ids), AT_ONCE)]
     return [(some, ", ".join("?" * len(some))) for some in chunks]
 

@@ -1,14 +1,14 @@
 """Implements `Database` over PostgreSQL. Only one transaction writes at a time, over all processes. In each process, up
 to READERS transactions read at the same time.
 
-A writing transaction first takes a lock that all writers of the database share. So commits happen in the order of the
-cursors, and a reader that has read up to a cursor never misses a row with a lower cursor that is committed later.
-(Neither sequences nor SERIALIZABLE guarantee this order.) Writes that arrive during a commit share the next commit and
-its cost. An acknowledged commit survives a loss of power, unless the server is configured otherwise
-(synchronous_commit). `writers` is the only table that this module itself uses.
+Each writing transaction first takes a lock that all writers of the database share. So rows become visible in the order
+of their cursors, which number results and events. A reader that has read up to a cursor never misses a row with a lower
+cursor that is committed later. (Neither sequences nor SERIALIZABLE guarantee this order.) Writes that arrive during a
+commit share the next commit and its cost. An acknowledged commit survives a loss of power, unless the server's
+synchronous_commit is off. This module also has a table of its own, `writers`.
 
 Invariant: after a ServiceError, nothing was committed. If the reply to a COMMIT is lost, the writer reads the outcome
-from the database before the next write. The wait for the outcome has no limit until `close` is called.
+from the database before the next write. It retries until it succeeds or `close` is called.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PATIENCE_SECONDS = 30.0
 """Seconds for which a transaction is retried while the server cannot be reached, because the server may be
 restarting."""
 HANDOVER_SECONDS = 5.0
-"""Seconds to wait for the lock of another service on the same database. The server may keep the lock of a killed
+"""Seconds to wait until another service releases its lock on the database. The server may keep the lock of a killed
 service for a while."""
 PAUSES = RetryPolicy(first=0.05, longest=1.0)
 
@@ -55,16 +55,17 @@ LOCKS = 0x6F757472
 SERVICE, WRITE = 1, 2
 
 SESSION_SETTINGS = {
-    # The server ends the connection of a process that holds the writers' lock and makes no progress, for example
-    # because the process is stopped or its host is lost.
+    # With these settings, the server closes the connection of a stopped process or a lost host. Such a connection may
+    # hold the lock that all writers need.
     "idle_in_transaction_session_timeout": "15s",
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
 }
 
-# `writers` has the number of the last batch that each writer committed. Rows older than a day are deleted, because
-# killed processes leave their rows behind.
+# `writers` has the number of the last batch that each writer committed. A writer that lost the reply to a COMMIT reads
+# here whether the batch was committed. Rows older than a day are deleted, because killed processes leave their rows
+# behind.
 CREATE_WRITERS = """CREATE TABLE IF NOT EXISTS writers
     (writer TEXT PRIMARY KEY, batch BIGINT NOT NULL, at TIMESTAMPTZ NOT NULL DEFAULT now());
     DELETE FROM writers WHERE at < now() - INTERVAL '1 day'"""
@@ -75,7 +76,7 @@ COMMIT_WRITE = """INSERT INTO writers (writer, batch) VALUES ('{}', {})
 BEGIN_WRITE = f"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SELECT pg_advisory_xact_lock({LOCKS}, {WRITE})"
 BEGIN_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 # A connection that this process has lost may still be open on the server and hold locks. So a writer that connects
-# again ends its earlier connections, which have the writer's unique application name.
+# again ends its earlier connections. It finds them by their application name, which is unique to the writer.
 END_LOST = """SELECT pg_terminate_backend(pid) FROM pg_stat_activity
     WHERE application_name = current_setting('application_name') AND pid <> pg_backend_pid()"""
 HOLDER = f"""SELECT pid, application_name, client_addr, backend_start FROM pg_stat_activity JOIN pg_locks USING (pid)
@@ -117,9 +118,9 @@ def without_password(url: str) -> str:
 class PostgresqlDatabase:
     """`Database` over one PostgreSQL database.
 
-    With `sole`, which is for a service, the writer holds the service's lock, so that a database has at most one
-    service. A second service is refused with a ServiceError that names the holder of the lock. Processes without `sole`
-    can write without this lock. The first write, which migrates the schema, has no time limit.
+    `sole` is for a service: its writer holds the service's lock, so that a database has at most one service. A second
+    service gets a ServiceError that names the holder of the lock. Processes without `sole` write without this lock. The
+    first write has no time limit, because it migrates the schema.
     """
 
     types: Mapping[str, str] = {"blob": "BYTEA", "serial": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"}
@@ -155,7 +156,8 @@ class PostgresqlDatabase:
             await _closed(self._idle.pop())
 
     async def write(self, body: Body[T], *, volatile: bool = False) -> T:
-        # `volatile` has no effect: the faster asynchronous commits would be lost if the server were killed.
+        # `volatile` is ignored. Volatile changes must survive the end of any process, but an asynchronous commit would
+        # be lost if the server were killed.
         if self._writer is None:
             raise ServiceError("the store is not open")
         return await self._writer.put(body)
@@ -200,8 +202,8 @@ class _Job(NamedTuple):
 
 
 class _Unreachable(ServiceError):
-    """The connection failed, another process holds the service's lock, or the server aborted the transaction. Another
-    try may succeed."""
+    """The connection failed, another process holds the service's lock, or the server aborted the transaction. The
+    transaction may succeed if it is tried again."""
 
 
 class _Connection:
@@ -209,7 +211,7 @@ class _Connection:
 
     def __init__(self, raw: asyncpg.Connection, limit: float | None = None) -> None:
         self._raw = raw
-        self._limit = limit  # the limit is in seconds; None for the connection's own limit
+        self._limit = limit  # seconds for a statement; None for the connection's own limit
 
     async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
         # The server's reply ends with the number of rows, as in `UPDATE 3` or `INSERT 0 1`. Statements that work on no
@@ -226,7 +228,7 @@ class _Connection:
 
 
 class _Server:
-    """Opens connections to a server. Each connection has an application name, with which administrators and `_Writer`
+    """Opens connections to a server. Each connection has an application name, by which administrators and `_Writer`
     find the connections of this process."""
 
     def __init__(self, url: str, limit: float) -> None:
@@ -235,8 +237,8 @@ class _Server:
         self._name = f"{self.id[:8]}, process {os.getpid()} on {socket.gethostname()}"
         self._url = url
         self._limit = limit
-        # The server stops waiting for a lock before our own limit ends. Otherwise the server would continue to wait
-        # after this client has given up.
+        # The server stops waiting for a lock after 80 % of our own limit. Otherwise it would continue to wait after
+        # this client has given up.
         self._settings = SESSION_SETTINGS | {"lock_timeout": f"{limit * 800:.0f}ms"}
 
     async def connect(self, purpose: str) -> asyncpg.Connection:
@@ -245,7 +247,7 @@ class _Server:
             return await asyncpg.connect(
                 self._url, timeout=CONNECT_SECONDS, command_timeout=self._limit, server_settings=settings
             )
-        except ValueError:  # the error's text may contain a part of the password
+        except ValueError:  # not chained: its text may contain a part of the password
             raise InvalidField(
                 f"the database's URL cannot be read: {self.shown}",
                 field="store",
@@ -258,8 +260,8 @@ class _Server:
 
 
 class _Batch:
-    """Bodies to run in one transaction. `results` is None until the COMMIT is sent. If the COMMIT is known to have
-    failed, `results` is None again."""
+    """Bodies to run in one transaction. `results` is set just before the COMMIT is sent, and set to None again if the
+    COMMIT is known to have failed."""
 
     def __init__(self, number: int, bodies: Sequence[Body[Any]]) -> None:
         self.number = number
@@ -278,7 +280,7 @@ class _Writer:
         self._patience = patience
         self._waiting: asyncio.Queue[_Job | None] = asyncio.Queue()
         self._stopping = False
-        self._batches = time.time_ns()  # the first number is the current time, so that no number repeats
+        self._batches = time.time_ns()  # begins at the current time, so that no number repeats
         self._limit: float | None = FOREVER
         self._raw: asyncpg.Connection | None = None
 
@@ -310,7 +312,7 @@ class _Writer:
                 await _closed(self._raw)
 
     async def connection(self) -> asyncpg.Connection:
-        """Return the open connection, or open a new one. With `sole`, a new connection first takes the service's
+        """Return the open connection, or open a new one. With `sole`, a new connection also takes the service's
         lock."""
         if self._raw is None or self._raw.is_closed():
             raw = await self._server.connect("writer")
@@ -346,8 +348,8 @@ class _Writer:
 
     async def _settle(self, jobs: Sequence[_Job]) -> None:
         """Run the jobs in one transaction, and set their futures. If a body fails, each half of the jobs is run again
-        in its own transaction, until only the failing body is refused. Savepoints would avoid the repetition, but would
-        make every batch slower."""
+        in its own transaction. In the end, only the caller of the failing body gets the error. Savepoints would avoid
+        the repetition, but would make every batch slower."""
         self._batches += 1
         batch = _Batch(self._batches, [job.body for job in jobs])
         try:
@@ -371,16 +373,16 @@ class _Writer:
                     job.future.set_result(result)
 
     async def _commit(self, batch: _Batch) -> list[Any]:
-        """Run the bodies, commit, and return the bodies' results. If an earlier try committed the batch, only return
-        the results."""
+        """Run the bodies, commit, and return the bodies' results. If an earlier try already committed the batch, only
+        return the results."""
         raw = await self.connection()
         began = time.perf_counter()
         writer, number = self._server.id, batch.number
         try:
             await raw.execute(BEGIN_WRITE)
             if batch.results is not None:
-                # An earlier try lost the reply to its COMMIT. The transaction of that try has ended, because the
-                # writers' lock is held here now.
+                # An earlier try lost the reply to its COMMIT. Its transaction has ended, because this transaction now
+                # holds the writers' lock.
                 sql = "SELECT 1 FROM writers WHERE writer = $1 AND batch = $2"
                 if await raw.fetchval(sql, writer, number):
                     await raw.execute("ROLLBACK")
@@ -443,7 +445,7 @@ async def _closed(raw: asyncpg.Connection) -> None:
 
 @cache
 def _numbered(sql: str) -> str:
-    """Return the statement with $1, $2 ... for each `?`. No statement has a `?` in a literal."""
+    """Return the statement with $1, $2 and so on in place of each `?`. No statement has a `?` in a literal."""
     first, *others = sql.split("?")
     return first + "".join(f"${number}{other}" for number, other in enumerate(others, start=1))
 
@@ -453,7 +455,7 @@ def _hint(code: str) -> str | None:
 
 
 def _fail(error: Exception, raw: asyncpg.Connection) -> NoReturn:
-    """Raise the error of a transaction, translated into an OutriderError if the database is the cause."""
+    """Raise the error of a transaction, translated into an OutriderError if the database caused the error."""
     if isinstance(error, asyncpg.CharacterNotInRepertoireError):
         raise InvalidField("PostgreSQL cannot store text with a NUL character", field="text") from error
     if isinstance(error, OutriderError):
@@ -462,5 +464,5 @@ def _fail(error: Exception, raw: asyncpg.Connection) -> NoReturn:
         text = str(error) or type(error).__name__
         raise _Unreachable(f"the database broke off a transaction: {text}", hint=HINTS["57"]) from error
     if not isinstance(error, asyncpg.PostgresError) or error.sqlstate[:2] in ("22", "23"):
-        raise error  # the statement is wrong, not the database: another try would fail in the same way
+        raise error  # caused by the statement, so it would fail again
     raise ServiceError(f"the database failed: {error}", hint=_hint(error.sqlstate)) from error

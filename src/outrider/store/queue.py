@@ -1,16 +1,19 @@
 """Defines the order of the queue: fair share between tenants, then a tenant's priorities, then fair share between
 buckets, then age.
 
-A bucket has the sessions of one run of a tenant, or of one user if the group's labels name no run. All other sessions
-of the tenant share one bucket without a name. Among tenants with waiting sessions, the tenant with the fewest sessions
-under way comes first, and among equals the tenant served least recently. The same rule orders a tenant's buckets at the
-tenant's highest priority. Within a bucket, the oldest session comes first. Clients set priorities and name runs. So a
-priority orders only the groups of one tenant, and a client that names a new run for each group only delays other
-sessions of its own tenant.
+A bucket has the tenant's sessions with the same label `run`, or with the same label `user` if they have no `run`. A
+tenant's sessions without these labels share one bucket. The next session is chosen in these steps:
+1. The tenant with the fewest sessions under way; among equals, the tenant served least recently.
+2. The highest priority at which this tenant has waiting sessions.
+3. The tenant's bucket at this priority, by the same rule as in step 1.
+4. The oldest session of this bucket.
+
+Clients set priorities and labels, so these must not affect other tenants. A priority orders only the sessions of one
+tenant. A client that names a new run for each group only delays other sessions of its own tenant.
 
 The functions run in the caller's transaction. Invariant: if a session of a bucket waits at a priority, the row of
-`queue_shares` for this bucket and priority has `waiting` = 1. The reverse does not hold, so a reader that finds no
-waiting session calls `close_shares`.
+`queue_shares` for this bucket and priority has `waiting` = 1. A row may have `waiting` = 1 without a waiting session; a
+reader that finds such a row calls `close_shares`.
 """
 
 from __future__ import annotations
@@ -52,8 +55,8 @@ ABOVE_ALL = (1 << 31) - 1
 """A value above every priority."""
 
 MOST_PASSED = 64
-"""A tenant with this many skipped buckets is left out of a pass over the queue, so that the cost of the pass has a
-bound. Other tenants are still considered."""
+"""A pass over the queue leaves out a tenant if this many of its buckets are skipped. This limits the cost of a pass.
+Other tenants are still considered."""
 
 
 class Picked(msgspec.Struct, frozen=True):
@@ -81,9 +84,8 @@ def kind_of(labels: Mapping[str, str], *, external: bool) -> QueueKind:
 
 
 def bucket_of(tenant: str, labels: Mapping[str, str], *, external: bool = False) -> str:
-    """Return the name of a group's bucket: the tenant and a digest of the label. A digest is used because a label may
-    be long or contain characters that a database refuses. Evaluations and external sessions of a run have buckets of
-    their own."""
+    """Return the name of a group's bucket: the tenant and a digest of the label. The label itself may be too long, or
+    contain characters that a database refuses. Evaluations and external sessions of a run have separate buckets."""
     named = next(((name, labels[name]) for name in BUCKET_LABELS if labels.get(name)), ())
     kind = kind_of(labels, external=external)
     if not named and kind is QueueKind.ORDINARY:
@@ -93,7 +95,7 @@ def bucket_of(tenant: str, labels: Mapping[str, str], *, external: bool = False)
 
 
 async def open_share(tx: Connection, priority: int, bucket: str, *, kind: QueueKind, since: float) -> None:
-    """Record that sessions of a bucket wait at a priority. `since` is the creation time of their group, and is stored
+    """Record that sessions of a bucket wait at a priority. `since` is the creation time of their group. It is stored
     only if the bucket has no row at this priority yet."""
     await tx.execute(
         """INSERT INTO queue_shares (priority, tenant, bucket, kind, waiting, served, since)
@@ -109,8 +111,8 @@ async def reopen_share(tx: Connection, priority: int, bucket: str) -> None:
 
 
 async def note_served(tx: Connection, priority: int, bucket: str) -> None:
-    """Record that a session of the bucket was started. The bucket then comes last among the buckets with the same
-    number of sessions under way."""
+    """Record that a session of the bucket was started. Among buckets with the same number of sessions under way, this
+    bucket then comes last."""
     await tx.execute(
         """UPDATE queue_shares SET served = (SELECT MAX(served) + 1 FROM queue_shares)
            WHERE priority = ? AND bucket = ?""",
@@ -129,10 +131,14 @@ async def close_shares(tx: Connection, shares: Sequence[tuple[int, str]]) -> Non
 
 
 class QueuePass:
-    """One pass over the queue, which picks sessions that are due by `now`. A session that is due after `latest` is
-    picked, too: no session is postponed for so long, so the system clock must have been set back. `under_way` counts
-    the sessions under way by bucket. Buckets in `skip` are left out, and so are tenants with MOST_PASSED such buckets.
-    If `kind` is set, only sessions of this kind are picked; if `kind` is None, sessions of any kind except EXTERNAL.
+    """One pass over the queue, which picks sessions that are due.
+
+    now: a session is due if its `due` is at this time or earlier.
+    latest: a session that is due only after this time is picked, too. No session is postponed for so long, so the
+        system clock must have been set back.
+    under_way: number of sessions under way, by bucket.
+    skip: buckets to leave out. Tenants with MOST_PASSED such buckets are left out, too.
+    kind: the kind of the picked sessions; None for any kind except EXTERNAL.
     """
 
     def __init__(
@@ -175,8 +181,8 @@ class QueuePass:
         return picked
 
     async def _tenants(self) -> list[str]:
-        """Return the tenants with waiting sessions, least recently served first, without tenants with MOST_PASSED
-        skipped buckets."""
+        """Return the tenants with waiting sessions, least recently served first. Tenants with MOST_PASSED skipped
+        buckets are left out."""
         found = await self.tx.fetch(TENANTS.format(which=self.which), ())
         return [tenant for tenant, _ in found if self._passed[tenant] < MOST_PASSED]
 
@@ -220,12 +226,12 @@ class _Line:
 
     async def next(self, wanted: int, empty: list[tuple[int, str]]) -> Row | None:
         """Return the tenant's next session at this priority, or None if none is left. `wanted` is the approximate
-        number of sessions that the caller needs from this tenant in all. This number determines how many rows a query
-        reads. Buckets without waiting sessions are added to `empty`."""
+        number of sessions that the caller needs from this tenant; it determines how many rows a query reads. Buckets
+        without waiting sessions are added to `empty`."""
         queue_pass = self._pass
         while True:
-            # Buckets without sessions under way come first. So buckets are read until such a bucket is at the top of
-            # the heap.
+            # Buckets without sessions under way come first. So more buckets are read until such a bucket is at the top
+            # of the heap.
             while self._last is not None and (not self._buckets or self._buckets[0][0] > 0):
                 await self._read_buckets(wanted + len(queue_pass.busy) + len(queue_pass.skip))
             if not self._buckets:
@@ -253,8 +259,7 @@ class _Line:
         self._last = found[-1] if len(found) == number else None
 
     async def _next_in(self, bucket: str, wanted: int) -> Row | None:
-        """Return the bucket's oldest session that is due and that this pass has not taken yet, or None if there is
-        none."""
+        """Return the bucket's oldest due session that this pass has not taken yet, or None."""
         queue_pass = self._pass
         taken = self._taken.get(bucket, 0)
         read = self._read.setdefault(bucket, [])

@@ -1,12 +1,14 @@
 """Removes finished groups with all their rows, in transactions so short that other writers hardly wait.
 
-A removal begins with `hide`: from then on, no query finds the group or its sessions, and no total includes them. Only
-`Store.events` still lists their events. `erase` then deletes the rows, step by step. `service/retention.py` chooses the
+A removal has two steps. `hide` excludes the group and its sessions from all queries and totals; only `Store.events`
+still lists their events. `erase` then deletes the rows, a limited number per call. `service/retention.py` chooses the
 groups, and removes the files of their sessions.
 
-Invariants: a group is hidden only as a whole. A group is hidden only if it is done, its outbox row is gone (the
-callback was delivered or discarded), and every consumer that sees the group has acknowledged it (`force` overrules the
-consumers). A hidden group stays hidden, even if a process is killed.
+Invariants:
+- A group is hidden together with all its sessions.
+- A group is hidden only if it is done and its callback, if any, was delivered or discarded.
+- A group is hidden only if every consumer that sees it has acknowledged it. `force` overrules the consumers.
+- A hidden group stays hidden, even if a process is killed.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ REMOVABLE = "cursor IS NOT NULL AND NOT EXISTS (SELECT 1 FROM outbox WHERE outbo
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished group that may be removed. `bytes` is the size of its spec, turns, results and artifacts."""
+    """A finished group that may be removed. `bytes` is the size of its spec, turns, timelines, results and
+    artifacts."""
 
     id: str
     sessions: int
@@ -50,8 +53,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of finished groups that must not be removed. `unacknowledged`: a consumer has not acknowledged the group.
-    `undelivered`: the group's callback is not delivered. A group may count in both."""
+    """Numbers of finished groups that must not be removed. A group may count in both.
+
+    unacknowledged: groups that a consumer has not acknowledged.
+    undelivered: groups whose callback is not delivered.
+    """
 
     unacknowledged: int
     undelivered: int
@@ -61,7 +67,7 @@ class Removals:
     """Removes groups from a store. The store opens and closes the database. Every method raises ServiceError when the
     database fails.
 
-    `force` overrules the consumers: groups that a consumer has not acknowledged may be removed.
+    With `force`, groups may be removed even if a consumer has not acknowledged them.
     """
 
     def __init__(self, database: Database) -> None:
@@ -74,8 +80,8 @@ class Removals:
         return int(groups) + int(images)
 
     async def candidates(self, *, force: bool, after: tuple[float, int] = (-inf, 0), limit: int) -> list[Candidate]:
-        """Return up to `limit` groups that may be removed, earliest finished first. `after` is the `place` of the last
-        group that an earlier call returned."""
+        """Return up to `limit` groups that may be removed, in the order in which they finished. `after` is the `place`
+        of the last group that an earlier call returned."""
         sql = f"""SELECT id, n, bytes, finished, cursor FROM groups
             WHERE {_removable(force)} AND (finished, cursor) > (?, ?)
             ORDER BY finished, cursor LIMIT ?"""
@@ -101,8 +107,8 @@ class Removals:
         return await self._db.read(body)
 
     async def hide(self, group_ids: Sequence[str], *, force: bool) -> list[str]:
-        """Hide those of the given groups that may still be removed. Returns the ids of the hidden groups. Afterwards
-        call `erase` until it returns False."""
+        """Hide those of the given groups that may still be removed. Returns the ids of the hidden groups. The caller
+        must then call `erase` until it returns False."""
         sql = f"SELECT n, bytes FROM groups WHERE {_removable(force)} AND id = ?"
 
         async def body(tx: Connection) -> list[str]:
@@ -137,10 +143,10 @@ class Removals:
         return await self._db.read(body)
 
     async def erase(self, rows: int) -> bool:
-        """Delete about `rows` rows of hidden groups, or fewer. Returns True if there may be more.
+        """Delete up to about `rows` rows of hidden groups. Returns True if there may be more.
 
-        The caller must have deleted all other data of the sessions before, for example their files, because this data
-        cannot be found without the rows of the sessions.
+        Before this call, the caller must have deleted all other data of the sessions, such as their files. Without the
+        rows of the sessions, this data could not be found.
         """
 
         async def body(tx: Connection) -> bool:
@@ -191,9 +197,8 @@ def _removable(force: bool) -> str:
 
 
 async def _bound(tx: Connection, force: bool) -> tuple[int, ...]:
-    """Return the values of the placeholders in `_removable(force)`. Without `force`, this is one value for
-    ACKNOWLEDGED: the lowest position among the consumers that see all tenants. With `force`, there is no
-    placeholder."""
+    """Return the values of the placeholders in `_removable(force)`. Without `force`, the only value is the lowest
+    position among the consumers that see all tenants. With `force`, there is no placeholder."""
     if force:
         return ()
     slowest: int | None = (await tx.fetch("SELECT MIN(cursor) FROM consumers WHERE tenant = ''"))[0][0]

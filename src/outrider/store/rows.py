@@ -1,6 +1,6 @@
-"""Defines the rows of the store: their structs and columns, and the encoding of packed columns.
+"""Defines the rows of the store: their structs and columns, and the encoding of columns with structured values.
 
-Results, errors and turns are stored as msgpack; event data is stored as JSON, so that people can read it. Invariant:
+Results, errors and turns are stored as msgpack. Event data is stored as JSON, so that people can read it. Invariant:
 every struct read here equals the struct that was written.
 """
 
@@ -26,13 +26,16 @@ R = TypeVar("R", bound=msgspec.Struct)
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     """A group without its spec, which may be large and is read by `Store.spec`. Times are seconds since the epoch.
 
-    `cursor` is the position of a done group in the results. Of the `n` sessions, `done` are done, `errors` have an
-    error and `rewarded` have a reward. `reward_total` is the sum of the rewards. Once `min_usable` sessions have a
-    reward, the other sessions are ended; if `usable_trains` is set, only sessions with tokens to train on count.
-    `submitted_by` is the name of the submitting token, and `tenant` is the owner. The `idempotency_key` is unique among
-    the tenant's groups. `translator` names the system in whose form the group's callback is sent, None for Outrider's
-    own form. `harness` is the harness's name. `traceparent` is the W3C trace context of the submission, None
-    without one.
+    cursor: position of a done group in the results.
+    done, errors, rewarded: how many of the `n` sessions are done, have an error, and have a reward.
+    reward_total: sum of the rewards.
+    min_usable: once this many sessions have a reward, the other sessions are ended.
+    usable_trains: if True, `min_usable` counts only sessions with tokens to train on.
+    submitted_by: name of the token that submitted the group.
+    tenant: owner of the group.
+    idempotency_key: unique among the tenant's groups.
+    translator: the other rollout system whose format the callback has; None for Outrider's own format.
+    traceparent: W3C trace context of the submission.
     """
 
     id: str
@@ -62,10 +65,12 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     """A session. Times are seconds since the epoch.
 
-    `attempt` is the number of the newest attempt, from 1; 0 before the first attempt. `recovered` is the number of
-    attempts whose node was lost. Such attempts do not count as failures of the session. A queued session is not started
-    before `due`. `last_error` is the error of the last failed attempt. `ending` is the reason to end the session, set
-    as soon as the end is decided. `bucket` is the session's bucket in the queue (see `queue.py`).
+    attempt: number of the newest attempt, from 1; 0 before the first attempt.
+    recovered: number of attempts whose node was lost. They do not count as failures of the session.
+    due: a queued session is not started before this time.
+    last_error: error of the last failed attempt.
+    ending: the reason to end the session, set as soon as the end is decided.
+    bucket: the session's bucket in the queue (see `queue.py`).
     """
 
     id: str
@@ -87,13 +92,13 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def over(self) -> bool:
-        """True once the session's end is decided."""
+        """True once the session is done, or its end is decided."""
         return self.state is SessionState.DONE or self.ending is not None
 
 
 class QueueLength(msgspec.Struct, frozen=True):
-    """The number of waiting sessions, held sessions included, and the numbers of buckets and tenants that have waiting
-    sessions."""
+    """The number of waiting sessions, including sessions that a pause holds, and the numbers of buckets and tenants
+    with waiting sessions."""
 
     sessions: int
     buckets: int
@@ -101,9 +106,12 @@ class QueueLength(msgspec.Struct, frozen=True):
 
 
 class Backlog(msgspec.Struct, frozen=True):
-    """Measures of unfinished work and of storage. `oldest_waiting` is the creation time of the oldest waiting session,
-    None without one. `pending_callbacks` are still to be sent, and `given_up_callbacks` were given up. `stored_bytes`
-    is the size of all finished groups, without images."""
+    """Measures of unfinished work and of storage.
+
+    oldest_waiting: creation time of the oldest waiting session, or None.
+    pending_callbacks, given_up_callbacks: number of callbacks that are still to be sent, and that were given up.
+    stored_bytes: size of all finished groups, without images.
+    """
 
     oldest_waiting: float | None
     pending_callbacks: int
@@ -112,7 +120,7 @@ class Backlog(msgspec.Struct, frozen=True):
 
 
 class PolicyRow(msgspec.Struct, frozen=True):
-    """The policy version that a trainer has set last. `weights` is the location of its weights, None if the engines
+    """The policy version that a trainer has set last. `weights` is the location of its weights, or None if the engines
     loaded no weights."""
 
     version: int
@@ -154,11 +162,14 @@ class EventKind(StrEnum):
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the outbox: a finished group that must still be pushed to its callback URL, next at `next_try`.
+    """A row of the outbox: a finished group that must still be sent to its callback URL, next at `next_try`.
 
-    The push has been due since `since`, and failed `tries` times, the last time for the reason `fault`. `given_up` is
-    the time at which the push was given up: since then, the push is retried only on request. `receiver` is the host and
-    port of the callback URL. `url` is empty if the store lacks the key that encrypted it.
+    since: the time since which the delivery has been due.
+    tries: number of failed tries.
+    fault: the reason of the last failure.
+    given_up: the time at which the delivery was given up. After this, it is retried only on request.
+    receiver: host and port of the callback URL.
+    url: empty if the store lacks the key that encrypted the URL.
     """
 
     group_id: str
@@ -198,8 +209,7 @@ def turn_from(packed: bytes) -> Turn:
 
 
 class StoredTurns(msgspec.Struct, frozen=True):
-    """The turns of an attempt in the order of their index, each as the store has it. The images in the turns have no
-    bytes."""
+    """The encoded turns of an attempt in the order of their index. Images in the turns have no bytes."""
 
     packed: Sequence[bytes]
 
@@ -214,7 +224,8 @@ result_from = msgspec.msgpack.Decoder(SessionResult).decode
 
 
 def columns_of(row: type[msgspec.Struct]) -> str:
-    """Return the columns of a row, for a SELECT: the names of the struct's fields, in order."""
+    """Return the columns of a row for a SELECT. The columns have the names of the struct's fields, in the same
+    order."""
     return ", ".join(row.__struct_fields__)
 
 
@@ -231,8 +242,8 @@ UNPACKED: Mapping[str, Callable[[Any], Any]] = {
     "last_error": msgspec.msgpack.Decoder(ErrorRecord).decode,
     "result": result_from,
 }
-"""Functions that convert a column's value to the field's value, by column name. The values of other columns are used
-unchanged."""
+"""Functions that convert a column's value to the field's value, by column name. All other columns need no
+conversion."""
 
 
 def row_from(kind: type[R], row: Row) -> R:

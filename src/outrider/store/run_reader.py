@@ -1,6 +1,7 @@
-"""Reads the store for the index of runs (`run_index/`): what has changed since an event, or everything in pages.
+"""Reads the store for the index of runs (`run_index/`): the changes since an event, or all groups in pages.
 
-Invariant: every change of a group or a session has an event, except removals, which `Removals.hide` reports.
+Invariant: every change of a group or a session has an event, except removals, which the caller of `Removals.hide`
+reports.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ AT_ONCE = 100
 
 
 class Retry(msgspec.Struct, frozen=True):
-    """An attempt of a session that ended with an error, after which the session was queued again."""
+    """A failed attempt after which its session was queued again."""
 
     session_id: str
     attempt: int
@@ -30,8 +31,8 @@ class Retry(msgspec.Struct, frozen=True):
 
 
 class RunChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups and sessions in their state now, and retries. `cursor` is the last event that was read, and `at` its time.
-    `more` is True if there may be more changes."""
+    """Groups and sessions in their current state, and retries. `cursor` is the last event that was read, and `at` its
+    time. `more` is True if there may be more changes."""
 
     groups: list[GroupRow] = []
     sessions: list[SessionRow] = []
@@ -49,7 +50,8 @@ class RunReader:
         self._db = database
 
     async def changes(self, after: int, limit: int) -> RunChanges:
-        """Return the groups and sessions of up to `limit` events after a cursor. Hidden groups are left out."""
+        """Return the groups and sessions that the next `limit` events after a cursor are about. Hidden groups are left
+        out."""
         sql = "SELECT cursor, at, kind, group_id, session_id, data FROM events WHERE cursor > ? ORDER BY cursor LIMIT ?"
 
         async def body(tx: Connection) -> RunChanges:
@@ -88,8 +90,8 @@ class RunReader:
         return await self._db.read(body)
 
     async def retries(self, after: int, limit: int) -> tuple[list[Retry], int]:
-        """Return up to `limit` retries after a cursor, and the cursor of the last of them. Instead of this cursor, 0 is
-        returned if there are no more retries."""
+        """Return up to `limit` retries after a cursor. Also returns the cursor of the last one, or 0 if there are no
+        more."""
         sql = """SELECT cursor, at, kind, group_id, session_id, data FROM events WHERE kind = ? AND cursor > ?
             ORDER BY cursor LIMIT ?"""
         found = await self._db.read(lambda tx: tx.fetch(sql, (EventKind.SESSION_RETRY.value, after, limit)))
@@ -106,8 +108,8 @@ class RunReader:
         return float(found[0][0]) if found else None
 
     async def packed_turns(self, attempts: Sequence[tuple[str, int]]) -> list[list[tuple[str, bytes]]]:
-        """Return the packed turns of several attempts. An attempt is given by its session's id and its number. Each
-        turn is returned with its model (empty for the policy), in the order of the index."""
+        """Return the encoded turns of several attempts, each given by its session's id and its number. Each turn comes
+        with its model (empty for the policy), in the order of the index."""
         own = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
         frozen = "SELECT model, turn FROM frozen_turns WHERE session_id = ? AND attempt = ? ORDER BY model, turn_index"
 
@@ -153,8 +155,8 @@ async def _sessions(tx: Connection, column: str, ids: Sequence[str]) -> list[Ses
 
 
 def _chunks(ids: Sequence[str]) -> list[tuple[Sequence[str], str]]:
-    """Return the ids in chunks, each with its placeholders. All chunks have one length, so that a database prepares one
-    statement. The last chunk repeats its last id."""
+    """Split the ids into chunks. Returns each chunk with its placeholders. All chunks have the same length, so that the
+    database prepares only one statement; the last chunk is filled with copies of its last id."""
     found: list[tuple[Sequence[str], str]] = []
     for start in range(0, len(ids), AT_ONCE):
         some = list(ids[start : start + AT_ONCE])

@@ -1,11 +1,12 @@
-"""Implements `Database` over SQLite, with one writer thread that commits in batches, and reader threads that never wait
-for the writer.
+"""Implements `Database` over SQLite. One thread writes and commits in batches. Reader threads never wait for the
+writer.
 
 Writes that arrive during a commit share the next commit and its cost. A separate thread moves SQLite's write-ahead log
-into the database file. Every commit survives the end of the process. Unless all writes of a batch are volatile, the
-commit waits for the disk (synchronous=FULL); then this commit and all earlier commits survive a loss of power. The
-commit of a volatile batch does not wait (synchronous=NORMAL): a loss of power may undo the volatile commits of the last
-seconds, but never half of a commit.
+into the database file. Every commit survives the end of the process.
+
+If a batch has a non-volatile write, its commit waits for the disk (synchronous=FULL). This commit and all earlier
+commits then survive a loss of power. The commit of an all-volatile batch does not wait (synchronous=NORMAL). A loss of
+power may undo the volatile commits of the last seconds, but never half of a commit.
 
 Invariant: a failing body undoes only its own changes, never those of another body in the batch.
 """
@@ -41,20 +42,20 @@ CHECKPOINT_SECONDS = 1.0
 CHECKPOINTS = "checkpoints of the database"
 """Name of the checkpoints in the list of failures."""
 CHECKPOINT_PAGES = 16_384
-"""Length of the write-ahead log in pages (64 MiB) at which the writer itself moves the log into the file, so that the
-log cannot grow without limit."""
+"""Length of the write-ahead log in pages (64 MiB). At this length, the writer itself moves the log into the file, so
+that the log cannot grow without limit."""
 
 NORMAL, FULL = 1, 2
-"""Two of SQLite's modes of `synchronous`: in WAL mode a commit waits for the disk only with FULL."""
+"""Two values of SQLite's setting `synchronous`. In WAL mode, a commit waits for the disk only with FULL."""
 
 INCREMENTAL = 2
-"""The mode of SQLite's auto_vacuum in which `shrink` can free pages."""
+"""The value of SQLite's setting `auto_vacuum` with which `shrink` can free pages."""
 SHRINK_PAGES = 64
 """Maximum number of pages (256 KiB) that one call of `shrink` frees. The call occupies the writer for a few
 milliseconds."""
 SPARE = 10
-"""`shrink` leaves one free page in the file for each SPARE pages, because writes are slower in a file that shrinks and
-grows again and again."""
+"""`shrink` leaves a tenth of the file's pages free, because writes are slower in a file that shrinks and grows again
+and again."""
 
 HINTS: dict[int, str] = {
     sqlite3.SQLITE_BUSY: "another program holds the database: is a second service using the same data folder?",
@@ -71,7 +72,7 @@ GONE = "put the data folder back where it was, or restart the service: until the
 
 def sqlite_store(path: Path | None, failures: Failures | None = None, *, key: KeySource | None = None) -> Store:
     """Return a store in the SQLite file at `path`, whose folder must exist. If `path` is None, the store is in memory,
-    for tests. Failures outside of transactions are noted in `failures`. Without `key`, the key of tasks is in a file in
+    for tests. Failed checkpoints are reported to `failures`. Without `key`, the key that encrypts tasks is in a file in
     the same folder."""
     if key is None and path is not None:
         key = KeyFile(path.with_name(KEY_FILE))
@@ -106,7 +107,7 @@ class SqliteDatabase:
                 threads = [self._start(f"reader-{n}", reads.serve, reads.stop) for n in range(READERS)]
                 threads.append(self._start("checkpoints", self._checkpointing(stopping), stopping.set))
                 await asyncio.gather(*(thread.opened for thread in threads))
-        except BaseException:  # after a cancellation, too, no started thread may be left running
+        except BaseException:  # also after a cancellation, the started threads must end
             await self.close()
             raise
         self._writes, self._reads = writes, reads
@@ -114,7 +115,7 @@ class SqliteDatabase:
     async def close(self) -> None:
         self._writes = self._reads = self._file = None
         threads, self._threads = self._threads, []
-        # The threads are ended one by one, because only the last connection that closes removes the log. If several
+        # The threads end one by one, because only the last connection that closes removes the log. If several
         # connections close at the same time, each may find another one still open, and the log is not removed.
         for thread in threads:
             thread.stop()
@@ -128,8 +129,8 @@ class SqliteDatabase:
 
     async def shrink(self) -> bool:
         async def body(tx: Connection) -> bool:
-            # A file that was created without this setting cannot be shrunk in steps: only VACUUM would shrink the file,
-            # and VACUUM blocks for minutes.
+            # A file that was created without this setting cannot be shrunk in steps. Only VACUUM would shrink it, and
+            # VACUUM blocks for minutes.
             if (await tx.fetch("PRAGMA auto_vacuum"))[0][0] != INCREMENTAL:
                 return False
             pages, free = [(await tx.fetch(f"PRAGMA {name}"))[0][0] for name in ("page_count", "freelist_count")]
@@ -141,7 +142,7 @@ class SqliteDatabase:
         return await self.write(body, volatile=True)
 
     def _check_file(self) -> None:
-        """Raise ServiceError if the file is no longer at its path. SQLite would continue with the removed file, and the
+        """Raise ServiceError if the file was removed or replaced. SQLite would continue with the removed file, and
         later commits would be lost at the end of the process."""
         if self._path is None:
             return
@@ -178,7 +179,7 @@ class SqliteDatabase:
         target = ":memory:" if self._path is None else self._path
         raw = sqlite3.connect(target, timeout=BUSY_SECONDS, isolation_level=None)
         try:
-            raw.execute(f"PRAGMA auto_vacuum={INCREMENTAL}")  # this has an effect only before the file has any content
+            raw.execute(f"PRAGMA auto_vacuum={INCREMENTAL}")  # has an effect only while the file is empty
             raw.execute("PRAGMA journal_mode=WAL").fetchall()
             raw.execute(f"PRAGMA synchronous={NORMAL}")
             raw.execute("PRAGMA foreign_keys=ON")
@@ -202,7 +203,7 @@ class _Outcome(NamedTuple):
 
 
 class _Connection:
-    """`Connection` over a sqlite3 connection. Its methods never suspend: they block the store's own threads."""
+    """`Connection` over a sqlite3 connection. Its methods never suspend, but block the store's own threads."""
 
     def __init__(self, raw: sqlite3.Connection) -> None:
         self._raw = raw
@@ -249,8 +250,7 @@ class _Jobs:
             self._loop.call_soon_threadsafe(_deliver, self._settle(raw, batch))
 
     def _next(self) -> list[_Job]:
-        """Wait for a job, then take all jobs that are waiting, up to the batch size. Returns an empty list after
-        `stop`."""
+        """Wait for a job, then take all waiting jobs up to the batch size. Returns an empty list after `stop`."""
         batch: list[_Job] = []
         job = self._waiting.get()
         while job is not None:
@@ -266,14 +266,14 @@ class _Jobs:
 
     def _settle(self, raw: sqlite3.Connection, batch: Sequence[_Job]) -> list[_Outcome]:
         """Run the batch in one transaction. If a body fails, each half of the batch is run again in its own
-        transaction, until only the failing body is refused. Savepoints would avoid the repetition, but would make every
-        batch slower."""
+        transaction. In the end, only the caller of the failing body gets the error. Savepoints would avoid the
+        repetition, but would make every batch slower."""
         began = time.perf_counter()
         try:
             self._check_file()
             raw.execute(f"PRAGMA synchronous={NORMAL if all(job.volatile for job in batch) else FULL}")
             raw.execute(self._begin)
-        except (sqlite3.Error, ServiceError, MemoryError) as error:  # if raised, the error would end the thread
+        except (sqlite3.Error, ServiceError, MemoryError) as error:  # a raised error would end the thread
             return [_Outcome(job.future, None, _translated(error)) for job in batch]
         try:
             connection = _Connection(raw)
@@ -338,8 +338,8 @@ class _Thread:
 
 
 def _run(body: Body[T], connection: _Connection) -> T:
-    """Run a body without an event loop. None of the body's awaits suspends, so one step completes the body. Raises
-    TypeError for a body that awaits something else than its connection."""
+    """Run a body without an event loop. The body awaits only its connection, which never suspends, so one step
+    completes the body. Raises TypeError if the body awaits anything else."""
     coroutine = body(connection)
     try:
         coroutine.send(None)
@@ -372,6 +372,6 @@ def _translated(error: Exception) -> Exception:
             "the database failed: out of memory", hint="the machine, or this process, has no memory left"
         )
     if not isinstance(error, sqlite3.Error) or isinstance(error, sqlite3.IntegrityError):
-        return error  # the statement is wrong, not the database: another try would fail in the same way.
+        return error  # caused by the statement, so it would fail again
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte of an extended code is SQLite's code
     return ServiceError(f"the database failed: {error}", hint=HINTS.get(code))

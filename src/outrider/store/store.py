@@ -1,12 +1,11 @@
 """Stores the durable state of a service: groups, sessions, attempts, turns, results and events.
 
-All SQL statements and transactions of Outrider are in this folder. A public method makes its changes in one
-transaction. `database.py` defines the interface of the database. The caller decides which sessions are started, retried
-or cancelled.
+All SQL statements and transactions of Outrider are in this folder. Each public method makes its changes in one
+transaction. The caller decides which sessions are started, retried or cancelled.
 
-Invariants: an attempt can write to its session only while the attempt is under way and the newest; any other write
-raises Conflict. The result of a session is stored in one transaction with the changes that follow from it: the group's
-state, cursor, event and outbox row.
+Invariants: only the newest attempt of a session can write, and only while it is under way; any other write raises
+Conflict. The result of a session is stored in one transaction with the changes that follow from it: the group's state,
+cursor, event and outbox row.
 """
 
 from __future__ import annotations
@@ -62,19 +61,19 @@ SESSIONS_LISTED = (
 )
 """Hints for errors about unknown ids."""
 EXTERNAL_KEY = f"{KEY_PREFIX}x_"
-"""Prefix of the credentials of external sessions."""
+"""Prefix of the credentials of sessions whose agents run elsewhere."""
 MOST_PACES = 1000
-"""Maximum number of engines whose pace is stored. Without this limit, the paces of engines that no longer exist would
-accumulate."""
+"""Maximum number of engines whose usual call durations are stored. Without this limit, engines that no longer exist
+would accumulate."""
 MOST_REFUSED = 10_000
 """Maximum number of idempotency keys of a tenant that are refused at a time."""
 MOST_VALUES = 500
-"""Maximum number of values in one statement. Databases limit this number."""
+"""Maximum number of values in one statement, because databases limit this number."""
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
-"""States that `set_state` refuses: only `requeue`, `recover`, `start_attempt` and `finish` lead to these states."""
+"""States that `set_state` refuses. Only `requeue`, `recover`, `start_attempt` and `finish` lead to these states."""
 
-# One statement checks the attempt and inserts the turn, because a model call waits for the result. `lease_until` is set
-# exactly while an attempt is under way. If nothing was inserted, a second statement finds the reason.
+# One statement checks the attempt and inserts the turn, because a model call waits for it. `lease_until` is set exactly
+# while an attempt is under way. If nothing was inserted, a second statement finds the reason.
 ADD_TURN = """INSERT INTO turns (session_id, attempt, turn_index, turn)
     SELECT id, attempt, ?, ? FROM sessions WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL
     ON CONFLICT DO NOTHING"""
@@ -105,8 +104,8 @@ REVIVE = """UPDATE outbox SET given_up = NULL, tries = 0, since = ?, next_try = 
 
 
 class MoreTurns(Exception):
-    """Raised by `Store.finish` if the attempt has turns that the result does not count. The caller must read the turns
-    again."""
+    """Raised by `Store.finish` if the attempt has stored turns that the result does not count. The caller must read the
+    turns again."""
 
 
 class AddedTurn(NamedTuple):
@@ -125,14 +124,12 @@ class Store:
     Every method raises ServiceError when the database fails, and NotFound for unknown ids. Methods that write for an
     `attempt` of a session raise Conflict if the session is done or the attempt is not the newest.
 
-    A method with a `tenant` reads only the rows of this tenant, or all rows if `tenant` is None. Ids of other tenants'
-    rows count as unknown.
+    A method with a `tenant` sees only the rows of this tenant, or all rows if `tenant` is None.
 
-    Sessions that are to end (`SessionRow.ending` is set: cancelled, expired or not needed any more) leave the queue at
-    once: `queued` does not list these sessions, and `start_attempt` refuses them. Such a session is not done until the
-    caller calls `finish` with the reason in `ending`. If `requeue` or `recover` ends the attempt before that, the
-    session's state is QUEUED in between. `to_end` lists the sessions that the caller must still finish, for instance
-    after a crash.
+    A session has `ending` set if it was cancelled, has expired or is not needed any more. It leaves the queue at once:
+    `queued` does not list it, and `start_attempt` refuses it. It becomes done when the caller calls `finish` with the
+    reason in `ending`. If its attempt ends earlier by `requeue` or `recover`, the session's state is QUEUED until then.
+    `to_end` lists the sessions that the caller must still finish, for instance after a crash.
     """
 
     def __init__(
@@ -143,8 +140,8 @@ class Store:
         clock: Callable[[], float] = time.time,
         migrations: Migrations = MIGRATIONS,
     ) -> None:
-        """`key` loads or makes the key that encrypts tasks. Without `key`, a new key is used, and the tasks cannot be
-        read again once this store is closed."""
+        """`key` loads or makes the key that encrypts tasks. Without `key`, a new key is used, and the tasks are
+        unreadable once this store is closed."""
         self._db = database
         self._key_source = key or TaskKey.new()
         self._clock = clock
@@ -164,13 +161,13 @@ class Store:
             await self._db.write(lambda tx: migrate(tx, self._db.types, self._clock(), self._migrations))
             key = await asyncio.to_thread(self._key_source.load)
             if key is None:
-                # A new key must not replace a lost key, because queued tasks could not be run any more.
+                # A lost key must not be replaced by a new one, because queued tasks could not be run any more.
                 any_group = "SELECT 1 FROM groups WHERE state <> ? LIMIT 1"
                 if await self._db.read(lambda tx: tx.fetch(any_group, (REMOVED,))):
                     raise self._key_source.missing()
                 key = await asyncio.to_thread(self._key_source.make)
             self._key = key
-        except BaseException:  # after a cancellation, too, the database's threads must not be left running
+        except BaseException:  # also after a cancellation, the database's threads must end
             await self._db.close()
             raise
         return self
@@ -179,13 +176,13 @@ class Store:
         await self._db.close()
 
     async def probe(self) -> None:
-        """Change a row, to check that the database accepts writes. Raises ServiceError if the write fails. The database
-        may first retry the write for a while."""
+        """Change a row, to check that the database accepts writes. Raises ServiceError if the write fails, possibly
+        after retries."""
         now = self._clock()
         await self._db.write(lambda tx: tx.execute("UPDATE probe SET at = ?", (now,)), volatile=True)
 
     def _group(self, row: Row) -> GroupRow:
-        """Build a group from the values of GROUP_COLUMNS. `callback_url` is None if the URL was sealed with another
+        """Build a group from the values of GROUP_COLUMNS. `callback_url` is None if the URL was encrypted with another
         key."""
         group = rows.row_from(GroupRow, row)
         url = None if group.callback_url is None else self._opened_url(group.callback_url, group.id)
@@ -211,14 +208,14 @@ class Store:
         quota: int | None = None,
         external: bool = False,
     ) -> GroupRow:
-        """Store a group with its spec (the JSON of a GroupSpec), its queued sessions, and the event of its creation.
-        `external` is True if the agents of the group run elsewhere. If a session's first attempt has not started by the
-        time `expires`, the method `expire` sets the session's `ending`.
+        """Store a group with its queued sessions and the event of its creation. `spec` is the JSON of a GroupSpec.
+        `external` is True if the group's agents run elsewhere. If a session's first attempt has not started by the time
+        `expires`, `expire` ends the session.
 
         The stored group is active and not cancelled, whatever the state in `group`. If the tenant already has a group
-        with this idempotency key, the existing group is returned, provided that both specs have the same bytes. Raises
-        Conflict if the specs differ, if the key is refused (`refuse_key`), or if an id is in use. Raises QuotaExceeded
-        if the submitter would have more than `quota` sessions queued or running.
+        with this idempotency key and exactly this spec, the existing group is returned. Raises Conflict if the specs
+        differ, if the key is refused (`refuse_key`), or if an id is in use. Raises QuotaExceeded if the submitter would
+        have more than `quota` sessions queued or running.
         """
         if not session_ids or len(session_ids) != group.n:
             raise ValueError(f"group {group.id} of {group.n} sessions came with {len(session_ids)} session ids")
@@ -331,9 +328,12 @@ class Store:
         since: float = 0.0,
         tenant: str | None = None,
     ) -> list[GroupRow]:
-        """List up to `limit` groups, newest first. Each argument that is not None restricts the list: `before` to
-        groups older than the group with this id, `harness` to groups with this harness, and `since` to groups created
-        at this time or later. Raises NotFound if the group `before` is unknown."""
+        """List up to `limit` groups, newest first.
+
+        before: only groups older than the group with this id. Raises NotFound if the id is unknown.
+        harness: only groups with this harness.
+        since: only groups created at this time or later.
+        """
 
         async def body(tx: Connection) -> list[Row]:
             own = of_tenant(tenant)
@@ -350,8 +350,8 @@ class Store:
         return [self._group(row) for row in await self._db.read(body)]
 
     async def to_end(self, group_id: str | None = None) -> list[SessionRow]:
-        """List the sessions with `ending` set that are not done, in sample order. `group_id` selects one group; None
-        means all groups."""
+        """List the sessions that have `ending` set and are not done, in sample order. `group_id` limits the list to one
+        group."""
         where, values = ("", ()) if group_id is None else ("AND group_id = ?", (group_id,))
         where = f"ending IS NOT NULL AND state <> 'done' {where} ORDER BY group_id, sample_index"
         return await self._db.read(lambda tx: _find_sessions(tx, where, *values))
@@ -376,7 +376,7 @@ class Store:
         skip: Collection[str] = (),
         kind: queue.QueueKind | None = None,
     ) -> list[SessionRow]:
-        """Return the next queued sessions that are due, in the order of `queue.py`. For the arguments, see
+        """Return the next queued sessions that are due, in the order of the queue (`queue.py`). For the arguments, see
         `queue.QueuePass`."""
 
         async def body(tx: Connection) -> queue.Picked:
@@ -389,14 +389,13 @@ class Store:
         return picked.sessions
 
     async def expire(self, *, now: float) -> bool:
-        """Set `ending` to EXPIRED for all sessions whose first attempt has not started in time. Returns True if there
-        are such sessions."""
+        """Set `ending` to EXPIRED for all waiting sessions whose first attempt has not started in time. Sessions that a
+        pause holds do not expire. Returns True if a session was changed."""
         sql = "UPDATE sessions SET ending = ?, waiting = 0 WHERE waiting = 1 AND expires IS NOT NULL AND expires <= ?"
         return bool(await self._db.write(lambda tx: tx.execute(sql, (StopReason.EXPIRED.value, now))))
 
     async def next_due(self, *, after: float) -> float | None:
-        """Return the earliest time later than `after` at which a queued session is due or expires; None if there is
-        none."""
+        """Return the earliest time later than `after` at which a waiting session is due or expires, or None."""
 
         async def body(tx: Connection) -> float | None:
             due = await tx.fetch("SELECT MIN(due) FROM sessions WHERE waiting = 1 AND due > 0 AND due > ?", (after,))
@@ -407,8 +406,8 @@ class Store:
         return await self._db.read(body)
 
     async def queue_length(self) -> QueueLength:
-        """Count the waiting sessions, including sessions that a pause holds. Also count the buckets and tenants that
-        have waiting sessions. Reads the whole queue."""
+        """Count the waiting sessions and the sessions that a pause holds. Also count the buckets and tenants with
+        waiting sessions. Reads the whole queue."""
 
         async def body(tx: Connection) -> QueueLength:
             sessions = await tx.fetch(
@@ -422,7 +421,8 @@ class Store:
         return await self._db.read(body)
 
     async def backlog(self) -> Backlog:
-        """Return the lengths of the store's queues. Reads the whole queue and the outbox, but only their indexes."""
+        """Return measures of the queue, the outbox and the stored bytes. Reads the whole queue and the outbox, but only
+        their indexes."""
 
         async def body(tx: Connection) -> Backlog:
             ((oldest,),) = await tx.fetch("SELECT MIN(created) FROM sessions WHERE waiting = 1")
@@ -434,13 +434,12 @@ class Store:
         return await self._db.read(body)
 
     def commit_seconds(self) -> Distribution:
-        """Return the durations of the transactions that have written since the start, as a histogram with the buckets
-        `SECONDS`."""
+        """Return the durations of the committed writes since the start, as a histogram with the buckets `SECONDS`."""
         return self._db.commits.read()
 
     async def waiting(self, tenant: str, labels: Mapping[str, str] | None = None, *, most: int) -> int:
-        """Count the waiting sessions of the tenant. With `labels`, count only the bucket of the tenant's groups with
-        these labels. Returns at most `most`."""
+        """Count the waiting sessions of the tenant, up to `most`. With `labels`, count only the bucket of groups with
+        these labels."""
         column, value = ("tenant", tenant) if labels is None else ("bucket", queue.bucket_of(tenant, labels))
         sql = queue.COUNT_WAITING.format(column=column)
         found: int = (await self._db.read(lambda tx: tx.fetch(sql, (value, most))))[0][0]
@@ -452,13 +451,13 @@ class Store:
         return bool(await self._db.read(lambda tx: tx.fetch(sql, (rows.stored_key(tenant, idempotency_key),))))
 
     async def keyed_group(self, tenant: str, idempotency_key: str) -> GroupRow | None:
-        """Return the tenant's group with this idempotency key, None if there is none."""
+        """Return the tenant's group with this idempotency key, or None."""
         sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE idempotency_key = ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (rows.stored_key(tenant, idempotency_key),)))
         return self._group(found[0]) if found else None
 
     async def add_label(self, group_id: str, name: str, value: str) -> None:
-        """Add a label to a stored group, or replace the label's value. The group's place in the queue is unchanged."""
+        """Add a label to a stored group, or replace the label's value. The group keeps its place in the queue."""
 
         async def body(tx: Connection) -> None:
             group = await self._find_group(tx, group_id)
@@ -468,7 +467,7 @@ class Store:
         await self._db.write(body)
 
     async def states_of(self, group_ids: Sequence[str]) -> dict[SessionState, int]:
-        """Count the sessions of these groups by state, in one read. Unknown groups count as groups without sessions."""
+        """Count the sessions of these groups by state, in one transaction. Unknown groups have no sessions."""
 
         async def body(tx: Connection) -> Counter[SessionState]:
             counted: Counter[SessionState] = Counter()
@@ -485,8 +484,9 @@ class Store:
     async def translated_groups(
         self, tenant: str, translator: str, *, since: float = -inf, before: tuple[float, str] | None = None, limit: int
     ) -> list[GroupRow]:
-        """List up to `limit` of the tenant's groups of one translator, newest first. `since` is the earliest time of
-        creation, and `before` the time of creation and the id of the last group of the page before."""
+        """List up to `limit` of the tenant's groups that clients of the rollout system `translator` submitted, newest
+        first. `since` is the earliest creation time. `before` is the creation time and the id of the last group of the
+        previous page."""
         page, values = ("", ()) if before is None else (" AND (created, id) < (?, ?)", before)
         sql = f"""SELECT {rows.GROUP_COLUMNS} FROM groups
             WHERE tenant = ? AND state <> ? AND translator = ? AND created >= ?{page}
@@ -495,9 +495,9 @@ class Store:
         return [self._group(row) for row in await self._db.read(lambda tx: tx.fetch(sql, wanted))]
 
     async def refuse_key(self, tenant: str, idempotency_key: str, *, until: float) -> GroupRow | None:
-        """Refuse new groups of the tenant with this idempotency key until the time `until`. If the tenant has such a
-        group already, nothing is changed, and the group is returned. Raises QuotaExceeded if the tenant already has
-        MOST_REFUSED refused keys."""
+        """Refuse new groups of the tenant with this idempotency key until the time `until`. If the tenant already has a
+        group with this key, nothing is changed, and this group is returned. Raises QuotaExceeded if the tenant already
+        has MOST_REFUSED refused keys."""
         key = rows.stored_key(tenant, idempotency_key)
 
         async def body(tx: Connection) -> GroupRow | None:
@@ -538,8 +538,8 @@ class Store:
         sql = f"SELECT state, COUNT(*) FROM sessions WHERE state IN ({', '.join('?' * len(live))}) GROUP BY state"
         own = of_tenant(tenant)
         if tenant is not None:
-            # Only active groups have sessions that are not done. The condition is `<>` and not a list of states, so
-            # that the database does not use the index of all tenants' sessions by state.
+            # Only active groups have sessions that are not done. The condition is `<>` and not a list of states: with a
+            # list, the database would use the index of all tenants' sessions by state.
             sql = f"""SELECT sessions.state, COUNT(*) FROM groups JOIN sessions ON sessions.group_id = groups.id
                 WHERE groups.state = 'active' AND sessions.state <> 'done'{own.sql} GROUP BY sessions.state"""
             live = []
@@ -597,7 +597,7 @@ class Store:
         return await self._db.write(body)
 
     async def adopt_turns(self, session_id: str, attempt: int, of: str) -> SessionRow:
-        """Copy the turns of the session `of`, which is done, to an attempt under way. Returns the session `of`.
+        """Copy the turns of the done session `of` to an attempt under way of another session. Returns the session `of`.
         Repeating the call changes nothing. Raises Conflict if the session `of` is not done."""
 
         async def body(tx: Connection) -> SessionRow:
@@ -613,8 +613,8 @@ class Store:
         return await self._db.write(body)
 
     async def drop_earlier_turns(self, session_id: str, attempt: int) -> None:
-        """Delete the turns, the report and the failed calls of the session's earlier attempts, because the agent of
-        this attempt starts anew."""
+        """Delete the turns, the report and the failed calls of the session's earlier attempts. The agent of this
+        attempt starts from the beginning."""
 
         async def body(tx: Connection) -> None:
             await _under_way(tx, session_id, attempt)
@@ -627,7 +627,7 @@ class Store:
 
     async def drop_turns(self, session_id: str, attempt: int) -> None:
         """Delete the turns and the failed calls of an attempt under way, because its agent starts over. Raises Conflict
-        if the session was completed."""
+        if a report has already completed the session."""
 
         async def body(tx: Connection) -> None:
             session = await _under_way(tx, session_id, attempt)
@@ -646,9 +646,9 @@ class Store:
         await self._db.write(body)
 
     async def keep_failed_calls(self, session_id: str, attempt: int, calls: bytes, *, model: str | None = None) -> None:
-        """Store the failed calls of one model in a session for which no later call has made up. `calls` is a JSON array
-        of `FailedCall`, and replaces the array that is stored for the model. `model` is None for the policy. Raises
-        Conflict if the attempt is not under way."""
+        """Store one model's failed calls that no later call has made up for (see `FailedCalls`). `calls` is a JSON
+        array of `FailedCall`. It replaces the array that is stored for this session and model. `model` is None for the
+        policy. Raises Conflict if the attempt is not under way."""
         sql = """INSERT INTO failed_calls (session_id, model, calls) VALUES (?, ?, ?)
             ON CONFLICT (session_id, model) DO UPDATE SET calls = excluded.calls"""
 
@@ -659,14 +659,14 @@ class Store:
         await self._db.write(body)
 
     async def failed_calls(self, session_id: str) -> dict[str | None, bytes]:
-        """Return what `keep_failed_calls` has stored for a session, by model; None is the policy."""
+        """Return the session's stored failed calls by model, with None for the policy (see `keep_failed_calls`)."""
         sql = "SELECT model, calls FROM failed_calls WHERE session_id = ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (session_id,)))
         return {model or None: bytes(calls) for model, calls in found}
 
     async def keep_remote_run(self, session_id: str, attempt: int, name: str, run: str) -> None:
-        """Store the id `run` that an agent service has given to the session's run `name`. The id of an earlier run of
-        the session is replaced. Raises Conflict if the attempt is not under way."""
+        """Store that an external agent service has given the id `run` to our run `name` of the session. It replaces the
+        id of an earlier run. Raises Conflict if the attempt is not under way."""
         sql = """INSERT INTO remote_runs (session_id, name, run) VALUES (?, ?, ?)
             ON CONFLICT (session_id) DO UPDATE SET name = excluded.name, run = excluded.run"""
 
@@ -677,13 +677,13 @@ class Store:
         await self._db.write(body)
 
     async def remote_run(self, session_id: str, name: str) -> str | None:
-        """Return the id that an agent service has given to the session's run `name`, None if there is none."""
+        """Return the id that the agent service has given to our run `name` of the session, or None."""
         sql = "SELECT run FROM remote_runs WHERE session_id = ? AND name = ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (session_id, name)))
         return str(found[0][0]) if found else None
 
     async def add_report(self, session_id: str, report: bytes, *, tenant: str | None = None) -> None:
-        """Store the report that completes a session, JSON. Repeating the call with equal content changes nothing.
+        """Store the report (JSON) that completes a session. Repeating the call with equal content changes nothing.
         Raises Conflict if the session was completed with another report, or is done without a report."""
 
         async def body(tx: Connection) -> None:
@@ -705,23 +705,23 @@ class Store:
         await self._db.write(body)
 
     async def report(self, session_id: str) -> bytes | None:
-        """Return the report that completes a session, None if there is none yet."""
+        """Return the report that completes a session, or None."""
         sql = "SELECT report FROM session_reports WHERE session_id = ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (session_id,)))
         return bytes(found[0][0]) if found else None
 
     def mark_of(self, text: str) -> str:
-        """Return a digest of a text of a task, 16 hexadecimal digits. A text cannot be guessed from its digest without
-        the store's key."""
+        """Return a digest of a text of a task: 16 hexadecimal digits. Without the store's key, nobody can guess the
+        text by comparing digests."""
         return hashlib.sha256(self._key.mark(f"the text {text}").encode()).hexdigest()[:16]
 
     def credential_of(self, session_id: str) -> str:
-        """Return the credential of an external session. The store can check the credential without having stored it,
-        so the credential outlives the service's process."""
+        """Return the credential of an external session. It is computed from the store's key and is not stored, so it
+        stays valid when the service restarts."""
         return f"{EXTERNAL_KEY}{session_id}_{self._key.mark(_key_of(session_id))}"
 
     def session_of_credential(self, credential: str) -> str | None:
-        """Return the id of the external session with this credential, None for any other text."""
+        """Return the id of the external session with this credential, or None."""
         if not credential.startswith(EXTERNAL_KEY):
             return None
         session_id = credential[len(EXTERNAL_KEY) : -MARK_LENGTH - 1]
@@ -735,7 +735,7 @@ class Store:
         return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql, values))]
 
     async def policy(self) -> PolicyRow | None:
-        """Return the stored policy; None if none was stored yet."""
+        """Return the stored policy, or None."""
         found = await self._db.read(lambda tx: tx.fetch("SELECT version, weights FROM policy"))
         return PolicyRow(*found[0]) if found else None
 
@@ -745,23 +745,23 @@ class Store:
         await self._db.write(lambda tx: tx.execute(sql, (version, weights)))
 
     async def position(self, reader: str) -> int | None:
-        """Return the position in the events that `keep_position` has stored for a reader; None if there is none."""
+        """Return the position in the events that `keep_position` has stored for `reader`, or None."""
         sql = "SELECT cursor FROM positions WHERE reader = ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (reader,)))
         return found[0][0] if found else None
 
     async def keep_position(self, reader: str, cursor: int) -> None:
-        """Store the position of a reader of the events within the service."""
+        """Store the position in the events of `reader`, a part of the service."""
         sql = """INSERT INTO positions (reader, cursor) VALUES (?, ?)
                  ON CONFLICT (reader) DO UPDATE SET cursor = excluded.cursor"""
         await self._db.write(lambda tx: tx.execute(sql, (reader, cursor)), volatile=True)
 
     async def engine_paces(self) -> dict[str, str]:
-        """Return the stored paces of engines, as JSON by engine name."""
+        """Return the stored JSON of engines' usual call durations (`RememberedPace`), by engine name."""
         return dict(await self._db.read(lambda tx: tx.fetch("SELECT engine, pace FROM engine_paces")))
 
     async def keep_engine_paces(self, paces: Mapping[str, str]) -> None:
-        """Store the paces of these engines. Of all stored paces, only the newest `MOST_PACES` are kept."""
+        """Store the paces of these engines. Only the MOST_PACES newest of all stored paces are kept."""
         now = self._clock()
         sql = """INSERT INTO engine_paces (engine, pace, kept) VALUES (?, ?, ?)
                  ON CONFLICT (engine) DO UPDATE SET pace = excluded.pace, kept = excluded.kept"""
@@ -774,8 +774,8 @@ class Store:
         await self._db.write(body)
 
     async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None:
-        """Move a session to `state`. Raises Conflict for a move that is not in lifecycle.MOVES, and for a move to a
-        state that has its own method (MOVES_WITH_A_METHOD)."""
+        """Move a session to `state`. Raises Conflict if lifecycle.MOVES does not have this move, or if the state has a
+        method of its own (MOVES_WITH_A_METHOD)."""
 
         async def body(tx: Connection) -> None:
             session = await _unfinished(tx, session_id, attempt)
@@ -791,17 +791,17 @@ class Store:
         await self._db.write(body)
 
     async def renew_leases(self, attempts: Mapping[str, int], lease_until: float) -> None:
-        """Set the ends of the leases of these attempts, given as attempt numbers by session id. Attempts that are no
-        longer under way are skipped."""
+        """Set the ends of the leases of these attempts, given as attempt numbers by session id. Attempts that have
+        ended are skipped."""
         sql = "UPDATE sessions SET lease_until = ? WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL"
         values = [(lease_until, id, attempt) for id, attempt in attempts.items()]
         await self._db.write(lambda tx: tx.execute_many(sql, values), volatile=True)
 
     async def add_turn(self, session_id: str, attempt: int, turn: Turn, *, model: str | None = None) -> None:
         """Store a turn of an attempt under way. Raises Conflict if the attempt is not under way, or already has a turn
-        of that index.
+        with this index.
 
-        `model` is the frozen model that sampled the turn, None for the policy. The turns of each model are numbered
+        `model` is the frozen model that sampled the turn, or None for the policy. The turns of each model are numbered
         from 0. The bytes of images are stored apart from the turn, once for each digest over all sessions.
         """
         taken = split(turn)
@@ -816,16 +816,16 @@ class Store:
                 raise Conflict(f"session {session_id} already has a turn {turn.index} in attempt {attempt}")
             await insert_images(tx, session_id, taken.images)
 
-        # The write is volatile, because the agent's call waits for the write. A loss of power that undoes the write
-        # also ends the attempt, and the session runs again from its task. Once the end of an attempt is stored, all
-        # turns of the attempt are stored, too.
+        # The write is volatile, because the agent's call waits for it. A loss of power that undoes the write also ends
+        # the attempt, and the session runs again from its task. Once an attempt's end is stored, all its turns are
+        # stored, too.
         await self._db.write(body, volatile=True)
         self.turns_added.publish(AddedTurn(session_id, attempt, turn, model))
 
     async def add_timeline(self, parts: Sequence[TimelinePart]) -> None:
-        """Store parts of timelines. Parts of unknown or removed sessions, of attempts that have not begun, and parts
-        that are stored already are skipped. A session that is done still gets the last parts of its attempts. The
-        entries are stored encrypted, because commands of the task may hold secrets."""
+        """Store parts of timelines, encrypted, because commands of the task may hold secrets. A part is skipped if it
+        is stored already, if its session is unknown or removed, or if its attempt has not begun. A session that is done
+        still gets the last parts of its attempts."""
         sealed = [self._key.seal(part.entries, _part_of(part.session_id, part.attempt, part.part)) for part in parts]
         values = [
             (part.attempt, part.part, entries, part.session_id, REMOVED, part.attempt)
@@ -836,8 +836,8 @@ class Store:
     async def timeline(
         self, session_id: str, attempt: int | None = None, *, tenant: str | None = None
     ) -> tuple[int, list[bytes]]:
-        """Return the number of an attempt (default: the newest), and the parts of its timeline in order, each a
-        MessagePack of a list of `Entry`. Parts that were encrypted with another key are left out."""
+        """Return the number of an attempt (default: the newest), and the parts of its timeline in order. Each part is
+        the MessagePack of a list of `Entry`. Parts that were encrypted with another key are left out."""
 
         async def body(tx: Connection) -> tuple[int, list[bytes]]:
             number = (await _find_session(tx, session_id, tenant)).attempt if attempt is None else attempt
@@ -862,15 +862,15 @@ class Store:
     async def turns(
         self, session_id: str, attempt: int | None = None, *, images: bool = False, tenant: str | None = None
     ) -> list[Turn]:
-        """Return the turns of one attempt (default: the newest) in the order of their index. The images in the turns
-        have bytes only with `images`."""
+        """Return the turns of one attempt (default: the newest) in the order of their index. Images have their bytes
+        only with `images`."""
         stored = await self._db.read(lambda tx: _rows_of_attempt(tx, TURNS, session_id, attempt, tenant))
         found = [rows.turn_from(packed) for (packed,) in stored]
         return await self._db.read(lambda tx: restore(tx, found)) if images else found
 
     async def turns_of(self, attempts: Sequence[tuple[str, int]]) -> list[StoredTurns]:
-        """Return the turns of several attempts, given by session and number, in one transaction. Raises NotFound for an
-        unknown session."""
+        """Return the turns of several attempts, given by session id and attempt number, in one transaction. Raises
+        NotFound for an unknown session."""
 
         async def body(tx: Connection) -> list[StoredTurns]:
             found = [await _rows_of_attempt(tx, TURNS, id, attempt, None) for id, attempt in attempts]
@@ -879,8 +879,8 @@ class Store:
         return await self._db.read(body)
 
     async def packed_results(self, group_ids: Sequence[str], first: int, count: int) -> list[PackedResult]:
-        """Return the results of the groups' done sessions with the sample indexes [first, first + count), as stored.
-        The caller decodes the results (`rows.result_from`), because many results take long to decode."""
+        """Return the encoded results of the groups' done sessions with sample indexes from `first` to `first + count -
+        1`. The caller decodes them (`rows.result_from`), because many results take long to decode."""
         if not group_ids:
             return []
         sql = f"""SELECT group_id, result FROM sessions WHERE group_id IN ({", ".join("?" * len(group_ids))})
@@ -890,8 +890,8 @@ class Store:
         return [PackedResult(*row) for row in await self._db.read(lambda tx: tx.fetch(sql, values))]
 
     async def packed_turns(self, session_id: str, attempt: int, *, limit: int) -> list[bytes]:
-        """Return the first `limit` turns of an attempt, as stored (`rows.turn_from`), in the order of their index. The
-        list is empty for an unknown session."""
+        """Return the first `limit` turns of an attempt, encoded, in the order of their index (see `rows.turn_from`).
+        The list is empty for an unknown session."""
         sql = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index LIMIT ?"
         return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql, (session_id, attempt, limit)))]
 
@@ -908,8 +908,8 @@ class Store:
         return found
 
     async def image(self, digest: str, *, tenant: str | None = None) -> Image:
-        """Return an image in a stored turn, with its bytes. If the same bytes were sent with several media types, the
-        image has the first one."""
+        """Return an image of a stored turn, with its bytes. If equal bytes were sent with several media types, the
+        first media type is returned."""
         return await self._db.read(lambda tx: find_image(tx, digest, tenant))
 
     async def requeue(self, session_id: str, attempt: int, error: ErrorRecord, *, due: float = 0.0) -> None:
@@ -932,12 +932,14 @@ class Store:
     ) -> bool:
         """Store the result of a session, which is then done. Returns True if the group is now done, too.
 
-        A group is done with its last session. Then the group gets a cursor, an event and, if it has a callback, an
-        outbox row. If `min_usable` sessions have a verdict before that, the other sessions are to end. A queued session
-        can be finished, too, for example because it was cancelled; `attempt` is then its last attempt. With
-        `under_way`, which is for an attempt that ends its own session, Conflict is raised if the attempt is no longer
-        under way, for example because its lease has lapsed. With `of_all_turns`, which is for a result made from turns
-        that were read while the attempt could still add turns, MoreTurns is raised if a turn was added since.
+        A group is done when its last session is done. It then gets a cursor, an event and, if it has a callback, an
+        outbox row. If `min_usable` sessions are usable before that, `ending` is set for the group's other sessions. A
+        queued session can be finished, too, for example because it was cancelled; `attempt` is then its last attempt.
+
+        under_way: set by an attempt that ends its own session. Raises Conflict if the attempt is no longer under way,
+            for example because its lease has lapsed.
+        of_all_turns: set if the result was made from turns that were read while the attempt could still add turns.
+            Raises MoreTurns if a turn was added since.
         """
         packed = rows.pack(result)
         check = _under_way if under_way else _unfinished
@@ -1004,7 +1006,7 @@ class Store:
             data = {"cursor": group.cursor, "cancelled": group.cancelled}
             await self._add_event(tx, EventKind.GROUP_DONE, group.id, None, data)
             ((url,),) = await tx.fetch("SELECT callback_url FROM groups WHERE id = ?", (group.id,))
-            if url is not None:  # the URL stays encrypted, so a missing key loses no callback
+            if url is not None:  # the URL is copied encrypted, so no key is needed
                 await tx.execute(
                     """INSERT INTO outbox (group_id, url, receiver, tries, next_try, since, tenant)
                        VALUES (?, ?, ?, 0, ?, ?, ?)""",
@@ -1043,10 +1045,10 @@ class Store:
         return await self._db.write(body)
 
     async def recover(self, *, now: float, held: Container[str] = (), due: float = 0.0) -> list[SessionRow]:
-        """Requeue every session whose lease ended before `now`, because the session's node is lost. Sessions in `held`
-        are skipped. The attempt is counted as recovered. The next attempt starts at `due` or later.
+        """Requeue every session whose lease ended before `now`, because its node is lost. Sessions in `held` are
+        skipped. The attempt is counted as recovered. The next attempt starts at `due` or later.
 
-        Returns the requeued sessions in their new state, including sessions that are to end.
+        Returns the requeued sessions in their new state, including sessions with `ending` set.
         """
 
         async def body(tx: Connection) -> list[SessionRow]:
@@ -1085,7 +1087,7 @@ class Store:
         return [rows.row_from(EventView, row) for row in found]
 
     async def tokens(self) -> list[TokenRow]:
-        """List every token of the control API, including expired and revoked ones, oldest first."""
+        """List every token of the control API, including expired and revoked tokens, oldest first."""
         sql = f"SELECT {rows.TOKEN_COLUMNS} FROM tokens ORDER BY created, name"
         return [rows.row_from(TokenRow, row) for row in await self._db.read(lambda tx: tx.fetch(sql))]
 
@@ -1100,7 +1102,7 @@ class Store:
 
     async def add_token(self, token: TokenRow, *, joins: bool = True) -> None:
         """Store a token. Raises Conflict if a token has or had the same name, because groups and the audit log refer to
-        tokens by name. Unless `joins` is set, also raises Conflict if another token has the same tenant."""
+        tokens by name. Without `joins`, also raises Conflict if another token has the same tenant."""
         sql = f"INSERT INTO tokens ({rows.TOKEN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
 
         async def body(tx: Connection) -> None:
@@ -1131,7 +1133,7 @@ class Store:
         return await self._db.write(body)
 
     async def last_event(self, *, tenant: str | None = None) -> int:
-        """Return the cursor of the newest event, also if that event has been removed; 0 if there was no event yet."""
+        """Return the cursor of the newest event, even if that event has been removed; 0 if there was no event yet."""
         return await self._db.read(lambda tx: newest_event(tx, tenant))
 
     async def deliveries(
@@ -1205,8 +1207,8 @@ class Store:
         return self._group(found[0])
 
     async def _change_outbox(self, sql: str, *values: Any) -> None:
-        """Run a statement that changes one outbox row. The group's id is the last value. Raises NotFound if there is no
-        such row."""
+        """Run a statement that changes one outbox row. The last of `values` must be the group's id. Raises NotFound if
+        there is no such row."""
 
         async def body(tx: Connection) -> None:
             if not await tx.execute(sql, values):
@@ -1253,7 +1255,7 @@ def _no_delivery(group_id: str) -> NotFound:
 
 
 def _spec_of(group_id: str) -> str:
-    """Return the place for which a group's spec is sealed (see `task_key.py`)."""
+    """Return the name under which a group's spec is encrypted (see `task_key.py`)."""
     return f"the task of group {group_id}"
 
 
@@ -1293,7 +1295,8 @@ async def _find_session(tx: Connection, session_id: str, tenant: str | None = No
 async def _rows_of_attempt(
     tx: Connection, sql: str, session_id: str, attempt: int | None, tenant: str | None
 ) -> list[Row]:
-    """Return the rows of a query with the placeholders `session_id` and `attempt` (default: the newest)."""
+    """Return the rows of a query with the placeholders `session_id` and `attempt`, by default for the newest
+    attempt."""
     own = session_of_tenant(tenant)
     newest = f"SELECT attempt FROM sessions WHERE state <> ? AND id = ?{own.sql}"
     found = await tx.fetch(newest, (REMOVED, session_id, *own.values))

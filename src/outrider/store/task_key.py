@@ -1,7 +1,8 @@
 """Encrypts tasks before they are stored in the database, because the environments of tasks may contain secrets.
 
-The key is not in the database, so a copy of the database reveals no secrets. To seal is to encrypt data for one place,
-which is a column of a group. Invariant: data sealed for one place cannot be opened as the data of another place.
+The key is not in the database, so a copy of the database reveals no secrets. To seal data is to encrypt it for one
+place in the database, such as `the task of group GROUP`. Invariant: data sealed for one place cannot be opened as the
+data of another place.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from outrider.errors import InvalidField, ServiceError, UnreadableTask
 KEY_FILE = "task.key"
 KEY_BYTES, ID_BYTES, NONCE_BYTES = 32, 8, 12
 MARK_BYTES, MARK_LENGTH = 24, 32
-"""Length of a mark in bytes, and in characters of base64."""
+"""Length of a `mark` (a keyed digest) in bytes, and in characters of base64."""
 SEALED = b"\0sealed1"
-"""Prefix of sealed bytes. No JSON begins with this prefix. The key's id, the nonce and AES-256-GCM's output follow."""
+"""Prefix of sealed bytes, which no JSON has. After it come the key's id, the nonce and the output of AES-256-GCM."""
 SEALED_URL = "sealed1:"
-"""Prefix of a sealed URL. The receiver (host and port), a blank and sealed bytes in base64 follow."""
+"""Prefix of a sealed URL. After it come the receiver (host and port), a blank, and sealed bytes in base64."""
 HINT = (
     "bring back the key with which the service ran before: the file task.key of its data folder, or OUTRIDER_TASK_KEY"
 )
@@ -41,7 +42,7 @@ class KeySource(Protocol):
     """Loads the key that encrypts tasks, or makes a new key."""
 
     def load(self) -> TaskKey | None:
-        """Return the key, or None if there is none yet. Raises ServiceError for a key that cannot be read."""
+        """Return the key, or None if no key was made yet. Raises ServiceError for a key that cannot be read."""
         ...
 
     def make(self) -> TaskKey:
@@ -54,7 +55,7 @@ class KeySource(Protocol):
 
 
 class TaskKey:
-    """Seals and opens data with one key. A `TaskKey` is also the `KeySource` of itself."""
+    """Seals and opens data with one key. A `TaskKey` is also a `KeySource` that returns itself."""
 
     def __init__(self, key: bytes) -> None:
         if len(key) != KEY_BYTES:
@@ -103,7 +104,7 @@ class TaskKey:
             ) from error
 
     def mark(self, place: str) -> str:
-        """Return MARK_LENGTH characters that only the owner of the key can compute for `place`."""
+        """Return a digest of `place`, MARK_LENGTH characters, that only the owner of the key can compute."""
         found = hmac.digest(self._marks, place.encode(), hashlib.sha256)[:MARK_BYTES]
         return base64.urlsafe_b64encode(found).decode()
 
@@ -143,7 +144,7 @@ class KeyFile:
             new.replace(self._path)
             folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                os.fsync(folder)  # if a loss of power undid this write, no task could be read again
+                os.fsync(folder)  # if a loss of power undid the rename, no task could be read again
             finally:
                 os.close(folder)
         except OSError as error:
@@ -165,7 +166,7 @@ def receiver_of_sealed(url: str) -> str:
 
 
 def given_key(text: str) -> TaskKey:
-    """Return the key that the settings give as text. Raises InvalidField for text that is not a key."""
+    """Return the key in a setting. Raises InvalidField for text that is not a key."""
     try:
         return TaskKey.parse(text)
     except ValueError as error:

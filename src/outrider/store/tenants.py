@@ -1,9 +1,9 @@
-"""Limits reads to the rows of one tenant, and maintains the totals of each tenant. A tenant is the owner of groups.
+"""Limits reads to the rows of one tenant, and maintains the totals of each tenant. A tenant is an owner of groups.
 
-A tenant is the label of one or several tokens (see docs/security.md). A group always belongs to the tenant of the token
-that submitted it. A read for a client has a parameter `tenant`; None stands for all tenants, and is only for admins and
-the service itself. The functions run in the caller's transaction. Invariant: a tenant's reads do not depend on rows of
-other tenants.
+Each token belongs to a tenant, and several tokens may share one (see docs/security.md). A group belongs to the tenant
+of the token that submitted it. A read for a client has a parameter `tenant`; None stands for all tenants, and is only
+for admins and the service itself. The functions run in the caller's transaction. Invariant: a tenant's reads do not
+depend on rows of other tenants.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def session_of_tenant(tenant: str | None) -> Condition:
 
 
 async def note_done(tx: Connection, group_id: str) -> None:
-    """Add a group to the totals of its tenant. The group must have its cursor already."""
+    """Add a group to the totals of its tenant. The group must already have its cursor."""
     await tx.execute(
         """INSERT INTO tenants (name, cursor, sessions, removed_event)
            SELECT tenant, cursor, n, 0 FROM groups WHERE id = ?
@@ -63,8 +63,8 @@ async def note_erased_events(tx: Connection, group_id: str, last: int) -> None:
 
 
 async def total(tx: Connection, column: Literal["cursor", "sessions", "removed_event"], tenant: str | None) -> int:
-    """Return a total of the tenant: the newest cursor given to a result, the number of sessions in done groups, or the
-    newest cursor of a removed event. 0 if there is none yet."""
+    """Return a total of the tenant, 0 if there is none yet. `cursor` is the newest cursor given to a result, `sessions`
+    the number of sessions in done groups, and `removed_event` the newest cursor of a removed event."""
     if tenant is None:
         found = await tx.fetch(f"SELECT {column} FROM totals")
     else:

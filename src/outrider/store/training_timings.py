@@ -1,4 +1,4 @@
-"""Stores the times of a trainer's phases: one record for each step of each epoch. Each tenant has its own records.
+"""Stores the durations of a trainer's phases: one record for each step of each epoch. Each tenant has its own records.
 
 Invariant: a tenant has at most MOST_TIMINGS records. The oldest records are dropped to make room for new ones.
 """
@@ -22,7 +22,8 @@ class TrainingTimings:
         self._clock = clock
 
     async def keep(self, tenant: str, epoch: int, step: int, record: bytes) -> None:
-        """Store the record of a step. An earlier record of the same step is replaced, and keeps its place."""
+        """Store the record of a step. It replaces an earlier record of the same step, and keeps the earlier record's
+        age."""
         put = """INSERT INTO training_timings (tenant, epoch, step, record, stored) VALUES (?, ?, ?, ?, ?)
             ON CONFLICT (tenant, epoch, step) DO UPDATE SET record = excluded.record"""
         drop = "DELETE FROM training_timings WHERE tenant = ? AND epoch = ? AND step = ?"

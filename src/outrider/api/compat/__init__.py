@@ -1,7 +1,7 @@
 """The HTTP interfaces of other rollout systems, translated to Outrider's own: one module for each system.
 
-Clients of these systems change one URL. Harbor's run API is served with `verl`, whose recipe uses this API. The modules
-have no scheduler and no store of their own: they call `Service`. A request that cannot be translated is refused, and
-the error names the field. `routes.py`, `endings.py`, `waiting.py` and `gateway_call.py` have the parts that the systems
-share.
+A client of such a system needs only another URL. Harbor's run API is served together with `verl`, because verl's recipe
+uses it. The modules have no scheduler and no store of their own: they call `Service`. A request that cannot be
+translated is refused, and the error names the field. `routes.py`, `endings.py`, `waiting.py` and `gateway_call.py` are
+shared by the systems.
 """

@@ -14,17 +14,17 @@ from outrider.redaction import redacted
 from outrider.trajectory import SessionResult
 
 TIMEOUTS = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT})
-"""Stop reasons of a session that a time limit ended while the session ran."""
+"""Stop reasons of sessions that a time limit ended while they ran."""
 UNGRADED_TIMEOUTS = frozenset({StopReason.SESSION_TIMEOUT, StopReason.EXPIRED})
-"""Stop reasons of a session that a time limit ended before the session was graded."""
+"""Stop reasons of sessions that a time limit ended before they were graded."""
 UNGRADED: Mapping[StopReason, str] = {
     StopReason.CANCELLED: "cancelled: the {run} was cancelled",
     StopReason.EARLY_STOP: "early_stop: enough other sessions of the task are usable",
     StopReason.EXPIRED: "expired: the {run} waited too long for its start",
     StopReason.SESSION_TIMEOUT: "session_timeout: the time of the {run} was over before the grading",
 }
-"""Texts about sessions without a verdict and without an error, by stop reason. `{run}` is replaced by the system's word
-for a session."""
+"""Reasons why a session without an error has no verdict, by stop reason. `{run}` is replaced by the system's word for a
+session."""
 
 Ending = Literal["completed", "failed", "timeout"]
 
@@ -36,8 +36,8 @@ def ending_of(result: SessionResult) -> Ending:
 
 
 def why_ungraded(result: SessionResult, *, run: str) -> str | None:
-    """Return the reason why a session has no verdict, None for a session with a verdict. `run` is the system's word for
-    a session."""
+    """Return the reason why a session has no verdict, or None if it has a verdict. `run` is the system's word for a
+    session."""
     if result.verdict is not None:
         return None
     if (error := result.error) is not None:

@@ -1,4 +1,4 @@
-"""Passes a model call on a route of another system to the model gateway."""
+"""Passes model calls that arrive on the routes of another system to the model gateway."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from outrider.wire.http_server import Message, Receive, Scope, Send
 
 
 class GatewayCall(Response):
-    """A reply that the model gateway makes: the gateway handles the client's call as a call to `path`. `body` is the
-    call's body if the route has already read it."""
+    """A reply that the model gateway makes. The gateway handles the client's call as if it were sent to `path`. `body`
+    is the call's body if the route has already read it."""
 
     def __init__(self, gateway: Gateway, path: str, body: bytes | None) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Reads the multipart body of Harbor's run API, and unpacks the task archive.
 
-The module is independent of the service. Invariants: unpacking writes nothing outside of the given folder, and no more
-than MAX_UNPACKED bytes and MAX_ENTRIES files and folders; a malformed body or archive raises InvalidField or TooLarge.
+Invariants: unpacking writes nothing outside of the given folder, and no more than MAX_UNPACKED bytes and MAX_ENTRIES
+files and folders; a malformed body or archive raises InvalidField or TooLarge.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from outrider.sandbox.rootfs.unpack import UNREADABLE, ArchiveMember
 from outrider.tasks.harbor.tasks import TASK_TOML
 
 METADATA, ARCHIVE = "metadata", "task_archive"
-"""The parts of a run's request."""
+"""Names of the parts of the multipart body."""
 MAX_PARTS = 16
 MAX_HEADERS = 16 << 10
 """Maximum bytes of the headers of one part."""
 MAX_UNPACKED = 64 << 20
-"""Maximum bytes of a task's files. The parts that are sent with a task have lower limits (`tasks/harbor/files.py`)."""
+"""Maximum bytes of a task's files. Files that are sent along with a task, such as its tests, have lower limits
+(`tasks/harbor/files.py`)."""
 RATIO, ANY_RATIO_BYTES = 100, 1 << 20
-"""RATIO is the maximum ratio of the unpacked bytes to the archive's bytes. Up to ANY_RATIO_BYTES unpacked bytes are
-allowed at any ratio."""
+"""RATIO is the maximum ratio of unpacked bytes to archived bytes. Up to ANY_RATIO_BYTES unpacked bytes may have any
+ratio."""
 MAX_CONFIG = 1 << 20
-"""Maximum bytes of a task.toml, which takes long to parse."""
+"""Maximum bytes of a task.toml, because parsing it is slow."""
 MAX_ENTRIES = 4096
 MAX_DEPTH = 32
 COPY_BYTES = 1 << 18
 BOUNDARY = re.compile(r'boundary=(?:"([^"\r\n]{1,200})"|([^;\s"]{1,200}))', re.IGNORECASE)
 PART_NAME = re.compile(rb'(?:^|[;\s])name=(?:"([^"\r\n]*)"|([^;\s"]+))', re.IGNORECASE)
 NAMES_AT_FAULT = frozenset({errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ})
-"""Errors of the file system that are caused by names in the archive."""
+"""Error numbers of the file system that a bad name in the archive causes."""
 
 
 def parts_of(content_type: str, body: bytes) -> Mapping[str, bytes]:
@@ -81,7 +82,7 @@ def _name(head: bytes) -> str:
 
 
 class _Limited(io.RawIOBase):
-    """A stream of the unpacked bytes of an archive, which can be read up to a limit."""
+    """A stream of an archive's unpacked bytes. Raises TooLarge beyond the limits of `check_size`."""
 
     def __init__(self, archive: bytes) -> None:
         self._unpacked = gzip.GzipFile(fileobj=io.BytesIO(archive))
@@ -113,8 +114,8 @@ def check_size(size: int, archived: int) -> None:
 
 
 def unpack_task(archive: bytes, into: Path) -> Path:
-    """Unpack a task archive into an empty folder, and return the task's folder: the one folder at the top of the
-    archive, or `into` itself. Blocks. Raises InvalidField and TooLarge."""
+    """Unpack a task archive into an empty folder. Returns the task's folder: `into` itself, or the one folder at the
+    top of the archive. Blocks. Raises InvalidField and TooLarge."""
     try:
         with tarfile.open(fileobj=cast(BinaryIO, _Limited(archive)), mode="r|", tarinfo=ArchiveMember) as tar:
             for number, member in enumerate(tar):

@@ -1,8 +1,8 @@
 """The request of Harbor's run API, and its translation to a group of one session.
 
-Every model refuses unknown fields. A field that cannot be translated is refused by name (docs/compat/harbor.md has the
-table). Invariants: equal requests with equal archives give equal groups; a task takes no variable of the service's
-environment.
+Every model refuses unknown fields. If a field cannot be translated, the request is refused, and the error names the
+field (docs/compat/harbor.md has the table). Invariants: equal requests with equal archives give equal groups; a task
+gets no variable of the service's environment.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from outrider.tasks.harbor.schema import NO_NETWORK
 from outrider.tasks.harbor.tasks import AGENT_SECONDS, PREPARING_SECONDS, SESSION_SECONDS, HarborFolder
 
 SYSTEM = "harbor"
-"""The name of the system in the store."""
+"""Harbor's name in the store and in labels."""
 JOB_LABEL, TASK_LABEL, AGENT_LABEL, MODEL_LABEL, BOUND_LABEL, UNGRADED_LABEL = (
     f"{SYSTEM}.{name}" for name in ("job_id", "task_id", "agent", "model", "session", "ungraded")
 )
-"""Labels of a run's group. A group with BOUND_LABEL is a run whose turns belong to a session of verl's session proxy
-(`verl.py`). A group with UNGRADED_LABEL is a run without a verifier."""
+"""Labels of a run's group. With BOUND_LABEL, the run's turns belong to a session of verl's session proxy (`verl.py`).
+With UNGRADED_LABEL, the run has no verifier."""
 PROXY_KWARGS = ("model_base_url", "api_base")
 """Settings of an agent that contain the URL of the model proxy."""
 
@@ -45,8 +45,8 @@ ProxyUrl = Annotated[str, StringConstraints(min_length=1, max_length=2048), Afte
 
 
 class HarborServedAgent(HarborRunAgent):
-    """The agent of a run: the `name` of an agent program, or the `import_path` of an agent class for Outrider, as
-    `module:Class`."""
+    """The agent of a run: either the `name` of an agent program, or the `import_path` (`module:Class`) of an agent
+    class for Outrider."""
 
     name: RunText | None = None
     import_path: RunText | None = None
@@ -65,7 +65,7 @@ class HarborServedAgent(HarborRunAgent):
 
 
 class HarborRunRequest(Spec):
-    """The part `metadata` of a run's request. `task_path` has no effect: the archive has the task."""
+    """The part `metadata` of the request's body. `task_path` has no effect, because the task is in the archive."""
 
     job_id: RunText
     task_id: RunText
@@ -112,17 +112,17 @@ AGENTS: Mapping[str, str] = {
     "pi": "pi",
     "mini-swe-agent": "mini-swe-agent",
 }
-"""Our preset for each of Harbor's agents. Harbor's other agents have no preset and are refused."""
+"""Our preset for each of Harbor's agents. An agent that is missing here is refused."""
 WITHOUT_MODEL = ("oracle", "nop")
 """Harbor's agents that call no model."""
 SAMPLING = ("temperature", "top_p")
 TURNS = ("max_turns", "max_iterations", "step_limit")
-"""Settings by which agent programs limit the number of model calls."""
+"""Names by which agent programs call their limit of model calls."""
 ENV_KWARGS = ("extra_env", "sandbox_env_vars")
 RESOURCES = {"cpus": "cpus", "memory_mb": "memory_mb", "storage_mb": "disk_mb", "gpus": "gpus"}
 OVERRIDES = (*RESOURCES, *(f"override_{name}" for name in RESOURCES), "docker_image", "workdir", "env", "network_mode")
-"""The accepted keys of `environment_overrides`: fields of the table [environment] of task.toml, and Harbor's own names
-for overrides of these fields, such as `override_cpus`."""
+"""The accepted keys of `environment_overrides`: fields of the table [environment] in task.toml, and Harbor's names for
+overriding these fields, such as `override_cpus`."""
 
 FIELDS = (
     ("task.harness.preset", "agent.name"),
@@ -142,20 +142,21 @@ FIELDS = (
     ("task.labels", "task_id"),
     ("task", ARCHIVE),
 )
-"""Rows of a field of a group, and the field of the request from which it is made. An error about a group's field names
-the request's field in the first row that matches."""
+"""Each pair has a field of our group, and the field of the request from which it is made. An error about the group's
+field then names the request's field. The first matching pair counts."""
 
 
 harbor_fields = partial(renamed_fields, FIELDS, whole=(ARCHIVE,))
-"""Returns a context manager. Within its block, an error about a field of a group names the field of the request."""
+"""Returns a context manager. In its block, an error about a field of the group names the field of the request
+instead."""
 
 
 def run_group(
     asked: HarborRunRequest, folder: Path, *, session: str | None = None, idempotency_key: str | None = None
 ) -> StoredGroupSpec:
-    """Return the group that runs the task in an unpacked folder. `session` is the id of the session of verl's session
-    proxy whose turns are those of the run. Blocks. Raises InvalidField with the request's field for a request or a
-    folder that cannot be translated, and TooLarge."""
+    """Return the group that runs the task in an unpacked folder. `session` is the id of a session of verl's session
+    proxy, if the run's turns belong to it. Blocks. If the request or the folder cannot be translated, raises
+    InvalidField with the request's field, or TooLarge."""
     overrides = _overrides(asked)
     task = _task(folder, image=overrides.pop("image"), offline=overrides.pop("offline"))
     harness, sampling, turns = _harness(asked.agent)
@@ -189,7 +190,7 @@ def run_group(
 def _task(folder: Path, *, image: str | None, offline: bool) -> dict[str, Any]:
     """Return the task in a folder, without a harness. Errors name paths in the archive."""
     try:
-        # The variables ${NAME} of a task are not resolved with the service's environment, which may have secrets.
+        # Variables ${NAME} of a task are not replaced by the service's environment variables, which may hold secrets.
         return HarborFolder(folder, {}, image, offline=offline).example(folder.name).task
     except OutriderError as error:
         hint = error.hint or ""
@@ -201,7 +202,7 @@ def _task(folder: Path, *, image: str | None, offline: bool) -> dict[str, Any]:
 
 
 def _harness(agent: HarborServedAgent) -> tuple[dict[str, Any], dict[str, Any], int | None]:
-    """Return the harness, the sampling and the limit of turns that the agent's settings determine."""
+    """Return the harness, the sampling and the limit of turns from the agent's settings."""
     settings = {name: each for name, each in agent.kwargs.items() if name not in (*PROXY_KWARGS, *WITHOUT_EFFECT)}
     sampling = {name: settings.pop(name) for name in SAMPLING if settings.get(name) is not None}
     env = _env(settings.pop("extra_env", None), "agent.kwargs.extra_env")
@@ -225,8 +226,9 @@ def _harness(agent: HarborServedAgent) -> tuple[dict[str, Any], dict[str, Any], 
 
 
 def _set_limits(task: dict[str, Any], asked: HarborRunRequest, turns: int | None) -> None:
-    """Set the time limits of the agent and the verifier of every step, as in Harbor. A limit is the request's override
-    or else the task's own limit, reduced to the request's maximum and then multiplied by the request's multiplier."""
+    """Set the time limits of the agent and the verifier for every step. As in Harbor, a limit is the request's
+    override, or else the task's own limit. It is reduced to the request's maximum, and then multiplied by the request's
+    multiplier."""
     agent, verifier, times = asked.agent, asked.verifier, asked.timeout_multiplier
 
     def seconds(own: float, override: float | None, most: float | None) -> float:
@@ -254,8 +256,9 @@ def _set_limits(task: dict[str, Any], asked: HarborRunRequest, turns: int | None
 
 
 def _overrides(asked: HarborRunRequest) -> dict[str, Any]:
-    """Return the fields of the sandbox's spec that the request sets. The result may also have `image`,
-    `memory_limit_multiplier`, and `offline`, with which the task gets no network even if it requests one."""
+    """Return the fields of the sandbox's spec that the request overrides. The result also has `image`,
+    `memory_limit_multiplier` and `offline`. With `offline`, the task gets no network even if its task.toml requests
+    one."""
     given = dict(asked.environment_overrides or {})
     if strange := sorted(given.keys() - set(OVERRIDES)):
         raise InvalidField(

@@ -1,8 +1,8 @@
-"""Harbor's run API: a run is a group of one session, made of an uploaded task folder.
+"""Harbor's run API: a run is a group of one session, made from an uploaded task folder.
 
-A run's id is its group's id, so that a run outlives its caller's connection and the service process. A run whose model
-proxy is a session of verl's session proxy (`verl.py`) is bound to that session (`verl_runs.py`). Invariants: a run is
-stored before its id is returned; a run without a verdict has no rewards.
+A run's id is its group's id, so the run can be found after its caller has disconnected and after a restart. If a run's
+model proxy is a session of verl's session proxy (`verl.py`), the run's turns belong to this session (`verl_runs.py`).
+Invariants: a run is stored before its id is returned; a run without a verdict has no rewards.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ if TYPE_CHECKING:
 
 RUNS = "/api/v1/runs"
 IDEMPOTENCY_HEADER = "Idempotency-Key"
-"""Optional header of a submission. The same request with the same key gives the same run."""
+"""Optional header of a submission. If the same request is sent again with the same key, no second run is made."""
 MOST_UNPACKED = 2
 """Maximum number of archives that are unpacked at once."""
 STEP_METRIC = "step"
-"""The beginning of the names of the metrics that belong to one step of a task (`sessions/step_verdicts.py`)."""
+"""Prefix in the names of the metrics of a single step of a task (`sessions/step_verdicts.py`)."""
 
 RunObject = dict[str, Any]
-"""An object of Harbor's format. Columns of numbers may be numpy arrays, which orjson encodes as lists."""
+"""An object in Harbor's format. Columns of numbers may be numpy arrays, which orjson encodes as lists."""
 
 
 class HarborRunApi:
-    """The handlers of the run API. A caller sees only runs of the caller's own tenant. `find` returns a session of
-    verl's session proxy (`verl.py`) by the id that its client has chosen, and raises NotFound."""
+    """The handlers of the run API. A caller sees only runs of its own tenant. `find` returns a session of verl's
+    session proxy (`verl.py`), given the id that the client has chosen. It raises NotFound."""
 
     def __init__(
         self, service: Service, bound: BoundRuns, find: Callable[[str, Principal], Awaitable[SessionRow]]
@@ -79,7 +79,7 @@ class HarborRunApi:
         ]
 
     async def run(self, request: Request, caller: Principal) -> Response:
-        """Run a task, and reply with the result. If the caller leaves, the run continues."""
+        """Run a task, and reply with the result. If the caller disconnects, the run continues."""
         group_id = await self._submitted(request, caller)
         release_body(request)
         await done_group(self._service, request, group_id, caller)
@@ -150,13 +150,13 @@ class HarborRunApi:
                 hint="reset the session before its next run" if sid else "use a new key for a new run",
             ) from error
         request.scope[CREATED].update(group_id=group.id)
-        if sid is not None and (await self._service.store.session(session.id)).over:  # the session was closed meanwhile
+        if sid is not None and (await self._service.store.session(session.id)).over:  # closed since the check above
             await self._service.cancel(group.id, caller)
         return group.id
 
     async def _bindable(self, sid: str, caller: Principal) -> SessionRow:
-        """Return the session to which a run is bound. Raises RequestError for a session that is not of this service,
-        and Conflict for a session that is closed or has turns of its own."""
+        """Return the session of verl's session proxy to which a run is bound. Raises RequestError if this service has
+        no such session, and Conflict if the session is closed or already has turns."""
         try:
             session = await self._find(sid, caller)
         except NotFound as error:
@@ -174,7 +174,7 @@ class HarborRunApi:
 
 
 def _session_in(proxy: str) -> str:
-    """Return the session's id in the URL of a model proxy: `…/SID` or `…/SID/v1`. Raises RequestError."""
+    """Return the session's id from the URL of a model proxy: `…/SID` or `…/SID/v1`. Raises RequestError."""
     try:
         parts = urlsplit(proxy)
     except ValueError as error:
@@ -194,7 +194,7 @@ def _session_in(proxy: str) -> str:
 
 
 def status_of(session: SessionRow, *, graded: bool) -> RunObject:
-    """Return the status of a run. The status of a run that has not ended is `pending` or `running`."""
+    """Return the status of a run: `pending` or `running`, or how it has ended."""
     result = session.result
     if result is None:
         return {"status": "pending" if session.state is SessionState.QUEUED else "running"}
@@ -202,7 +202,7 @@ def status_of(session: SessionRow, *, graded: bool) -> RunObject:
 
 
 def rewards_of(result: SessionResult, *, graded: bool) -> dict[str, float] | None:
-    """Return the rewards by name, as test.sh wrote them, None without a verdict."""
+    """Return the rewards by name, as test.sh wrote them, or None without a verdict."""
     verdict = result.verdict
     if verdict is None or not graded:
         return None
@@ -216,8 +216,8 @@ def _of_step(name: str) -> bool:
 
 
 def error_of_run(result: SessionResult) -> str | None:
-    """Return the reason why a run has no rewards. For a run with rewards, returns a note if the agent's time limit
-    ended the run, and None otherwise."""
+    """Return why a run has no rewards. If it has rewards, return a note if the agent ran out of time, and None
+    otherwise."""
     if result.stop_reason is StopReason.AGENT_TIMEOUT:
         return "agent_timeout: the agent's time was over; its work was graded"
     return why_ungraded(result, run="run")
@@ -250,11 +250,10 @@ def run_response(run_id: str, session: SessionRow, turns: Sequence[Turn], *, gra
 
 
 def rollout_details(turns: Sequence[Turn]) -> list[RunObject]:
-    """Return the token ids of the turns by conversation, in the order in which the conversations began. A turn belongs
-    to the conversation whose last turn it continues. If two turns continue the same turn, the first one continues the
-    conversation, and the second begins a new conversation with its whole prompt. Replies that the agent did not use are
-    left out, because a trainer with Harbor's format trains on all given replies. The result is empty if the ids of a
-    turn are unknown."""
+    """Return the token ids of the turns, as one object for each conversation, in the order in which the conversations
+    began. A turn belongs to the conversation whose last turn it continues. If two turns continue the same turn, the
+    second one begins a new conversation with its whole prompt. Replies that the agent did not use are left out, because
+    trainers that read Harbor's format train on every reply. The result is empty if the ids of a turn are unknown."""
     if any(turn.mode is TokenMode.TEXT for turn in turns):
         return []
     details: list[RunObject] = []

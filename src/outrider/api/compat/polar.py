@@ -1,9 +1,9 @@
-"""The HTTP interface of Polar: the routes of its rollout server, beside those of its gateway (`polar_gateway.py`).
+"""The HTTP interface of Polar's rollout server. `polar_gateway.py` has the interface of Polar's gateway.
 
-A task of Polar is a group of Outrider, which is identified by its idempotency key and labels (`polar_request.py`);
-`polar_results.py` makes the replies, and `polar_events.py` the events. The service runs its sessions itself, so
-gateways of Polar cannot register. Invariant: a task is stored before the reply to its submission, and a cancellation of
-a task that is not submitted yet is stored before the reply, too.
+A task of Polar is a group of Outrider, found by its idempotency key and labels (`polar_request.py`). `polar_results.py`
+makes the replies, and `polar_events.py` the events. The service runs its sessions itself, so Polar's gateways cannot
+register. Invariant: before the reply is sent, a submitted task is stored; so is the cancellation of a task that is not
+submitted yet.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 REFUSED_SECONDS = 300.0
-"""Seconds for which a task that was cancelled before its submission cannot be submitted."""
+"""If a task is cancelled before its submission, it cannot be submitted for this many seconds."""
 SUBMIT_STATUSES = {400: 422, 413: 422, 429: 503, 501: 503}
-"""Replacements for the HTTP status of a refused submission: the keys are statuses of Outrider's errors. Polar's clients
-handle 409, 422 and 503."""
+"""Replacements for the HTTP status of a refused submission, by the status of Outrider's error. Polar's clients handle
+409, 422 and 503."""
 TASK_STATUSES = ("running", "completed", "failed", "cancelling", "cancelled")
 TASK_ID = TypeAdapter(TaskId)
 REFUSED_PATHS = ("/nodes/register", "/nodes/{node_id}/heartbeat", "/callbacks/session_result")
 
 
 def routes(service: Service) -> list[CompatRoute]:
-    """Return Polar's routes, and make the service send the callbacks of Polar's tasks in Polar's form."""
+    """Return Polar's routes. Also makes the service send the callbacks of Polar's tasks in Polar's format."""
     reader = PolarReader(service)
     service.translate_callbacks(SYSTEM, reader.callback)
     return [*PolarServer(service, reader).routes(), *PolarGateway(service, reader).routes()]
 
 
 class PolarServer:
-    """The handlers of the routes of Polar's rollout server. A caller sees only tasks of the caller's own tenant."""
+    """The handlers of Polar's rollout server. A caller sees only tasks of its own tenant."""
 
     def __init__(self, service: Service, reader: PolarReader) -> None:
         self._service = service
@@ -93,7 +93,7 @@ class PolarServer:
         return {"status": "ok", "nodes": len(self._service.nodes().nodes)}
 
     async def submit(self, request: Request, caller: Principal) -> PolarObject:
-        """Store a task's group. The same request again gives the same task."""
+        """Store a task's group. If the same request is sent again, no second task is made."""
         asked = await self._service.parse(PolarTaskRequest, await whole_body(request), caller)
         spec = await asyncio.to_thread(group_of, asked, files=self._service.config.files)
         try:
@@ -209,7 +209,7 @@ def _never_submitted(task_id: str) -> PolarObject:
 
 
 def _named(request: Request) -> str:
-    """Return the task id in the path. Raises NotFound for a text that is not a valid task id."""
+    """Return the task id in the path. Raises NotFound if the text cannot be a task id."""
     task_id: str = request.path_params["task_id"]
     try:
         return TASK_ID.validate_python(task_id)

@@ -1,6 +1,7 @@
-"""Streams the events of Polar's tasks, as server-sent events in Polar's form, from the service's log of events.
+"""Streams events about Polar's tasks, as server-sent events in Polar's format. They are made from the service's event
+log.
 
-Invariant: an event has the id of the log's entry, so a client that sends `Last-Event-ID` gets every later event.
+Invariant: an event has the id of its log entry, so a client that sends `Last-Event-ID` gets every later event.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ async def event_stream(
 
 async def _last_event_of(service: Service, request: Request, caller: Principal) -> int:
     """Return the cursor after which a client's stream begins: the last cursor that the client has received, or the
-    newest cursor if the client names none."""
+    newest cursor if the client sends none."""
     given = request.headers.get(LAST_EVENT_ID)
     if given is None:
         return await service.store.last_event(tenant=caller.tenant)
@@ -65,8 +66,8 @@ async def _last_event_of(service: Service, request: Request, caller: Principal) 
 async def _events(
     service: Service, after: int, caller: Principal, *, sessions_only: bool = False
 ) -> AsyncIterator[bytes]:
-    """Yield the events after a cursor, without end. `sessions_only` leaves out the events of tasks. Even an admin gets
-    only the events of its own tenant, because task ids are unique only within a tenant."""
+    """Yield the events after a cursor, without end. With `sessions_only`, the events of tasks are left out. Even an
+    admin gets only the events of its own tenant, because task ids are unique only within a tenant."""
     tasks = _TaskNames(service, caller)
     quiet = 0.0
     yield _event("hello", {"type": "hello", "after": after})
@@ -92,15 +93,15 @@ def _event(name: str, data: PolarObject, cursor: int | None = None) -> bytes:
 
 
 class _Named(NamedTuple):
-    """The task id of a group, and the id of the group's session if the session was made without a task."""
+    """The task id of a group. `session_id` is set only if the group is a session that was made without a task."""
 
     task_id: str
     session_id: str | None
 
 
 class _TaskNames:
-    """Finds the `_Named` of a group, or None for a group that no client of Polar has submitted. Remembers the answers
-    for the last REMEMBERED groups that were read from the store."""
+    """Finds the `_Named` of a group, or None for a group that no client of Polar has submitted. Remembers the last
+    REMEMBERED groups that were read from the store."""
 
     def __init__(self, service: Service, caller: Principal) -> None:
         self._service = service
@@ -108,7 +109,7 @@ class _TaskNames:
         self._known: OrderedDict[str, _Named | None] = OrderedDict()
 
     async def of(self, group_id: str) -> _Named | None:
-        """Return the names, or None for a group that no client of Polar has submitted, or that was removed."""
+        """Return the names, or None for a group that was removed or that no client of Polar has submitted."""
         if group_id not in self._known:
             try:
                 row = await self._service.store.group(group_id, tenant=self._caller.tenant)
@@ -122,8 +123,8 @@ class _TaskNames:
 
 
 async def _translated(service: Service, entry: EventView, tasks: _TaskNames) -> list[tuple[str, PolarObject]]:
-    """Return the names and the data of Polar's events for an entry of the log. An event about the end of a session, or
-    about a task, has the status that is stored now. Other events have the status at the time of the event."""
+    """Return Polar's events for a log entry, as pairs of name and data. An event about a task, or about the end of a
+    session, has the status that is stored now. Other events have the status at the time of the entry."""
     named = await tasks.of(entry.group_id)
     if named is None:
         return []

@@ -1,6 +1,7 @@
-"""The HTTP interface of Polar's gateway: its routes below `/gateway`, and at the root beside the rollout server's.
+"""The HTTP interface of Polar's gateway. Its routes are below `/gateway`, and at the root beside the routes of Polar's
+rollout server.
 
-A session that a client of Polar makes without a task is a group of one session, which is found by its idempotency key.
+A client can make a session without a task. The session is then a group of one session, found by its idempotency key.
 Invariant: one id gives one session; a model call reaches only a session whose agent runs elsewhere.
 """
 
@@ -62,19 +63,19 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 SESSION_STATUSES = {422: 400, 413: 400, 429: 503, 501: 503}
-"""Replacements for the HTTP status if a session cannot be created: the keys are statuses of Outrider's errors. Polar's
-clients handle 400 and 409."""
+"""Replacements for the HTTP status if a session cannot be created, by the status of Outrider's error. Polar's clients
+handle 400 and 409."""
 OPEN_SECONDS = 5.0
-"""Maximum seconds that making a session waits until the session takes model calls."""
+"""The reply to `POST /sessions` waits at most this many seconds until the new session takes model calls."""
 PROXY_SESSION = "_proxy_session_id"
 """The field of a model call's body that names the session."""
 KNOWN_SESSION_STATUSES = (*STATES.values(), *ENDINGS.values())
 SESSION_ID = re.compile(SESSION_PATTERN)
 PAUSE_SECONDS = 300.0
-"""Default seconds that a pause waits for the generations in flight."""
+"""Default seconds for which a pause waits until running generations have ended."""
 MOST_PAUSE_SECONDS = 3600.0
 TOO_LATE = 504
-"""The HTTP status of the reply to a pause request whose generations did not end in time."""
+"""The HTTP status of the reply to a pause request if running generations did not end in time."""
 METRICS = (
     "init_queue_depth",
     "init_inflight",
@@ -83,7 +84,7 @@ METRICS = (
     "postrun_queue_depth",
     "postrun_inflight",
 )
-"""Polar's names for a node's numbers of sessions that wait for a lane (`depth`) or are in a lane (`inflight`)."""
+"""Polar's names for a node's numbers of sessions that wait for a lane (`depth`) or occupy one (`inflight`)."""
 VENDOR_PATHS = (
     "/v1/messages",
     "/v1/messages/count_tokens",
@@ -95,7 +96,7 @@ VENDOR_PATHS = (
 
 
 class _TokenizeRequest(Spec):
-    """The body of `POST /v1/tokenize`. Further fields have no effect."""
+    """The body of `POST /v1/tokenize`. Other fields are ignored."""
 
     model_config = ConfigDict(**{**Spec.model_config, "extra": "ignore"})
 
@@ -104,15 +105,15 @@ class _TokenizeRequest(Spec):
 
 
 class PolarGateway:
-    """The handlers of the gateway's routes. A caller sees only sessions of the caller's own tenant."""
+    """The handlers of the gateway's routes. A caller sees only sessions of its own tenant."""
 
     def __init__(self, service: Service, reader: PolarReader) -> None:
         self._service = service
         self._reader = reader
         self._gateway = Gateway(service.external, failures=service.call_failures)
         self._making: set[tuple[str, str]] = set()
-        """Tenants and ids of the sessions that are being made, so that only one of several requests at once makes a
-        session."""
+        """Tenants and ids of the sessions that are being made. Of concurrent requests with the same id, only one makes
+        a session."""
 
     def routes(self) -> list[CompatRoute]:
         both = [
@@ -195,8 +196,8 @@ class PolarGateway:
         return self._inference()
 
     async def pause(self, request: Request, caller: Principal) -> Any:
-        """Pause the policy once the generations in flight have ended. If they do not end in time, the policy generates
-        again."""
+        """Pause the policy once running generations have ended. If they do not end in time, the policy is not
+        paused."""
         seconds = number_of(request, "timeout_seconds", PAUSE_SECONDS, least=0.001, most=MOST_PAUSE_SECONDS)
         try:
             async with asyncio.timeout(seconds):
@@ -265,20 +266,20 @@ class PolarGateway:
         return await large_reply(self._service, shown)
 
     async def cancel_session(self, request: Request, caller: Principal) -> PolarObject:
-        """Cancel one session. Its model calls are kept until the task is removed."""
+        """Cancel one session. Its model calls stay stored until the task is removed."""
         row, session = await self._session(request, caller)
         await self._service.cancel_session(session.id, caller)
         return {"session_id": _id_of(row, session), "deleted": True, "messages_deleted": 0}
 
     async def _session(self, request: Request, caller: Principal) -> tuple[GroupRow, SessionRow]:
-        """Return the session in the path, and its task's group."""
+        """Return the group and the session that the path names."""
         session_id = request.path_params["session_id"]
         if not SESSION_ID.fullmatch(session_id):
             raise RequestError("a session's id has at most 128 letters, digits, '.', '_' and '-'", field="session_id")
         return await self._found_session(session_id, caller)
 
     async def _found_session(self, session_id: str, caller: Principal) -> tuple[GroupRow, SessionRow]:
-        """Return a session, found by the client's id or by Outrider's id, and its group. Raises NotFound."""
+        """Return the group and the session with the client's id or with Outrider's id. Raises NotFound."""
         store = self._service.store
         row = await store.keyed_group(caller.tenant, session_idempotency_key(session_id))
         if row is not None and row.translator == SYSTEM:
@@ -290,8 +291,8 @@ class PolarGateway:
         return row, session
 
     async def make_session(self, request: Request, caller: Principal) -> PolarObject:
-        """Make a session without a task. This service runs the session if the request has an agent; otherwise the
-        client starts the agent itself."""
+        """Make a session without a task. If the request has an agent, this service runs it; otherwise the client starts
+        the agent itself."""
         body = await whole_body(request)
         if await self._service.reader.offload(partial(_field_of, body, "agent")) is not None:
             asked = await self._service.parse(PolarDispatchRequest, body, caller)
@@ -325,9 +326,9 @@ class PolarGateway:
         return await store.group(group.id), await store.session(group.sessions[0].id)
 
     async def model_call(self, request: Request, caller: Principal) -> Response:
-        """Pass a vendor's model call to the model gateway. The session is named by the header X-Session-Id, by the
-        query (`session_id` or `key`), by the API key, or by the body's field PROXY_SESSION. The reply has the vendor's
-        form. Its status is 401 for a session that is unknown or whose agent this service has started."""
+        """Pass a vendor's model call to the model gateway, which replies in the vendor's format. The session's id is in
+        the header X-Session-Id, in the query (`session_id` or `key`), in the API key, or in the body's field
+        PROXY_SESSION. The status is 401 if the session is unknown, or if this service has started its agent."""
         path: str = request.scope["path"]
         body: bytes | None = None
         headers, query = request.headers, request.query_params
@@ -353,7 +354,7 @@ class PolarGateway:
 
 
 def nodes_of(service: Service, request: Request) -> list[PolarObject]:
-    """Return the nodes. Their address is the address that the client has called."""
+    """Return the nodes. Each has the address that the client has called."""
     return [_node(node, _url_of(request)) for node in service.nodes().nodes]
 
 
@@ -398,7 +399,7 @@ def _session_object(row: GroupRow, session: SessionRow, turns: Sequence[Turn]) -
 
 
 def _field_of(body: bytes, name: str) -> Any:
-    """Return a field of a JSON object, None for anything else."""
+    """Return a field of a JSON object, or None if the body has no such field."""
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -407,8 +408,8 @@ def _field_of(body: bytes, name: str) -> Any:
 
 
 def _without_field(body: bytes, name: str) -> tuple[Any, bytes]:
-    """Return a field of a JSON object, and the object without this field. The bytes of all other values are unchanged.
-    A body without the field is returned as given."""
+    """Return a field of a JSON object, and the object without this field. All other values keep their bytes. Without
+    the field, returns None and the unchanged body."""
     if name.encode() not in body or (found := _field_of(body, name)) is None:
         return None, body
     try:

@@ -1,4 +1,4 @@
-"""Reads the parameters of Polar's queries. Every function raises InvalidField, which names the parameter."""
+"""Reads the query parameters of Polar's requests. Every function raises InvalidField, which names the parameter."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The requests of Polar's clients, and their translation to a group of ours.
+"""The requests of Polar's clients, and their translation to our groups.
 
-Every model refuses unknown fields. A field that cannot be translated is refused by name, unless the field has no effect
-in any translation (docs/compat/polar.md has the table). Nothing here reads the file system, imports plugins, or stores
-anything. Invariant: equal requests give equal groups, so a repeated submission is recognised.
+Every model refuses unknown fields. If a field cannot be translated, the request is refused, and the error names the
+field. Some fields have no effect in any translation and are accepted (docs/compat/polar.md has the table). Nothing here
+reads the file system, imports plugins, or stores anything. Invariant: equal requests give equal groups, so a repeated
+submission is recognised.
 """
 
 from __future__ import annotations
@@ -39,21 +40,22 @@ from outrider.spec import (
 )
 
 SYSTEM = "polar"
-"""The name of the system in the settings, in the store, and in paths."""
+"""Polar's name in the settings, in the store, and in paths."""
 OWN_METADATA = "outrider"
-"""The entry of a result's metadata for facts that have no field in Polar's format. Requests must not use this entry."""
+"""The entry of a result's metadata for values that have no field in Polar's format. Requests must not use this
+entry."""
 TASK_LABEL, HARNESS_LABEL, MODEL_LABEL, BUILDER_LABEL, ALONE_LABEL, UNGRADED_LABEL = (
     f"{SYSTEM}.{name}" for name in ("task_id", "harness", "model", "builder", "session_id", "ungraded")
 )
-"""Labels of a group, which lists show without reading the stored request. A group with ALONE_LABEL is a session that
-was made without a task. A group with UNGRADED_LABEL has no evaluator, so its lists show no rewards."""
+"""Labels of a group. Lists show them without reading the stored request. With ALONE_LABEL, the group is a session that
+was made without a task. With UNGRADED_LABEL, the group has no evaluator, so lists show no rewards."""
 SESSION_DIR = "/tmp/polar-session"
-"""The folder of a session in its sandbox. Polar's own folder is /polar/session, but the root folder of a sandbox may be
+"""The folder of a session in its sandbox. Polar's own folder is /polar/session, but a sandbox's root folder may be
 read-only."""
 FOLDERS = {"ARTIFACTS_DIR": "artifacts", "LOGS_DIR": "logs", "AGENT_LOG_DIR": "logs/agent"}
-"""Folders below SESSION_DIR, by their variables."""
+"""Folders below SESSION_DIR, by the environment variables that contain their paths."""
 MOST_PREPARE_SECONDS = 3600.0
-"""Maximum seconds for the preparation of a sandbox. A task with a lower `timeout_seconds` has that limit."""
+"""Maximum seconds for the preparation of a sandbox. If a task's `timeout_seconds` is lower, it is the limit."""
 
 MANUAL_SECONDS = 86_400.0
 """Maximum seconds of a session whose agent the client starts itself."""
@@ -64,7 +66,7 @@ SessionId = Annotated[str, StringConstraints(pattern=f"^{SESSION_PATTERN}$")]
 
 
 class PolarExec(Spec):
-    """A command that prepares the sandbox. A non-zero exit code is a failure. The command is tried up to `max_attempts`
+    """A command that prepares the sandbox. It fails if its exit code is not zero. It is tried up to `max_attempts`
     times, with pauses of `retry_backoff_seconds`."""
 
     type: Literal["exec"]
@@ -81,7 +83,7 @@ class PolarExec(Spec):
 
 
 class PolarUpload(Spec):
-    """A file or folder of the service's folder `files`, copied to `target`."""
+    """A file or folder to copy to `target`. `source` is below the service's folder `files`."""
 
     type: Literal["upload_file", "upload_dir"]
     source: Annotated[Name, AfterValidator(without_nul)]
@@ -104,8 +106,8 @@ PrepareAction = Annotated[PolarExec | PolarUpload, Field(discriminator="type")]
 
 
 class PolarRuntime(Spec):
-    """A sandbox. `import_path` names a kind of sandbox as `module:Class`; `kwargs` may have `volumes`, and `kind` with
-    the name of one of Outrider's kinds."""
+    """A sandbox. `import_path` names a class of sandbox as `module:Class`. `kwargs` may have `volumes`, and `kind` with
+    the name of one of Outrider's kinds of sandbox."""
 
     backend: Literal["docker", "apptainer"] = "docker"
     image: Name | None = None
@@ -144,7 +146,7 @@ class PolarShell(Spec):
 
 
 class PolarAgent(Spec):
-    """The agent: a `harness` by name, or `import_path` with an agent class as `module:Class`."""
+    """The agent: a `harness` by name, or the `import_path` of an agent class as `module:Class`."""
 
     harness: Name | None = None
     import_path: Name | None = None
@@ -165,13 +167,13 @@ class PolarAgent(Spec):
 
     @property
     def called(self) -> str:
-        """The name of the agent in lists."""
+        """The agent's name in lists."""
         return self.harness or self.import_path or ""
 
 
 class PolarBuilder(Spec):
-    """The builder, which makes traces from model calls. The `config` of prefix_merging is accepted but has no effect:
-    the traces have the ids that the engine sampled, so no end token must be found and no text is tokenised again."""
+    """The builder, which makes traces from model calls. The `config` of prefix_merging has no effect: the traces have
+    the ids that the engine sampled, so no end token must be found and no text is tokenised again."""
 
     strategy: Literal["per_request", "prefix_merging"] = "per_request"
     config: dict[str, Any] = Field(default_factory=dict)
@@ -185,7 +187,7 @@ class PolarBuilder(Spec):
 
 
 class PolarWork(Spec):
-    """The common fields of a task and of a session that is dispatched without a task."""
+    """The common fields of a task and of a session that is submitted without a task."""
 
     task_id: TaskId
     instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
@@ -228,7 +230,7 @@ class PolarTaskRequest(PolarWork):
 
 
 class PolarDispatchRequest(PolarWork):
-    """The body of `POST /sessions` with an agent: a session that is dispatched without a task, under an id that the
+    """The body of `POST /sessions` with an agent: a session that is submitted without a task, under an id that the
     client chooses."""
 
     session_id: SessionId
@@ -253,15 +255,15 @@ def session_idempotency_key(session_id: str) -> str:
 
 
 def dispatched_group(asked: PolarDispatchRequest, *, files: Path | None) -> StoredGroupSpec:
-    """Return the group of one session that is dispatched without a task. Raises the errors of `group_of`."""
+    """Return the group of a session that is submitted without a task. Raises the errors of `group_of`."""
     common = {name: getattr(asked, name) for name in PolarWork.model_fields}
     group = group_of(PolarTaskRequest(**common, timeout_seconds=asked.remaining_timeout_seconds), files=files)
     return _alone(group, asked.session_id)
 
 
 def manual_group(session_id: str, task_id: str) -> StoredGroupSpec:
-    """Return the group of one session whose agent the client starts itself. The session takes model calls until it is
-    deleted, for MANUAL_SECONDS at most."""
+    """Return the group of a session whose agent the client starts itself. The session takes model calls until it is
+    deleted, for at most MANUAL_SECONDS."""
     task = {
         "instruction": "An agent runs elsewhere.",
         "harness": {"external": {"idle_seconds": MANUAL_SECONDS}},
@@ -300,8 +302,7 @@ PRESETS: Mapping[str, str] = {
     "hermes": "hermes",
     "openclaw": "openclaw",
 }
-"""Our preset for each of Polar's harnesses. `shell` is a command; the harness `swe_agent` has no preset and is
-refused."""
+"""Our preset for each of Polar's harnesses. Two are missing: `shell` is a command, and `swe_agent` is refused."""
 SETTINGS: Mapping[str, Mapping[str, str]] = {
     "claude_code": {"max_turns": "limits.turns", "disallowed_tools": "options.disallowed_tools"},
     "openhands_sdk": {
@@ -311,8 +312,8 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     },
     "mini_swe_agent": {"step_limit": "limits.turns"},
 }
-"""The path in our task that each of Polar's settings sets, by harness, such as `limits.turns` for `max_turns`. Any
-other setting is an option of our preset, which refuses an unknown option by name."""
+"""The field of our task for each of Polar's settings, by harness: `max_turns` sets `limits.turns`. Any other setting is
+an option of our preset, which refuses unknown options by name."""
 
 FIELDS = (
     ("task.harness.env", "agent.env"),
@@ -343,22 +344,23 @@ FIELDS = (
     ("n", "num_samples"),
     ("idempotency_key", "task_id"),
 )
-"""Rows of a field of a group, and Polar's field from which it is made. An error about a group's field names Polar's
-field in the first row that matches."""
+"""Each pair has a field of our group, and Polar's field from which it is made. An error about the group's field then
+names Polar's field. The first matching pair counts."""
 
 
 polar_fields = partial(renamed_fields, FIELDS)
-"""Returns a context manager. Within its block, an error about a field of a group names the field of Polar's request."""
+"""Returns a context manager. In its block, an error about a field of the group names the field of Polar's request
+instead."""
 
 
 def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
-    """Return the group that runs a task. `files` is the folder from which tasks may upload. Raises InvalidField with
-    Polar's field for a request that cannot be translated."""
+    """Return the group that runs a task. `files` is the folder from which tasks may upload. If the request cannot be
+    translated, raises InvalidField with Polar's field."""
     seconds = asked.timeout_seconds
     harness, more = _harness(asked)
     runtime = _runtime(asked.runtime or PolarRuntime(), seconds, files)
     if asked.runtime is None:
-        del runtime["kind"]  # without a kind, the task gets the node's default
+        del runtime["kind"]  # without a kind, the task gets the node's default kind
     if "agent" not in harness:
         folders = " ".join(f"{SESSION_DIR}/{folder}" for folder in FOLDERS.values())
         runtime["prepare"].insert(0, {"run": f"mkdir -p {folders}", "seconds": 60})
@@ -410,7 +412,7 @@ def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
 
 
 def _harness(asked: PolarTaskRequest) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the harness, and the other parts of the task that the agent's settings determine."""
+    """Return the harness, and the other parts of the task that the agent's settings set."""
     agent = asked.agent
     given: dict[str, Any] = {}
     if agent.mcp_servers:
@@ -518,7 +520,7 @@ def _mount(volume: Any, at: int) -> dict[str, Any]:
 
 
 def _check_replayed(asked: PolarRuntime) -> None:
-    """Raise InvalidField if the sandbox for grading is to be prepared differently from the agent's sandbox."""
+    """Raise InvalidField if the request prepares the sandbox for grading differently from the agent's sandbox."""
     if asked.eval_prepare is not None and asked.eval_prepare != asked.prepare:
         raise InvalidField(
             "the sandbox in which a repository's changes are graded is prepared by the steps of `prepare`",
@@ -529,8 +531,8 @@ def _check_replayed(asked: PolarRuntime) -> None:
 
 def _agent_seconds(metadata: Mapping[str, Any], seconds: float) -> float:
     """Return the time limit of the agent's run in seconds, from the request's `metadata`. `seconds` is the time limit
-    of the session. If the run reaches its limit first, the work is graded; a session that reaches its own limit has no
-    grade. For a limit of `seconds` or more, returns MAX_SECONDS, so that the session's limit is reached first."""
+    of the session. An agent that reaches its limit is still graded; a session that reaches its limit is not. If the
+    agent's limit is not below `seconds`, returns MAX_SECONDS, so that the session's limit is reached first."""
     given = metadata.get("agent_timeout", MAX_SECONDS)
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
         raise InvalidField("must be a number of seconds above 0", field="metadata.agent_timeout")

@@ -1,7 +1,7 @@
-"""Makes replies in Polar's form from the store's rows: statuses, results, traces and completions.
+"""Makes replies in Polar's format from the store's rows: statuses, results, traces and completions.
 
-The traces are a pure function of a session's turns and result. A token trains in a trace exactly if it trains in
-Outrider's own rows (`tokens/samples.py`). Invariants: a session whose failure is not the agent's has the status ERROR
+Traces depend only on a session's turns and result. A token trains in a trace exactly if it trains in Outrider's own
+training rows (`tokens/samples.py`). Invariants: a session that failed, but not through its agent, has the status ERROR
 and no reward; nothing trains in the traces of a session without a verdict.
 """
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 PolarObject = dict[str, Any]
-"""An object of Polar's format. Columns of numbers may be numpy arrays, which `encoded` turns into lists."""
+"""An object in Polar's format. Columns of numbers may be numpy arrays, which `encoded` turns into lists."""
 
 STATES: Mapping[SessionState, str] = {
     SessionState.QUEUED: "REGISTERED",
@@ -59,11 +59,11 @@ STATES: Mapping[SessionState, str] = {
 }
 """Polar's status of a session that is not done, by the session's state."""
 ENDINGS: Mapping[Ending, str] = {"completed": "COMPLETED", "failed": "ERROR", "timeout": "TIMEOUT"}
-"""Polar's status of a session that is done, by the kind of its ending."""
+"""Polar's status of a session that is done, by how it ended."""
 MOST_LISTED = 1000
 """Maximum number of tasks or sessions in a list."""
 MOST_SEARCHED = 10_000
-"""Maximum number of tasks that a filter searches. The newest tasks are searched."""
+"""Maximum number of tasks that a filter examines, newest first."""
 
 
 def status_of_task(row: GroupRow) -> str:
@@ -105,12 +105,12 @@ def task_id_of(row: GroupRow) -> str:
 
 
 def graded(row: GroupRow) -> bool:
-    """Return whether a task has an evaluator."""
+    """Return True if the task has an evaluator."""
     return UNGRADED_LABEL not in row.labels
 
 
 class PolarReader:
-    """Reads tasks and sessions from the service's store, in Polar's form. Raises NotFound for removed groups."""
+    """Reads tasks and sessions from the service's store, in Polar's format. Raises NotFound for removed groups."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -123,7 +123,7 @@ class PolarReader:
         return await self._service.reader.offload(partial(encoded, result))
 
     async def task_result(self, row: GroupRow) -> PolarObject:
-        """Return the TaskResult of a task. The sessions' results are included only once the task has ended, because
+        """Return the TaskResult of a task. It includes the sessions' results only once the task has ended, because
         otherwise each poll would return the same traces again."""
         results = await self._results(row) if row.state is GroupState.DONE else []
         return {"task_id": task_id_of(row), "status": status_of_task(row), "results": results, "result_paths": []}
@@ -143,8 +143,7 @@ class PolarReader:
         rows = await self._service.store.sessions(row.id) if sessions is None else sessions
         results = [each.result for each in rows if each.result is not None]
         build = partial(trajectory_of, request=request)
-        # Trajectories are also built for sessions without turns, because a trajectory has the reason why there are no
-        # traces.
+        # A session without turns gets a trajectory, too: it has the reason why there are no traces.
         trajectories = await self._service.reader.built(results, build)
         done = [each for each in rows if each.result]
         return [result_of(each, trajectory, request) for each, trajectory in zip(done, trajectories, strict=True)]
@@ -166,7 +165,7 @@ class PolarReader:
         return found[:limit]
 
     async def summary(self, row: GroupRow) -> PolarObject:
-        """Return a task as in the list of tasks. Means are over the sessions that have ended."""
+        """Return a task as in the list of tasks. Means are taken over the sessions that have ended."""
         sessions = await self._service.store.sessions(row.id)
         done = [each.result for each in sessions if each.result is not None]
         merged = row.labels.get(BUILDER_LABEL) == "prefix_merging"
@@ -179,8 +178,8 @@ class PolarReader:
             "completed_sessions": row.done,
             "errored_sessions": sum(status_of_result(each) == "ERROR" for each in done),
             "mean_reward": row.reward_total / row.rewarded if row.rewarded and graded(row) else None,
-            # The number of rows is stored when a session ends, but the traces of per_request are counted only when they
-            # are built.
+            # The number of training rows is stored when a session ends. The traces of per_request would have to be
+            # built to be counted.
             "mean_traces": _mean(each.samples for each in done) if merged else None,
             "mean_completions": _mean(each.turns for each in done),
             "created_at": row.created,
@@ -234,7 +233,7 @@ def result_of(row: SessionRow, trajectory: PolarObject, request: Mapping[str, An
 
 
 def trajectory_of(turns: Sequence[Turn], result: SessionResult, *, request: Mapping[str, Any]) -> PolarObject:
-    """Build the trajectory of a session with the task's builder. `turns[i].index` must be `i`."""
+    """Build the trajectory of a session with the builder that the task names. `turns[i].index` must be `i`."""
     status, strategy = status_of_result(result), request["builder"]["strategy"]
     build = merged_traces if strategy == "prefix_merging" else single_traces
     traces = [] if status == "ERROR" else build(turns, result)
@@ -254,8 +253,8 @@ def trajectory_of(turns: Sequence[Turn], result: SessionResult, *, request: Mapp
 
 
 def merged_traces(turns: Sequence[Turn], result: SessionResult) -> list[PolarObject]:
-    """Build the traces of prefix_merging. Each trace is one of Outrider's rows, divided into prompt and response where
-    the first reply begins."""
+    """Build the traces of prefix_merging. Each trace is one of Outrider's training rows. Its response begins at the
+    first reply."""
     return [_merged_trace(sample, [turns[index] for index in sample.turns]) for sample in build_samples(turns, result)]
 
 
@@ -286,8 +285,8 @@ def _merged_trace(sample: Sample, path: Sequence[Turn]) -> PolarObject:
 
 
 def single_traces(turns: Sequence[Turn], result: SessionResult) -> list[PolarObject]:
-    """Build the traces of per_request: one for each turn whose tokens train, with the reward of the row in which they
-    train. Turns that do not train, such as calls for a title, have no trace."""
+    """Build the traces of per_request: one for each turn whose tokens train. A trace has the reward of the training row
+    with this turn. Other turns, such as calls for a title, have no trace."""
     traces = []
     verdict = result.verdict
     for call in model_calls(turns, {**POLICY, **result.policy}):
@@ -335,7 +334,7 @@ def _about(kind: str, label: str, depth: int, path: Sequence[Turn]) -> PolarObje
 
 
 def messages_before(path: Sequence[Turn]) -> list[PolarObject]:
-    """Return the messages that the model got in the request of the last turn. `path` has the turns of a branch."""
+    """Return the messages in the request of the last turn. `path` has the turns from the first to this turn."""
     found = []
     for turn in path:
         found += [chat_message(message) for message in turn.messages]
@@ -351,8 +350,8 @@ def finish_reason(turn: Turn) -> str:
 
 
 def chat_message(message: Message) -> PolarObject:
-    """Return a message in the form of Chat Completions. Traces do not contain the bytes of an image; the image's part
-    has the address, or the digest under which the image is stored."""
+    """Return a message in the format of Chat Completions. Instead of an image's bytes, it has the image's address, or
+    the digest under which the image is stored."""
     found = message_object(message)
     if any(isinstance(part, Image) for part in message.parts):
         found["content"] = [_part(part) for part in message.parts]
@@ -368,8 +367,9 @@ def _part(part: Text | Image) -> PolarObject:
 
 
 def completion_of(turn: Turn, turns: Sequence[Turn], model: str) -> PolarObject:
-    """Return the CompletionRecord of a model call. `request` and `response` are in the form of Chat Completions, for
-    calls of all dialects. `original_request` is empty, because the service does not keep the client's bytes."""
+    """Return the CompletionRecord of a model call. `request` and `response` are in the format of Chat Completions,
+    whatever the dialect of the call. `original_request` is empty, because the service does not keep the client's
+    bytes."""
     path = path_to(turn, turns)
     count = len(turn.output_ids) // 4
     choice = {

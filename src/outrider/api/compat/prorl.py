@@ -1,8 +1,8 @@
 """The HTTP interface of NVIDIA's ProRL Agent server.
 
-A job is a group of one session, so that jobs are queued, stored, retried and cancelled as all other groups. The store
-finds a job by its id, so a client that lost its connection sends the same call again. `prorl_request.py` translates
-requests and `prorl_results.py` results. Invariant: the reply to a job is made from stored data only.
+A job is a group of one session, so jobs are queued, stored, retried and cancelled like all groups. Jobs are found by
+their ids, so a client that lost its connection can send the same call again. `prorl_request.py` translates requests,
+and `prorl_results.py` results. Invariant: the reply to a job is made from stored data only.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ S = TypeVar("S", bound=Spec)
 ENGINE_PREFIX = "prorl-"
 """Prefix of the names of the engines that `/add_llm_server` attaches."""
 MOST_JOBS = 100_000
-"""Maximum number of unfinished groups among which jobs are searched."""
+"""Maximum number of unfinished groups that are searched for jobs."""
 STATUSES = {501: 503, 502: 503}
-"""Replacements for the HTTP status of an error: the keys are statuses of Outrider's errors. ProRL's clients get 503 if
-an engine, a runtime or a program is not available."""
+"""Replacements for the HTTP status of an error, by the status of Outrider's error. ProRL's clients get 503 if an
+engine, a sandbox or a program is not available."""
 
 
 def routes(service: Service) -> list[CompatRoute]:
@@ -84,14 +84,15 @@ def routes(service: Service) -> list[CompatRoute]:
 
 
 class ProrlServer:
-    """The handlers of ProRL's routes. Each tenant starts and stops its own server; engines are shared."""
+    """The handlers of ProRL's routes. Each tenant starts and stops a server of its own, which decides only whether the
+    tenant's jobs are accepted. Engines are shared by all tenants."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._handlers = Handlers(service.config)
         self._wait_seconds = service.config.prorl.wait_seconds
         self._started: dict[str, bool] = {}
-        """Whether a tenant's server was started or stopped last, by tenant."""
+        """True if the tenant's last request was to start the server, False if it was to stop it; by tenant."""
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """Locks by engine name, so that an address is attached once."""
         self._clearing = asyncio.Lock()
@@ -99,7 +100,7 @@ class ProrlServer:
         """The version that the policy gets with the next engine, while `/clear_llm_server` has paused the policy."""
 
     async def start(self, request: Request, caller: Principal) -> dict[str, str]:
-        """Begin to accept jobs. Raises RequestError, and changes nothing, if the server is running."""
+        """Begin to accept jobs. If the server is already running, nothing changes, and RequestError is raised."""
         if await self._is_running(caller):
             raise RequestError("the server is already running", hint="go on: nothing was changed")
         self._started[caller.tenant] = True
@@ -117,7 +118,7 @@ class ProrlServer:
 
     async def process(self, request: Request, caller: Principal) -> Response:
         """Run a job, and reply with its result. If the caller disconnects, the job continues. If the caller then
-        repeats the call, the reply is the result of the same job, even if the server is not started."""
+        repeats the call, the reply is the result of the same job, even if the server is stopped."""
         group, asked = await self._submitted(request, caller)
         release_body(request)
         done = await done_group(self._service, request, group.id, caller, seconds=self._wait_seconds)
@@ -160,8 +161,8 @@ class ProrlServer:
         }
 
     async def add_llm_server(self, request: Request, caller: Principal) -> dict[str, str]:
-        """Attach an inference server as an engine of the policy, even if ProRL's server is not started. If the address
-        is already attached, nothing changes. Raises EngineUnavailable if the inference server does not reply."""
+        """Attach an inference server as an engine of the policy, even if ProRL's server is stopped. If the address is
+        already attached, nothing changes. Raises EngineUnavailable if the inference server does not reply."""
         address = (await self._body(AddressSpec, request, caller)).address
         name = engine_name(address)
         async with self._locks[name]:
@@ -181,9 +182,9 @@ class ProrlServer:
         return {"status": f"{address} is attached as engine {engine.name} of kind {kind}"}
 
     async def clear_llm_server(self, request: Request, caller: Principal) -> dict[str, str]:
-        """Detach the engines that `/add_llm_server` attached, once their generations have ended. The caller makes this
-        call before changing the weights, so later tokens have the policy's next version. If no other engine is left,
-        sessions wait for the next engine as in a pause of the policy."""
+        """Detach the engines that `/add_llm_server` attached, once their generations have ended. Callers do this before
+        they change the weights, so later tokens have the policy's next version. If no other engine is left, the policy
+        is paused until the next engine is attached."""
         async with self._clearing:
             policy = self._service.pool.policy
             names = [engine.name for engine in self._engines() if engine.name.startswith(ENGINE_PREFIX)]
@@ -200,8 +201,8 @@ class ProrlServer:
         return {"status": f"{len(names)} engines are detached; the policy's next version is {version}"}
 
     def _known_context(self, address: str) -> int:
-        """Return the context length in the settings. It is needed because the maximum length of a reply depends on the
-        context, and ProRL's token route does not report the context. Raises InvalidField without this setting."""
+        """Return the context length from the settings. The maximum length of a reply depends on it, and ProRL's token
+        route does not report it. Raises InvalidField without this setting."""
         context = self._service.config.model.context_tokens
         if context is None:
             raise InvalidField(
@@ -219,8 +220,8 @@ class ProrlServer:
         return [engine for engine in self._service.engines() if engine.serves is None]
 
     async def _submitted(self, request: Request, caller: Principal) -> tuple[GroupRow | GroupView, Asked]:
-        """Return the group of a job, new or stored. Raises Conflict if the job's id was used for another request, and
-        ServiceStopping for a new job if the server is not started."""
+        """Return the group of a job, which may be stored already. Raises Conflict if the job's id was used for another
+        request. Raises ServiceStopping for a new job if the server is stopped."""
         spec = await self._body(ProcessSpec, request, caller)
         asked = await asyncio.to_thread(asked_of, spec, spec.job_id or str(uuid.uuid4()))
         if spec.job_id is not None and (stored := await self._stored(asked, caller)) is not None:
@@ -258,7 +259,7 @@ class ProrlServer:
             return unreadable_record(asked, f"the agent's diff cannot be read: {error.strerror or error}")
 
     def _patch(self, result: SessionResult) -> str:
-        """Return the diff that was carried to the grading, "" without one."""
+        """Return the agent's diff that was graded, or ""."""
         try:
             file = self._service.artifacts.file(result.session_id, PATCH, result.attempt)
         except NotFound:
@@ -271,8 +272,8 @@ class ProrlServer:
         return [group for group in groups if JOB_LABEL in group.labels]
 
     async def _is_running(self, caller: Principal) -> bool:
-        """Return True if the tenant's server is started. After a restart of the service, the server counts as started
-        while jobs are under way, because their callers come back for the results."""
+        """Return True if the tenant's server is started. After a restart of the service, it is started if jobs are
+        under way, because their callers come back for the results."""
         if (started := self._started.get(caller.tenant)) is not None:
             return started
         return bool(await self._jobs(caller))
@@ -295,7 +296,7 @@ class ProrlServer:
         )
 
     async def _body(self, kind: type[S], request: Request, caller: Principal) -> S:
-        """Return the body of a request. Every malformed body raises InvalidField, whose status is 422."""
+        """Return the body of a request. Any malformed body raises InvalidField, because its status is 422."""
         try:
             return await self._service.parse(kind, await whole_body(request), caller)
         except RequestError as error:
@@ -305,5 +306,5 @@ class ProrlServer:
 
 
 def engine_name(address: str) -> str:
-    """Return the name of the engine at an address. The same server has the same name with and without `/v1`."""
+    """Return the name of the engine at an address. Addresses with and without `/v1` give the same name."""
     return ENGINE_PREFIX + hashlib.sha256(address.rstrip("/").removesuffix("/v1").encode()).hexdigest()[:12]

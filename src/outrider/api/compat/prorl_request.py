@@ -1,8 +1,9 @@
 """The bodies of ProRL Agent's requests, and the translation of a job to a group of one session.
 
-The operator's handlers (`[prorl.handlers.NAME]` of the settings) make the task of an instance. A handler is a task
-file, which is filled with the instance's columns, or the adapter of a public data set. Invariants: an instance or a
-sampling parameter that cannot be translated is refused by name; the same request gives the same group.
+The operator's handlers (`[prorl.handlers.NAME]` in the settings) make a task from an instance, which is a row of a data
+set. A handler is a task file whose placeholders are filled from the instance's columns, or the adapter of a public data
+set. Invariants: if an instance or a sampling parameter cannot be translated, the request is refused, and the error
+names it; the same request gives the same group.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from outrider.tasks.drafts import example_of, whole
 from outrider.text_files import read_toml_file
 
 JOB_LABEL = "prorl.job"
-"""Label of a job's group, with the job's id as its value."""
+"""Label of a job's group. The value is the job's id."""
 REQUEST_LABEL = "prorl.request"
-"""Label of a job's group, with a digest of the request as its value."""
+"""Label of a job's group. The value is a digest of the request."""
 IDEMPOTENCY_PREFIX = "prorl:"
-"""Prefix of the idempotency key of a job's group, in front of the job's id."""
+"""The idempotency key of a job's group is this prefix and the job's id."""
 THE_INSTANCE = "the instance"
 
 JobId = Annotated[str, StringConstraints(min_length=1, max_length=200)]
@@ -38,7 +39,7 @@ Count = Annotated[int, Field(ge=1, le=1 << 30)]
 
 
 class Instance(Spec):
-    """The instance of a job: a row of a data set, which may have any further columns."""
+    """The instance of a job: a row of a data set. It may have any other columns."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -49,7 +50,8 @@ class Instance(Spec):
 
     @property
     def id(self) -> str:
-        """The instance's id, or the id that ProRL makes of `extra_info`. Raises InvalidField if both are missing."""
+        """The instance's id, or else the id that ProRL makes from `extra_info`. Raises InvalidField if both are
+        missing."""
         if self.instance_id is not None:
             return self.instance_id
         about = self.extra_info
@@ -72,8 +74,8 @@ class Instance(Spec):
 
 
 class SamplingParameters(Spec):
-    """ProRL's sampling parameters: those of the model, of the tokens and of the agent, in one flat object. Null is the
-    same as a parameter that is left out."""
+    """ProRL's sampling parameters in one flat object: parameters for the model, for the tokens, and for the agent. A
+    parameter that is null has no effect."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -105,7 +107,7 @@ SAMPLED = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-"""Parameters that have the same name and meaning in a task."""
+"""Parameters that a task has under the same name and with the same meaning."""
 AGENTS_OWN: dict[str, bool] = {
     "native_tool_calling": False,
     "ensure_thinking_end_properly": True,
@@ -113,10 +115,10 @@ AGENTS_OWN: dict[str, bool] = {
     "enable_vision": True,
     "enable_a11y_tree": True,
 }
-"""Parameters of ProRL's own agent, each with the value that would change the agent. The opposite value has no
+"""Parameters of ProRL's own agent, each with a refused value: it would change that agent. The opposite value has no
 effect."""
 REFUSABLE = (*AGENTS_OWN, "max_model_len", "token_level_generation")
-"""Parameters that a handler may list in `ignored`."""
+"""Parameters that a handler may list in `ignored`; it then accepts them without effect."""
 
 
 class ProcessSpec(Spec):
@@ -140,15 +142,15 @@ class AddressSpec(Spec):
 
 
 class Backends(NamedTuple):
-    """Properties of the attached engines: the length of the model's context in tokens (None if unknown), and whether an
-    engine reports token ids."""
+    """Properties of the attached engines: the length of the model's context in tokens (None if unknown), and whether
+    any engine reports token ids."""
 
     context_tokens: int | None
     reports_ids: bool
 
 
 class Asked(NamedTuple):
-    """The parts of a request that its reply repeats, and the digest that distinguishes requests."""
+    """The parts of a request that its reply repeats, and a digest of the whole request."""
 
     job_id: str
     instance_id: str
@@ -165,14 +167,14 @@ def asked_of(spec: ProcessSpec, job_id: str) -> Asked:
 
 
 class Handler(NamedTuple):
-    """A handler of the settings, and the content of its task file (`table`)."""
+    """A handler from the settings. `table` is the content of its task file."""
 
     name: str
     settings: ProrlHandlerConfig
     table: dict[str, Any]
 
     def task(self, instance: Instance) -> dict[str, Any]:
-        """Return the task of an instance. Raises InvalidField, which names the column at fault."""
+        """Return the task for an instance. Raises InvalidField, which names the wrong column."""
         row, settings = instance.columns(), self.settings
         if settings.rows is None:
             return with_texts(filled(self.table, row, THE_INSTANCE), THE_INSTANCE)
@@ -181,7 +183,7 @@ class Handler(NamedTuple):
 
 
 class Handlers:
-    """The handlers of the settings, by data source. Raises InvalidField for a wrong handler."""
+    """The handlers from the settings, by data source. Raises InvalidField for a wrong handler."""
 
     def __init__(self, config: Config) -> None:
         folder = config.read_from.parent if config.read_from is not None else None
@@ -211,8 +213,8 @@ class Handlers:
                 self._named[source] = handler
 
     def find(self, data_source: str) -> Handler:
-        """Return the handler of a data source: the handler of the same name, or else the handler whose name is the
-        longest matching prefix. Raises RequestError, with all known names."""
+        """Return the handler of a data source: the handler with exactly this name, or else the handler with the longest
+        matching name that ends with `*`. Raises RequestError, with all known names."""
         if (found := self._named.get(data_source)) is not None:
             return found
         for source in sorted(self._named, key=len, reverse=True):
@@ -226,7 +228,7 @@ class Handlers:
 
 
 def group_of(spec: ProcessSpec, asked: Asked, handler: Handler, backends: Backends) -> GroupSpec:
-    """Return the group of a job. Raises InvalidField, which names the column, the parameter or the field at fault."""
+    """Return the group of a job. Raises InvalidField, which names the wrong column, parameter or field."""
     task = handler.task(spec.instance)
     parameters = spec.sampling_params
     _check_parameters(parameters, handler, backends)

@@ -32,15 +32,15 @@ from outrider.trajectory import (
 )
 
 SOLVED = 0.99
-"""A reward above this value counts as solved, as with ProRL's reward servers."""
+"""A reward above this value counts as solved, as in ProRL's reward servers."""
 UNUSED = (BranchKind.RETRY, BranchKind.ABORTED)
 
 
 def result_record(
     asked: Asked, result: SessionResult, turns: Sequence[Turn], samples: Sequence[Sample], patch: str
 ) -> dict[str, Any]:
-    """Return the result record of a job. `samples` are the training rows of the session, and `patch` is the agent's
-    diff of a repository, "" without one. `turns[i].index` must be `i`."""
+    """Return the result record of a job. `samples` are the training rows of the session. `patch` is the diff of the
+    agent's changes to a repository, or "". `turns[i].index` must be `i`."""
     path = main_path(turns)
     verdict = result.verdict
     report = None
@@ -85,9 +85,9 @@ def unreadable_record(asked: Asked, error: str) -> dict[str, Any]:
 
 
 def main_path(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns of the main conversation that ends last, from its first turn. Returns no turns if the model has
-    not replied in the main conversation. Turns of sub-agents, and turns of a history that was replaced later, are not
-    on the path."""
+    """Return the turns of the main conversation, from its first turn to the last reply. Turns of sub-agents are left
+    out, and so are turns of a history that was replaced later. Returns no turns if the model never replied in the main
+    conversation."""
     lines = lineages(turns)
     leaf = next(
         (
@@ -101,7 +101,8 @@ def main_path(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def critical_error(result: SessionResult) -> str | None:
-    """Return the stage in which a session without a verdict failed or was cancelled, or "timeout"."""
+    """Return the stage in which a session without a verdict failed or was cancelled: "init", "run" or "eval". Returns
+    "timeout" if a time limit ended it, and None for a session with a verdict."""
     if result.verdict is not None:
         return None
     if result.stop_reason in UNGRADED_TIMEOUTS:
@@ -114,9 +115,8 @@ def critical_error(result: SessionResult) -> str | None:
 
 
 def _trains(result: SessionResult, path: Sequence[Turn], samples: Sequence[Sample]) -> bool:
-    """Return True if a trainer that uses Outrider's own rows would get tokens of the job to train on. Turns of an
-    engine that reports no ids give no rows. For such turns, the task's branch policy for the main conversation
-    decides."""
+    """Return True if a trainer that uses Outrider's own rows would get tokens of the job to train on. If the engine
+    reports no token ids, there are no rows; the task's branch policy for the main conversation then decides."""
     if result.verdict is None:
         return False
     if path and all(turn.mode is TokenMode.TEXT for turn in path):
@@ -150,7 +150,7 @@ def _timing(result: SessionResult) -> dict[str, float | bool]:
 
 def _messages(path: Sequence[Turn]) -> list[dict[str, Any]]:
     """Return the messages of a conversation. A sampled reply has the ids of its prompt, its own ids and their
-    log-probabilities; any other message has no ids."""
+    log-probabilities. Other messages have no ids."""
     messages: list[dict[str, Any]] = []
     before: list[int] = []
     for turn in path:

@@ -1,8 +1,8 @@
-"""Serves the routes of other systems: their paths, access control, and the form of their errors.
+"""Serves the routes of other systems: their paths, access control, and the format of their errors.
 
-The routes of each system are at `/NAME/...`. The routes of the first system are also at the root. Errors have the form
-that these systems use, `{"detail": text}`, with the status of the error's class. Invariant: a handler is called only
-for a caller with the route's role.
+The routes of each system are at `/NAME/...`. The routes of the first system in the settings are also at the root.
+Errors have the format that these systems use, `{"detail": text}`, with the status of the error's class. Invariant: a
+handler is called only for a caller with the route's role.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("outrider.compat")
 
 Handler = Callable[[Request, Principal], Awaitable[Any]]
-"""A function that handles a request of a caller. Returns a Response, or a value for a JSON reply with status 200."""
+"""Handles a request of a caller. Returns a Response, or a value for a JSON reply with status 200."""
 
 
 class CompatRoute(NamedTuple):
-    """A route of another system. `path` begins with a slash, in Starlette's form. `statuses` replaces statuses of
-    errors that the system's clients do not handle: it maps the status of an error's class to the system's status."""
+    """A route of another system. `path` begins with a slash, in Starlette's form. `statuses` maps the status of an
+    error's class to the status that the system's clients get instead."""
 
     method: str
     path: str
@@ -49,8 +49,8 @@ class CompatRoute(NamedTuple):
 
 
 def compat_routes(service: Service, names: Sequence[str]) -> Iterator[Route]:
-    """Yield the routes of the systems `names`, whose modules have a function `routes`. The routes below `/NAME` of all
-    systems come first, because a route at the root may begin with a parameter, which would match NAME."""
+    """Yield the routes of the systems `names`. All routes below `/NAME` come first, because a route at the root may
+    begin with a parameter, which would match NAME."""
     at_root: list[Route] = []
     for number, name in enumerate(names):
         module = import_module(f"outrider.api.compat.{name}")
@@ -67,9 +67,8 @@ def _route(route: CompatRoute, prefix: str) -> Route:
 
 
 def compat_paths(routes: Sequence[Route], names: Sequence[str]) -> Callable[[str], bool]:
-    """Return a function that tests whether a path belongs to one of the systems `names`. For such a path, errors that
-    are raised outside of a handler have the form of these systems, too. `routes` are the routes that `compat_routes`
-    yields."""
+    """Return a function that tests whether a path belongs to one of the systems `names`. For such a path, errors raised
+    outside of a handler have the systems' format, too. `routes` are the routes that `compat_routes` yields."""
     below = tuple(f"/{name}/" for name in names)
 
     def belongs(path: str) -> bool:
@@ -87,7 +86,8 @@ class CompatSocket(NamedTuple):
 
 
 def compat_sockets(service: Service, names: Sequence[str]) -> list[tuple[APIWebSocketRoute, Role]]:
-    """Return the WebSocket routes of the systems `names` whose modules have a tuple SOCKETS, with their roles."""
+    """Return the WebSocket routes of the systems `names`, with their roles. A system's module lists its routes in a
+    tuple SOCKETS."""
     found: list[tuple[APIWebSocketRoute, Role]] = []
     for number, name in enumerate(names):
         sockets: Sequence[CompatSocket] = getattr(import_module(f"outrider.api.compat.{name}"), "SOCKETS", ())
@@ -113,7 +113,7 @@ def _endpoint(route: CompatRoute, called: str) -> Callable[[Request], Awaitable[
             reply = await route.handler(request, caller)
         except OutriderError as error:
             return detail(error, status=route.statuses.get(error.http_status))
-        except Exception as error:  # a bug, whose reply must still have the form for the system's clients
+        except Exception as error:  # a bug; the reply must still have the systems' format
             log.exception("%s failed", called)
             return detail(error)
         return reply if isinstance(reply, Response) else compat_reply(reply)
@@ -126,21 +126,20 @@ def compat_reply(value: Any, *, status: int = 200) -> Response:
 
 
 async def large_reply(service: Service, value: Callable[[], Any]) -> Response:
-    """Return the reply with a value that may be large. The value is made and encoded in the thread for long
-    computations."""
+    """Return a reply with a value that may be large. A thread for long computations makes and encodes the value."""
     return long_reply([await service.reader.offload(lambda: encoded(value()))])
 
 
 def encoded(value: Any) -> bytes:
-    """Return a value in JSON. Numpy arrays become lists."""
+    """Encode a value as JSON. Numpy arrays become lists."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError:  # an integer beyond 64 bits, in the arguments of a tool call or in the schema of a tool
+    except TypeError:  # an integer beyond 64 bits, in a tool's schema or a call's arguments
         return msgspec.json.encode(value, enc_hook=lambda array: array.tolist())
 
 
 def detail(error: BaseException, *, status: int | None = None) -> Response:
-    """Return the reply to an error. `status` replaces the status of the error's class, but not its headers."""
+    """Return the reply to an error. `status` replaces the status of the error's class; the headers stay the same."""
     record = record_of(error)
     text = redacted(f"{record.field}: {error_text(record)}" if record.field is not None else error_text(record))
     own = error.http_status if isinstance(error, OutriderError) else 500

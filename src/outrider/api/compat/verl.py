@@ -1,10 +1,9 @@
-"""The session proxy of verl's RemoteAgentLoop recipe: sessions, under ids that the client chooses, and their chat
-calls.
+"""The session proxy of verl's RemoteAgentLoop recipe: sessions under ids that the client chooses, and their chat calls.
 
-A session of the recipe is a session for an agent that runs elsewhere (docs/external.md), found by an idempotency key
-made of its id. The recipe's trainer reads the record of a session and computes the reward itself, so Outrider never
-gets the reward. A completed session ends as cancelled, with its turns and without a verdict. Invariant: only `create`
-makes a session; a model call with an unknown id makes none.
+Such a session is a session for an agent that runs elsewhere (docs/external.md). It is found by an idempotency key made
+from its id. The recipe's trainer reads the session's record and computes the reward itself, so Outrider never gets a
+reward. A completed session therefore ends as cancelled, with its turns and without a verdict. Invariant: only `create`
+makes a session; a model call with an unknown id does not.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 LABEL = "verl.session"
-"""Label of a session's group, with the id that the client has chosen."""
+"""Label of a session's group. The value is the id that the client has chosen."""
 DELETED_LABEL = "verl.deleted"
 """Label of the group of a session that the client has deleted."""
 TAKEN = {PREFIX.strip("/"): "the model gateway"}
-"""Ids that no session may have, because another part of the service has the path `/ID/v1/chat/completions`. The value
-names this part."""
+"""Ids that no session may have, because another part of the service serves `/ID/v1/chat/completions`. The value names
+this part."""
 SESSION_SECONDS = 86_400.0
-"""Maximum seconds of a session. A client of verl's recipe closes its sessions itself; a client that dies must not keep
-a session open for ever."""
+"""Maximum seconds of a session. Clients of verl's recipe close their sessions, but a client that dies must not keep a
+session open for ever."""
 LIMITS = Limits(session_seconds=SESSION_SECONDS, turns=100_000, response_tokens=1 << 30)
 MOST_LISTED = 100
 MOST_PAGES = 100
-"""Maximum number of pages that a list of sessions searches. A page has MOST_LISTED external groups, newest first."""
+"""Maximum number of pages that a list of sessions searches, newest first. A page has MOST_LISTED groups."""
 SOCKETS = (CompatSocket("/ws/worker", "admin", serve_worker),)
 
 
@@ -72,7 +71,7 @@ def routes(service: Service) -> list[CompatRoute]:
 
 
 class VerlProxy:
-    """The handlers of the routes of verl's recipe. A caller sees only sessions of the caller's own tenant."""
+    """The handlers of the routes of verl's recipe. A caller sees only sessions of its own tenant."""
 
     def __init__(self, service: Service) -> None:
         self.bound = BoundRuns(service)
@@ -89,7 +88,7 @@ class VerlProxy:
         return {"status": "ok", "mode": "local"}
 
     async def create(self, request: Request, caller: Principal) -> Any:
-        """Open a session. Repeating the request for a session without a turn changes nothing."""
+        """Open a session. Repeating the request changes nothing as long as the session has no turns."""
         sid = _sid(request)
         if (owner := self._taken.get(sid)) is not None:
             raise InvalidField(
@@ -113,8 +112,8 @@ class VerlProxy:
         return {"session_id": sid, "status": "created"}
 
     async def record(self, request: Request, caller: Principal) -> Any:
-        """Return the session's record. Replies that the agent did not use, such as a reply that was cut off, are not in
-        the record, because verl's trainer trains on every reply in the record."""
+        """Return the session's record. Replies that the agent did not use are left out, for example replies that were
+        cut off: verl's trainer trains on every reply in the record."""
         sid = _sid(request)
         session = await self.session(sid, caller)
         turns = await self.bound.turns(session, caller)
@@ -157,7 +156,7 @@ class VerlProxy:
         for _ in range(MOST_PAGES):
             try:
                 page = await store.groups_before(before, limit=MOST_LISTED, harness="external", tenant=caller.tenant)
-            except NotFound:  # the last group of the previous page was removed meanwhile, so the list ends here
+            except NotFound:  # the page before was removed meanwhile, so the list ends here
                 break
             for group in page:
                 if DELETED_LABEL in group.labels or len(found) == MOST_LISTED:
@@ -170,7 +169,7 @@ class VerlProxy:
         return {"count": len(found), "sessions": found}
 
     async def _listed(self, sid: str, group: GroupRow, caller: Principal) -> list[dict[str, Any]]:
-        """Return the entries of one session for the list of sessions: one entry, or none if the session was removed."""
+        """Return the entry of one session for the list of sessions, or no entry if the session was removed."""
         with suppress(NotFound):  # the group was removed meanwhile
             [session] = await self._service.store.sessions(group.id)
             turns = await self.bound.turns(session, caller)
@@ -179,20 +178,20 @@ class VerlProxy:
         return []
 
     async def chat(self, request: Request, caller: Principal) -> Response:
-        """Pass a call to the model gateway, which handles it like any other call."""
+        """Pass a chat call to the model gateway."""
         session = await self.session(_sid(request), caller)
         await self.bound.check_free(session, caller)
         credential = self._service.store.credential_of(session.id)
         return GatewayCall(self._gateway, f"/s/{credential}/v1/chat/completions", None)
 
     async def _group(self, sid: str, caller: Principal) -> GroupRow | None:
-        """Return the group of the session with an id, None if there is none. A group of another kind with the session's
-        idempotency key counts as none."""
+        """Return the group of the session with an id, or None. A group without the session's label is ignored, even if
+        it has the same idempotency key."""
         group = await self._service.store.keyed_group(caller.tenant, _idempotency_key(sid))
         return None if group is None or group.labels.get(LABEL) != sid else group
 
     async def session(self, sid: str, caller: Principal) -> SessionRow:
-        """Return the session with an id. Raises NotFound, also for a deleted session."""
+        """Return the session with an id. Raises NotFound for an unknown or deleted session."""
         group = await self._group(sid, caller)
         if group is None or DELETED_LABEL in group.labels:
             raise NotFound(f"no session {sid!r}", hint="create it first: POST /sessions/{session_id}")
@@ -213,8 +212,8 @@ def _idempotency_key(sid: str) -> str:
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
-    """Return a turn in the form of verl's recipe. Its messages are the messages that the request added. If the worker
-    has not sent the prompt's ids, the ids of the reply are taken from the worker's report."""
+    """Return a turn in the format of verl's recipe. `request_messages` are the messages that the request added. If the
+    worker has not sent the prompt's ids, the reply's ids are taken from the worker's report."""
     reply = turn.reply or Message(role=Role.ASSISTANT)
     calls = [*map(tool_call_object, reply.tool_calls)]
     report = turn.report or WorkerReport()

@@ -1,5 +1,5 @@
-"""Binds runs of Harbor's run API to sessions of verl's session proxy (`verl.py`): the session's record has the turns of
-the run.
+"""Binds runs of Harbor's run API to sessions of verl's session proxy (`verl.py`). The record of a session then has the
+turns of its run.
 
 Invariant: a session has at most one current run, also after a restart.
 """
@@ -23,33 +23,34 @@ if TYPE_CHECKING:
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")
 """Matches the session ids that clients of verl's session proxy may choose."""
 RESET_SECONDS = 2 * 86_400.0
-"""Seconds for which a reset is remembered. A session of verl's session proxy cannot last as long."""
+"""Seconds for which a reset is remembered, longer than any session of verl's session proxy can last."""
 
 
 class BoundRuns:
     """The runs of the sessions of verl's session proxy.
 
-    The runs of a session are numbered 1, 2, ... in their idempotency keys. A reset takes the next number, which no run
-    can then have. Only a run with a number above that of the last reset belongs to the session, also after a restart.
+    The runs of a session are numbered 1, 2, ... in their idempotency keys. A reset takes the next number, so no run can
+    have it. Only a run with a higher number than the last reset belongs to the session. This holds after a restart,
+    too.
     """
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def current(self, session: SessionRow, caller: Principal) -> GroupRow | None:
-        """Return the run of a session, None if there is none since the last reset."""
+        """Return the run of a session, or None if the session has had no run since the last reset."""
         run, _ = await self._look(session, caller)
         return run
 
     async def next_idempotency_key(self, session: SessionRow, caller: Principal) -> str:
-        """Return the idempotency key for a request to run the session. If there is a current run, the key is the key of
-        this run, so that a repeated request gives the same run. Otherwise the key is new."""
+        """Return the idempotency key for a request to run the session. If there is a current run, its key is returned,
+        so that a repeated request gives the same run. Otherwise the key is new."""
         run, free = await self._look(session, caller)
         return _idempotency_key(session, free if run is None else free - 1)
 
     async def _look(self, session: SessionRow, caller: Principal) -> tuple[GroupRow | None, int]:
-        """Return the session's current run (None without one), and the lowest number that no run and no reset of the
-        session has used."""
+        """Return the session's current run or None, and the lowest number that no run and no reset of the session has
+        used."""
         store, run, number = self._service.store, None, 1
         while True:
             idempotency_key = _idempotency_key(session, number)
@@ -66,7 +67,7 @@ class BoundRuns:
         return await self._service.store.turns(session.id)
 
     async def check_free(self, session: SessionRow, caller: Principal) -> None:
-        """Raise Conflict if the session has a current run, whose calls are the session's calls."""
+        """Raise Conflict if the session has a current run, because then only the run may make the session's calls."""
         run = await self.current(session, caller)
         if run is not None:
             raise Conflict(
@@ -81,7 +82,8 @@ class BoundRuns:
             await self._service.cancel(run.id, caller)
 
     async def drop(self, session: SessionRow, caller: Principal) -> None:
-        """Cancel the session's current run, and reset the session, so that the run no longer belongs to the session."""
+        """Cancel the session's current run, and use up the next number, so that the run no longer belongs to the
+        session."""
         until = time.time() + RESET_SECONDS
         while True:
             run, free = await self._look(session, caller)
@@ -90,7 +92,7 @@ class BoundRuns:
             later = await self._service.store.refuse_key(caller.tenant, _idempotency_key(session, free), until=until)
             if run.state is GroupState.ACTIVE:
                 await self._service.cancel(run.id, caller)
-            if later is None:  # otherwise a run was submitted meanwhile
+            if later is None:  # otherwise a run has taken the number meanwhile
                 return
 
 

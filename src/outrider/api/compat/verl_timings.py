@@ -1,7 +1,7 @@
-"""The times of a trainer's phases (`/training/timing`), as verl's recipe sends them: one record for each step.
+"""The durations of a trainer's phases (`/training/timing`), as verl's recipe sends them: one record for each step.
 
-A record is the client's own JSON object, and is returned as it was sent. Only `epoch` and `global_step`, by which the
-record is found, are read. Invariant: a record is stored before the reply is sent.
+A record is the client's own JSON object, and is returned as it was sent. Only `epoch` and `global_step` are read,
+because they identify the record. Invariant: a record is stored before the reply is sent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 MOST_BYTES = 8 << 10
-"""Maximum bytes of a record. A dozen phases with two times each take a tenth of this."""
+"""Maximum bytes of a record, about ten times the size of a dozen phases with two times each."""
 HIGHEST = 10**18
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
 
@@ -38,7 +38,7 @@ def timing_routes(service: Service) -> list[CompatRoute]:
 
 
 class _Timings:
-    """The handlers of the routes. A caller stores and reads only timings of the caller's own tenant."""
+    """The handlers of the routes. A caller stores and reads only timings of its own tenant."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -1,6 +1,6 @@
-"""The WebSocket route for the workers of verl's recipe, which answer the model calls of the engine ENGINE.
+"""The WebSocket route for the workers of verl's recipe. The workers answer the model calls of the engine ENGINE.
 
-Invariant: the access control has admitted every request to this route.
+Invariant: access control has admitted every request to this route.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 ENGINE = "verl-workers"
-"""The name and the kind of the engine. The first worker adds the engine, if there is none."""
+"""The name and the kind of the engine. The first worker that connects adds the engine if it is missing."""
 HELLO_SECONDS = 10.0
 BAD_HELLO, NO_HELLO, NOT_SERVED = 4000, 4001, 4002
 NONSENSE = 1008
 PING_SECONDS = 30.0
 SILENT_SECONDS = 90.0
-"""A worker counts as lost after this many seconds without a message. A worker replies to the service's pings, which are
-sent every PING_SECONDS."""
+"""After this many seconds without a message, a worker is considered lost. A worker replies to the service's pings,
+which are sent every PING_SECONDS."""
 
 
 class _Hello(msgspec.Struct, tag_field="type", tag="worker_hello"):
-    """The first message of a worker. `keeps_ids` is a key that only Outrider's own workers send."""
+    """The first message of a worker. Only Outrider's own workers send `keeps_ids`."""
 
     worker_id: str
     keeps_ids: bool = False
@@ -59,9 +59,11 @@ class _Refused(Exception):
 
 
 async def serve_worker(service: Service, websocket: WebSocket) -> None:
-    """Serve one worker until its connection ends. The close codes are BAD_HELLO for a hello that is late or cannot be
-    read, NO_HELLO for another first message, NOT_SERVED if the engine cannot be added, and NONSENSE for a later message
-    that cannot be read."""
+    """Serve one worker until its connection ends. The close codes are:
+    - BAD_HELLO: the hello is late or cannot be read.
+    - NO_HELLO: the first message is no hello.
+    - NOT_SERVED: the engine cannot be added.
+    - NONSENSE: a later message cannot be read, or the worker has been silent for too long."""
     await websocket.accept()
     sending: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     try:
@@ -104,13 +106,13 @@ async def _hello(websocket: WebSocket) -> _Hello:
 
 
 async def _engine(service: Service) -> VerlWorkersEngine:
-    """Return the engine, which is added if there is none."""
+    """Return the engine. It is added if it is missing."""
     try:
         if service.pool.engine(ENGINE) is None:
             options = {"call_seconds": service.config.verl_proxy.call_seconds}
             await shielded(lambda: service.attach_engine(EngineSpec(kind=ENGINE, name=ENGINE, options=options)))
     except OutriderError as error:
-        if service.pool.engine(ENGINE) is None:  # otherwise another worker has added the engine meanwhile
+        if service.pool.engine(ENGINE) is None:  # otherwise another worker has added it meanwhile
             raise _Refused(NOT_SERVED, error.message) from error
     engine = service.pool.engine(ENGINE)
     if not isinstance(engine, VerlWorkersEngine):
@@ -167,7 +169,7 @@ def _read(frame: str | bytes, code: int) -> Any:
 
 
 def _type_of(frame: str | bytes) -> Any:
-    """Return the type of a message that is otherwise unreadable, None if there is none."""
+    """Return the type of a message that is otherwise unreadable, or None."""
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         message = msgspec.json.decode(frame)
         return message.get("type") if isinstance(message, dict) else None

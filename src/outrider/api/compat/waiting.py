@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 LOOK_SECONDS = 3600.0
-"""Maximum seconds of one wait in the store, after which the wait is repeated."""
+"""Maximum seconds of one wait in the service. Longer waits are repeated."""
 
 
 async def done_group(
     service: Service, request: Request, group_id: str, caller: Principal, *, seconds: float | None = None
 ) -> GroupView | None:
-    """Return the group once the group is done. Returns None if the group is not done after `seconds`, or if the client
+    """Return the group once it is done. Returns None if it is not done after `seconds`, or if the client
     disconnects."""
     done: GroupView | None = None
 

@@ -1,5 +1,5 @@
-"""The index of runs: a SQLite file beside the store. The file is made from the store, and is read for lists,
-comparisons and SQL queries.
+"""The index of runs: a SQLite file with a copy of the store's groups and sessions, for lists, comparisons and SQL
+queries.
 
-The file is a cache: a deleted file is made again. No decision of the service depends only on the index.
+The file is a cache: if it is deleted, it is made again from the store. No decision of the service depends only on it.
 """

@@ -1,8 +1,9 @@
 """Keeps the index of runs up to date with the store, and reads it for lists.
 
-The store is read by the cursor of its events; a file without a cursor is filled from all groups. Removed groups are
-reported by `forget`. Invariants: after `catch_up`, the index has every change whose event was stored before the call,
-and no group that was forgotten before the call; only one thread writes to the file.
+The index file records the cursor of the newest event whose change it has; later changes are found by the later events.
+A new file has no cursor, and is filled from all groups. A removal has no event, so `forget` reports it. Invariants:
+after `catch_up`, the index has all changes with events from before the call, and no groups forgotten before the call;
+only one thread writes to the file.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from outrider.store.store import Store
 T = TypeVar("T")
 
 CHORE_SECONDS = 5.0
-"""Seconds between two runs of the background work. The interval is short, so that little is left to do when a reader
-comes."""
+"""Seconds between two updates of the index in the background. Updates are frequent, so that a reader has little to wait
+for."""
 EVENTS_AT_ONCE = 1000
 GROUPS_AT_ONCE = 50
 SESSIONS_AT_ONCE = 16
 """Maximum number of sessions whose turns are read and written at once."""
 CATCH_UP_SECONDS = 20.0
-"""Maximum seconds that a reader waits for the index. A new file of many sessions takes longer; the reader then gets
-Busy."""
+"""Maximum seconds that a reader waits for the index; then it gets Busy. Filling a new file from many sessions takes
+longer."""
 READ_SECONDS = 10.0
 """Maximum seconds of one read in this process."""
 STEPS_BETWEEN_LOOKS = 10_000
@@ -48,7 +49,8 @@ class RunIndex:
     """The index of the runs of one store, in the file `path`: `async with RunIndex(store, path) as index`. A damaged
     file, and a file of another store or another version, is replaced by a new one.
 
-    Methods raise ServiceError if the file cannot be used, and Busy while the index is too far behind.
+    Methods raise ServiceError if the file cannot be used. They raise Busy if the index cannot be brought up to date in
+    time.
     """
 
     def __init__(self, store: Store, path: Path) -> None:
@@ -75,28 +77,29 @@ class RunIndex:
             executor.shutdown(wait=True)
 
     def forget(self, group_ids: Iterable[str]) -> None:
-        """Remove groups that the store has hidden. The next reader does not see them."""
+        """Note groups that were removed from the store. No later reader sees them."""
         self._gone.update(group_ids)
 
     async def chore(self) -> None:
-        """Make the index complete, however long it takes. The background work calls this method every CHORE_SECONDS."""
+        """Bring the index up to date, however long this takes. The background work calls this method every
+        CHORE_SECONDS."""
         async with self._failures():
             more = True
             while more:
                 began = time.monotonic()
                 more = await self._step() or await self._step_of_turns(None)
-                await asyncio.sleep(time.monotonic() - began)  # half of the time is left to the service's other work
+                await asyncio.sleep(time.monotonic() - began)  # leaves half of the time to other work
 
     async def catch_up(self, *, turns: bool = False) -> None:
-        """Return once the index has every change whose event is stored now, and with `turns` the turns of the sessions
-        that are done now. Raises Busy after CATCH_UP_SECONDS."""
+        """Return once the index has every change whose event is stored now. With `turns`, the index then also has the
+        turns of all sessions that are done now. Raises Busy after CATCH_UP_SECONDS."""
         try:
             async with asyncio.timeout(CATCH_UP_SECONDS), self._failures():
                 newest, gone = await self._store.last_event(), set(self._gone)
                 await self._on_writer(lambda _: None)  # opens the file again if it was removed
                 while not self._checked or not self._filled or self._cursor < newest or gone & self._gone:
                     if not await self._step() and self._filled:
-                        break  # the newest events were removed with their groups
+                        break  # no events are left: the newest were removed with their groups
                 if turns:
                     last = await self._on_writer(_last_unread)
                     while await self._step_of_turns(last):
@@ -109,7 +112,7 @@ class RunIndex:
             ) from None
 
     async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Call `work` with a connection that reads, in the thread of readers. Raises Busy if SQLite takes longer than
+        """Call `work` with a read-only connection, in the reader thread. Raises Busy if SQLite takes longer than
         READ_SECONDS."""
         loop = asyncio.get_running_loop()
 
@@ -135,8 +138,8 @@ class RunIndex:
             await self._on_writer(lambda _: None)
             if not self._checked:
                 await self._check()
-            # `_gone` is read before the store. A group that is hidden during the read of the store may be written once
-            # more; the group then stays in `_gone` until the next step.
+            # `_gone` is read before the store. If a group is hidden while the store is read, this step may write the
+            # group once more. The group then stays in `_gone` until the next step.
             gone = frozenset(self._gone)
             changes = await self._next_changes()
             tasks = await self._tasks_of(changes)
@@ -147,8 +150,8 @@ class RunIndex:
             return changes.more
 
     async def _check(self) -> None:
-        """Empty the file if it was written for another store, and note the groups that were removed while the file was
-        closed."""
+        """Empty the file if it was written for another store. Add to `_gone` the groups that were removed while
+        the file was closed."""
         if self._cursor and await self._store.runs.event_at(self._cursor) != self._cursor_at:
             await self._on_writer(self._empty)
         if self._filled:
@@ -168,7 +171,7 @@ class RunIndex:
         return await self._store.runs.page(last, GROUPS_AT_ONCE)
 
     async def _tasks_of(self, changes: RunChanges) -> dict[str, str | None]:
-        """Return the tasks of groups that are new to the index, by group."""
+        """Return the tasks of the groups that are new to the index, by group id."""
         ids = [group.id for group in changes.groups]
         new = set(await self._on_writer(lambda db: _new_groups(db, ids)))
         tasks: dict[str, str | None] = {}
@@ -178,7 +181,7 @@ class RunIndex:
         return tasks
 
     async def _mark_of_task(self, group_id: str) -> str | None:
-        """Return the digest of the group's instruction; None if its spec cannot be read."""
+        """Return the digest of the group's instruction, or None if its spec cannot be read."""
         with suppress(OutriderError):  # the key of the spec is missing, or the group was just removed
             instruction = rows_of_runs.instruction_of(await self._store.spec(group_id))
             return None if instruction is None else self._store.mark_of(instruction)
@@ -202,7 +205,8 @@ class RunIndex:
             self._cursor, self._cursor_at = changes.cursor, changes.at
 
     async def _fill_retries(self) -> None:
-        """Write the retries of all sessions. This is the last step of filling a new file."""
+        """Write all retries: failed attempts after which the session was queued again. This is the last step of filling
+        a new file."""
         after = 0
         while True:
             retries, after = await self._store.runs.retries(after, EVENTS_AT_ONCE)
@@ -228,8 +232,8 @@ class RunIndex:
         self._cursor, self._cursor_at, self._filled = 0, 0.0, False
 
     async def _step_of_turns(self, last: int | None) -> bool:
-        """Write the turns of some sessions. Sessions behind the position `last` in `unread_turns` are left out. Returns
-        True if there may be more sessions up to this position."""
+        """Write the turns of the next sessions in `unread_turns`, up to the position `last` (None for all). Returns
+        True if more sessions may be left."""
         async with self._one_at_a_time:
             found = await self._on_writer(lambda db: _unread(db, last))
             if not found:
@@ -272,7 +276,7 @@ class RunIndex:
 
 
 class _OpenFile:
-    """A connection to the file at a path. A file that was removed or replaced is opened again."""
+    """A connection to the file at a path. If the file was removed or replaced, the new file is opened."""
 
     def __init__(self, path: Path, open_file: Callable[[Path], sqlite3.Connection]) -> None:
         self._path = path
@@ -305,10 +309,10 @@ def _file_at(path: Path) -> tuple[int, int] | None:
 
 
 def _open_writer(path: Path) -> sqlite3.Connection:
-    """Open the file. A file that is damaged or has other tables is replaced."""
+    """Open the file. A file that is damaged or was made from other TABLES is replaced."""
     for last in (False, True):
         if not path.exists():
-            _remove(path)  # a log without its file belongs to a file that was removed
+            _remove(path)  # a write-ahead log may be left over from a removed file
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
         try:
             db.execute("PRAGMA journal_mode=WAL").fetchall()
@@ -379,7 +383,8 @@ def _last_unread(db: sqlite3.Connection) -> int:
 
 
 def _unread(db: sqlite3.Connection, last: int | None) -> list[tuple[int, int, str, int]]:
-    """Return the unread sessions: the place in `unread_turns`, the number, the id and the attempt of each."""
+    """Return the next sessions whose turns are not read: the place in `unread_turns`, and the session's number, id and
+    attempt."""
     return db.execute(
         """SELECT place, s.no, s.id, s.attempt FROM unread_turns JOIN kept_sessions AS s ON s.no = session_no
             WHERE ? IS NULL OR place <= ? ORDER BY place LIMIT ?""",

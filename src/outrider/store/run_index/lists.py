@@ -1,8 +1,8 @@
 """Finds sessions and groups in the index of runs: filters, pages by cursor, and the rows of a comparison.
 
-The functions of this module run in the index's thread of readers. The newest group comes first, and the sessions of a
-group in sample order. A cursor is the id of the last session (or group) of a page, so the next page continues after it
-even if new groups were added. Invariant: with a `tenant`, only sessions of this tenant are found.
+The functions run in the index's reader thread. Lists begin with the newest group; the sessions of a group are in sample
+order. A cursor is the id of the last session (or group) of a page, so the next page continues there even if new groups
+were added. Invariant: with a `tenant`, only this tenant's rows are found.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ Condition = tuple[str, list[Any]]
 
 
 class SessionFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """A filter of sessions. A session matches if every given field matches. Without any field, all sessions match.
+    """A filter of sessions. A session matches if every given field matches. An empty filter matches all sessions.
 
-    ids, groups: ids of sessions; ids of groups. states: such as `done`. labels: all must be equal. min_reward,
-    max_reward: bounds of the reward, inclusive; sessions without a reward are left out. error: the code of the error.
-    since, until: times at which the group was submitted, in seconds since the epoch, `until` excluded. text: is in the
-    error, the end of the agent's output or the answer; the case does not matter.
+    ids, groups: ids of sessions; ids of groups.
+    states: such as `done`.
+    labels: the group has all these labels.
+    min_reward, max_reward: bounds of the reward, inclusive. Sessions without a reward do not match.
+    error: code of the session's error.
+    since, until: times of the group's submission, in seconds since the epoch. `until` is exclusive.
+    text: text in the error, the end of the agent's output, or the answer. Case does not matter.
     """
 
     ids: tuple[str, ...] = ()
@@ -48,7 +51,7 @@ class SessionFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The data of a session that a comparison needs. `seconds` is the sum of its stages, including waits."""
+    """The data of a session that a comparison needs. `seconds` is the sum over all stages, waits included."""
 
     id: str
     group_id: str
@@ -69,8 +72,8 @@ class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
 def find_sessions(
     db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, after: str | None, limit: int
 ) -> list[str]:
-    """Return the ids of up to `limit` sessions after the session `after`, or after all sessions of the group `after`.
-    Raises NotFound for an unknown cursor."""
+    """Return the ids of up to `limit` sessions that come after the session `after`. If `after` is a group's id, they
+    come after the group's last session. Raises NotFound for an unknown id."""
     where, values = _joined(_conditions(wanted, tenant, "kept_sessions"))
     if after is not None:
         created, group_id, index = _place(db, after, tenant)
@@ -93,8 +96,8 @@ def find_groups(
     db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, after: str | None, limit: int
 ) -> list[str]:
     """Return the ids of up to `limit` groups after the group `after`. The states in `wanted` are states of groups, and
-    the bounds of the reward apply to the group's mean reward. A stop reason, an error or a text matches if one session
-    of the group has it."""
+    the bounds of the reward apply to the group's mean reward. `stop_reason`, `error` and `text` match if one session of
+    the group matches all of them. `ids` has no effect."""
     of_group = msgspec.structs.replace(wanted, stop_reason=None, error=None, text=None, ids=())
     conditions = _conditions(of_group, tenant, "kept_groups")
     of_session = SessionFilter(stop_reason=wanted.stop_reason, error=wanted.error, text=wanted.text)
@@ -124,7 +127,8 @@ def runs_of(db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *
 
 
 def _place(db: sqlite3.Connection, after: str, tenant: str | None) -> tuple[float, str, int]:
-    """Return the place of a session in the order of lists; for a group, the place of its last session."""
+    """Return the creation time, group and sample index by which lists order a session. For a group, return a position
+    after its last session."""
     for table, index, group_id in (("kept_sessions", "sample_index", "group_id"), ("kept_groups", "n", "id")):
         sql = f"SELECT created, {group_id}, {index} FROM {table} WHERE id = ? AND tenant = COALESCE(?, tenant)"
         if found := db.execute(sql, (storable_text(after), tenant)).fetchall():

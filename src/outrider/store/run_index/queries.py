@@ -1,5 +1,5 @@
 """Runs SQL queries over the index of runs. Each query runs in a process of its own (`query_program.py`), so that it
-neither delays the service nor reads the rows of another tenant."""
+neither delays the service nor reads other tenants' rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AT_ONCE = 2
 MAX_WAITING = 16
 """Maximum number of queries that wait for their turn."""
 START_SECONDS = 5.0
-"""Seconds that the process may take beyond MAX_SECONDS: to start, and to write its reply."""
+"""Seconds in addition to MAX_SECONDS in which the process starts and writes its reply."""
 PROGRAM = Path(__file__).with_name("query_program.py")
 
 
@@ -40,19 +40,19 @@ class _Head(msgspec.Struct):
 
 
 class Queries:
-    """Runs queries over one index. `run` raises InvalidField for a query that is wrong, refused or too costly, and Busy
-    while too many queries wait."""
+    """Runs queries over one index. `run` raises InvalidField for a query that is wrong, refused or too costly. It
+    raises Busy while too many queries wait."""
 
     def __init__(self, index: RunIndex) -> None:
         self._index = index
-        # The process of a query has another working directory; the service's data folder may have a relative path.
+        # The query's process runs in another folder, and the path of the service's data folder may be relative.
         self._path = str(index.path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._waiting = 0
 
     async def run(self, sql: str, tenant: str | None) -> bytes:
-        """Return the reply to a query, as the JSON of a `schemas.QueryReply`. The query sees the tenant's rows, or all
-        rows if `tenant` is None, as of a time after the call began."""
+        """Return the reply to a query, as the JSON of a `schemas.QueryReply`. The query reads the tenant's rows, or all
+        rows if `tenant` is None. The rows have every change that was stored before the call."""
         if not sql.strip():
             raise InvalidField("the query is empty", field="sql", hint="such as SELECT * FROM sessions LIMIT 10")
         if len(sql) > MAX_SQL or "\0" in sql:

@@ -1,11 +1,10 @@
 """Runs one SQL query over the index of runs, in a process of its own. Uses the standard library only.
 
-The program reads a job (JSON) from standard input, and writes a line of JSON (`{}` or an error) and then the reply. The
-service starts the program with `python -I -S FILE`, with no environment, and kills it after its time.
+The service starts the program with `python -I -S FILE`, without environment variables, and kills it after a time limit.
+The program reads a job (JSON) from standard input. It writes a line of JSON (`{}` or an error), and then the reply.
 
-A query is confined in several ways, each of which alone stops the usual attack:
-
-- The file is opened read-only, and SQLite's authoriser refuses every action but SELECT, recursion, the functions in
+Each of these measures alone stops the usual attack:
+- The file is opened read-only. SQLite's authoriser refuses every action but SELECT, recursion, the functions in
   FUNCTIONS, and reads of the views.
 - The views limit the rows to the caller's tenant. They are temporary views over hidden views whose names are random.
   Tables may be read only inside a hidden view. The authoriser gets only the name of the innermost view or common table
@@ -13,7 +12,7 @@ A query is confined in several ways, each of which alone stops the usual attack:
   looks like a read by the view `sessions`. A query cannot guess a random name.
 - SQLite's memory, the process's address space, its processor time, and the number and size of rows are limited.
 
-Before the query, the program tries two such attacks, and refuses to run the query if SQLite allows one of them.
+Before the query, the program tries such attacks itself. If SQLite allows one, the query is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import sqlite3
 import sys
 import time
 
-TYPE_CHECKING = False  # the module `typing` takes a tenth of the program's start
+TYPE_CHECKING = False  # `typing` takes a tenth of the program's start
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from typing import Any
@@ -126,7 +125,7 @@ TABLE_FUNCTIONS = frozenset({"json_each", "json_tree"})
 STEPS_BETWEEN_LOOKS = 2000
 """Number of steps of SQLite's virtual machine between two checks of the clock."""
 MAX_TEXT = 1_000_000
-"""Maximum bytes of one value."""
+"""Maximum bytes of one value, and of the query."""
 NAMES = {value: name[7:] for name, value in vars(sqlite3).items() if name.startswith("SQLITE_") and name[7:] in {
     "CREATE_INDEX", "CREATE_TABLE", "CREATE_TEMP_INDEX", "CREATE_TEMP_TABLE", "CREATE_TEMP_TRIGGER", "CREATE_TEMP_VIEW",
     "CREATE_TRIGGER", "CREATE_VIEW", "DELETE", "DROP_INDEX", "DROP_TABLE", "DROP_TEMP_INDEX", "DROP_TEMP_TABLE",
@@ -138,14 +137,15 @@ NAMES = {value: name[7:] for name, value in vars(sqlite3).items() if name.starts
 
 
 class QueryRefused(Exception):
-    """The query is refused. `args` are the code (`field`, `busy`, `unfit`), the message and the hint."""
+    """The query is refused. `args` are a code (`field`, `busy` or `unfit`), the message and the hint."""
 
 
 class QueryGuard:
     """SQLite's authoriser for one query."""
 
     def __init__(self, views: Iterable[str], tables: Iterable[str], real: Iterable[str]) -> None:
-        """`real` are the names of all tables and indexes in the file, in lower case."""
+        """`views` are the views that the query may read, and `tables` the tables below them. `real` are the names of
+        all tables and indexes in the file, in lower case."""
         self._real = frozenset((*real, *views))
         self.hidden = {name: f"hidden_{secrets.token_hex(16)}" for name in views}
         self._readable = frozenset((*views, *self.hidden.values()))
@@ -166,8 +166,8 @@ class QueryGuard:
                 return sqlite3.SQLITE_OK
             if first in TABLE_FUNCTIONS:
                 return sqlite3.SQLITE_OK
-            # A common table expression of which the query reads no column, as in `SELECT count(*) FROM ...`, is
-            # reported without a column and without a schema.
+            # A query may read no column of a common table expression, as in `SELECT count(*) FROM ...`. SQLite then
+            # reports the expression without a column and a schema.
             if (
                 first
                 and not second
@@ -192,7 +192,7 @@ def main() -> None:
         reply = answer(job)
     except QueryRefused as refused:
         head, reply = dict(zip(("code", "message", "hint"), refused.args, strict=True)), ""
-    except sqlite3.OperationalError as error:  # the file cannot be opened, such as while it is made again
+    except sqlite3.OperationalError as error:  # for example, the file is being replaced
         head, reply = {"code": "busy", "message": f"the index of runs: {error}", "hint": "ask again"}, ""
     else:
         head = {}
@@ -218,8 +218,8 @@ def answer(job: dict[str, Any]) -> str:
     for name, sql in job["views"].items():
         db.execute(f"CREATE TEMP VIEW {guard.hidden[name]} AS {sql}")
         db.execute(f"CREATE TEMP VIEW {name} AS SELECT * FROM {guard.hidden[name]}")
-    # SQLite creates a table function at its first use, and calls the authoriser for each step of the creation. A table
-    # function that is not created here cannot be created later.
+    # SQLite creates a table function at its first use, and calls the authoriser for each step, which would refuse some.
+    # So the allowed functions are created before the authoriser is set.
     for name in TABLE_FUNCTIONS:
         db.execute(f"SELECT * FROM {name}('[]')").fetchall()
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_TEXT)
@@ -243,8 +243,8 @@ def answer(job: dict[str, Any]) -> str:
 
 
 def check_confinement(db: sqlite3.Connection, tables: list[str], view: str) -> None:
-    """Raise QueryRefused unless this SQLite refuses both attacks: reading a table by its name, and reading a table
-    under the name of a view."""
+    """Raise QueryRefused if this SQLite allows one of these attacks: reading a table by its name, reading a table under
+    the name of a view, or reading the schema."""
     for sql in (
         f"SELECT no FROM {tables[0]}",
         f"WITH {view} AS (SELECT no FROM {tables[0]}) SELECT no FROM {view}",

@@ -1,6 +1,7 @@
-"""Makes the rows of the index of runs from the store's rows, and writes them. Runs in the index's own thread.
+"""Makes the rows of the index of runs from the store's rows, and writes them. The functions run in the index's writer
+thread.
 
-The functions read neither the store nor a clock. Invariant: writing the same rows again changes nothing.
+They read neither the store nor a clock. Invariant: writing the same rows again changes nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from outrider.tokens.branches.classify import lineages
 from outrider.trajectory import Turn
 
 FROZEN = "frozen"
-"""The kind that is shown for turns of frozen models."""
+"""Value of the column `kind` for turns of frozen models."""
 SEARCHED_ERROR, SEARCHED_OUTPUT, SEARCHED_ANSWER = 1000, 2000, 1000
-"""Number of characters that a search of a list reads: from the beginning of the error, and from the ends of the output
-and of the answer. These texts are short, because a search reads them for all sessions."""
+"""How many characters of a session a text search reads: the first of the error message, and the last of the output and
+of the answer. These texts are short, because a search reads them for all sessions."""
 MAX_MESSAGE = 8192
 
 
@@ -44,7 +45,7 @@ def instruction_of(spec: bytes) -> str | None:
 
 
 def write_group(db: sqlite3.Connection, group: GroupRow, task: str | None) -> None:
-    """Insert or update a group. `task` is kept if the group has one already."""
+    """Insert or update a group. If `task` is None, a task that is already stored is kept."""
     mean = group.reward_total / group.rewarded if group.rewarded else None
     values = {
         "id": group.id,
@@ -141,7 +142,7 @@ def write_retries(db: sqlite3.Connection, retries: Iterable[Retry]) -> None:
 
 
 def write_turns(db: sqlite3.Connection, session_no: int, packed: Sequence[tuple[str, bytes]]) -> None:
-    """Replace the turns of a session, given as pairs of the model (empty for the policy) and the packed turn."""
+    """Replace the turns of a session by pairs of a model (empty for the policy) and an encoded turn."""
     db.execute("DELETE FROM kept_turns WHERE session_no = ?", (session_no,))
     found = [(model, rows.turn_from(turn)) for model, turn in packed]
     own = [turn for model, turn in found if not model]
@@ -170,7 +171,7 @@ def remove_groups(db: sqlite3.Connection, group_ids: Iterable[str]) -> None:
 
 
 def storable_text(text: str | None) -> str | None:
-    """Return the text without surrogates, which SQLite cannot store."""
+    """Return the text with `?` for each surrogate, because SQLite cannot store surrogates."""
     return None if text is None else text.encode("utf-8", "replace").decode()
 
 
@@ -222,7 +223,8 @@ def _write_error(db: sqlite3.Connection, no: int, attempt: int, final: bool, at:
 
 
 def _upsert(db: sqlite3.Connection, table: str, values: dict[str, object], *, keep: Sequence[str]) -> int:
-    """Insert a row or update the row with the same `id`. Returns its number. A column in `keep` is not set to NULL."""
+    """Insert a row, or update the row with the same `id`. Returns the row's `no`. A column in `keep` keeps its value if
+    the new value is None."""
     names = list(values)
     changes = ", ".join(
         f"{name} = COALESCE(excluded.{name}, {name})" if name in keep else f"{name} = excluded.{name}"

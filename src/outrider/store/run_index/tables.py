@@ -1,7 +1,7 @@
 """The tables of the index of runs, and the views that SQL queries see.
 
-A query sees the views in `VIEWS` and nothing else (`query_program.py`). The tables have names that begin with `kept_`.
-A change of TABLES needs no migration, because a file with other tables is made again.
+Queries can read only the views in VIEWS (`query_program.py`). The tables have names that begin with `kept_`. A change
+of TABLES needs no migration, because a file with other tables is made again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import NamedTuple
 SECONDS = ("queued", "init", "ready", "run", "eval_wait", "eval", "stop")
 """The stages of `trajectory.StageSeconds`."""
 
-# `created`, `group_id` and `tenant` of a session repeat the group's, so that one index orders the list of sessions.
+# `created`, `group_id` and `tenant` of a session are copies of the group's, so that one index orders the list of
+# sessions.
 TABLES = (
     """CREATE TABLE kept_groups (
         no INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, created REAL NOT NULL, finished REAL,
@@ -35,8 +36,8 @@ TABLES = (
     "CREATE INDEX kept_sessions_of_tenant ON kept_sessions (tenant, created DESC, group_id DESC, sample_index)",
     "CREATE INDEX kept_sessions_by_age ON kept_sessions (created DESC, group_id DESC, sample_index)",
     "CREATE INDEX kept_sessions_of_group ON kept_sessions (group_no)",
-    # A row has the texts of a session in which a list searches: the error, the end of the agent's output and the
-    # answer, all in lower case.
+    # A row has the texts of a session for text search, in lower case: the error, the end of the agent's output, and the
+    # end of the answer.
     "CREATE TABLE kept_texts (session_no INTEGER PRIMARY KEY, text TEXT NOT NULL)",
     """CREATE TABLE kept_rewards (session_no INTEGER NOT NULL, name TEXT NOT NULL, value REAL NOT NULL,
         PRIMARY KEY (session_no, name)) WITHOUT ROWID""",
@@ -60,7 +61,7 @@ READ_TABLES = tuple(sql.split()[2] for sql in TABLES if sql.startswith("CREATE T
 """The tables that views read."""
 
 VERSION = int(hashlib.sha256("".join(TABLES).encode()).hexdigest()[:7], 16)
-"""The number in the head of the file (`PRAGMA user_version`), made from TABLES."""
+"""A digest of TABLES, stored in the head of the file (`PRAGMA user_version`)."""
 
 
 class ViewColumn(NamedTuple):
@@ -72,7 +73,8 @@ class ViewColumn(NamedTuple):
 
 
 class View(NamedTuple):
-    """A view: its rows, its columns and its tables. The column `tenant` limits the rows to those of one tenant."""
+    """A view that queries can read. `source` are its tables, and `tenant` is the column that limits the rows to one
+    tenant."""
 
     name: str
     about: str
