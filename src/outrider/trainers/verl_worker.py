@@ -22,8 +22,8 @@ from outrider.trainers.verl import VerlGenerate
 
 class RecipeWorker:
     """One worker. `client` is an LLMServerClient of verl, which can be pickled, so all arguments can be sent to a Ray
-    actor. `tokenizer` is the folder of the model's tokenizer, and `renderer` the name of the model's family (see
-    `make_renderer`); without a name the family comes from the model's name. `token` and `ca` are as for `ProxyWorker`.
+    actor. `tokenizer` is the folder of the model's tokenizer. `renderer` is the name of the model's family (see
+    `make_renderer`); if it is None, the family comes from the model's name. `token` and `ca` are as for `ProxyWorker`.
 
     Raises InvalidField for an unknown family.
     """
