@@ -1,8 +1,8 @@
 """Cuts a session's turns into segments, and compares the turns of a session.
 
 A segment is a request with all turns that continue it. A new segment begins with each request without a parent turn,
-and with each request that adds assistant messages to its parent's conversation. A repetition of a request belongs to
-the segment of the first.
+and with each request that adds assistant messages to its parent's conversation. A repeated request belongs to the
+segment of the original request.
 
 The code runs after the session, on the stored turns; `classify.py` decides the kind of a segment. Invariants: every
 turn is in exactly one segment, and a segment's turns are in the order of their indexes. The time for queries about all
@@ -148,10 +148,12 @@ class SegmentedSession:
 
     def _find_hand_overs(self) -> None:
         """Find the conversations to which an earlier conversation passes its work on, without showing its replies as
-        messages (`handed_over`). No turn continues the last reply of the earlier conversation. In addition, one of two
-        conditions holds. First, the last reply calls a tool, and the new conversation begins with the opening of the
-        earlier one. Second, both have the same tools and system prompt, and the new conversation begins with the text
-        of the last two replies."""
+        messages (`handed_over`). No turn continues the last reply of the earlier conversation, and one of these
+        conditions holds:
+
+        - The last reply calls a tool, and the new conversation begins with the opening of the earlier one.
+        - Both have the same tools and system prompt, and the new conversation begins with the text of the last two
+          replies."""
         continued = self._continued_turns()
         openings: dict[int, str] = {}
         ends: dict[int, Turn] = {}
@@ -236,13 +238,13 @@ class SegmentedSession:
         return found
 
     def request_shows(self, turn: Turn, body: bytes) -> bool:
-        """Return True if the reply `body` is in the turn's request."""
+        """Return True if the turn's request has the reply with the digest `body`."""
         return body in self.replies_added(turn) or (
             turn.parent is not None and self._ancestry.reply_given_by(turn.parent, body)
         )
 
     def reply_given_by(self, turn: Turn, body: bytes) -> bool:
-        """Return True if the reply `body` is in the turn's request or is the turn's own reply."""
+        """Return True if the reply with the digest `body` is in the turn's request or is the turn's own reply."""
         return self._ancestry.reply_given_by(turn.index, body)
 
     def lacks_replies(self, turn: Turn, old: Turn) -> bool:

@@ -60,7 +60,7 @@ class ReplyStream:
     The reply ends before the first stop id (a stop id of the family, or one of `stop_ids`) or the first `stop` string,
     whichever is earlier. If the request has no tools, the markup of tool calls is plain text. With tools, markup that
     is not a well-formed call becomes text. A call that the model gave no id gets an id made from `call_id`.
-    `held_to_calls` is True if a grammar held the reply to calls (`call_grammar.py`).
+    `held_to_calls` is True if a grammar forced the model to write only calls (`call_grammar.py`).
     """
 
     def __init__(

@@ -225,7 +225,7 @@ class TextStream:
         return "".join(texts)
 
     def finish(self) -> str:
-        """Return the rest of the text. To be called after the last id. An unfinished character becomes U+FFFD."""
+        """Return the rest of the text, after the last id. An unfinished character becomes U+FFFD."""
         left, self._undecoded = self._undecoded, []
         return self._tokenizer.decode(left) if left else ""
 
