@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 
 def spans_of(mask: Sequence[int]) -> Iterator[Span]:
-    """Split a mask wherever its value changes. The spans are in order and cover the whole row."""
+    """Split a mask wherever its value changes. The spans are in order and cover the whole mask."""
     start = 0
     for end in range(1, len(mask) + 1):
         if end == len(mask) or mask[end] != mask[start]:

@@ -292,10 +292,10 @@ class LossPerRollout:
     """A mixin for SkyRL's trainers. The mixin must be the first base class: `class Trainer(LossPerRollout,
     RayPPOTrainer)`.
 
-    The policy loss of a mini-batch becomes 1/R * sum_r 1/T_r * sum_t l_t, over the R rollouts that train in the
-    mini-batch, and over the T_r trained tokens t of all rows of rollout r. SkyRL's own reductions weigh rows or tokens,
-    so a rollout with seven rows would have seven times the weight. The mixin multiplies the advantages of each row by a
-    positive number, which PPO's clipping does not change. Raises InvalidField for a configuration in which the
+    The policy loss of a mini-batch becomes 1/R * sum_r 1/T_r * sum_t l_t, over the R rollouts with trained tokens in
+    the mini-batch, and over the T_r trained tokens t of all rows of rollout r. SkyRL's own reductions weigh rows or
+    tokens, so a rollout with seven rows would have seven times the weight. The mixin multiplies the advantages of each
+    row by a positive number, which PPO's clipping does not change. Raises InvalidField for a configuration in which the
     multiplication does not give these weights.
     """
 

@@ -192,9 +192,9 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     normalisation treats the batch as a single group unless the batch has exactly n samples for each prompt. The
     standard deviation is the sample standard deviation, as in torch.
 
-    If only one rollout of a group counts, the normalised rewards of the group are 0. They are also 0 if all rollouts of
-    a group have the same reward and the estimator divides by the standard deviation. The reason is that a row's reward
-    may differ from its rollout's, and a division by almost 0 would multiply the difference by a million.
+    If only one rollout of a group counts, the group's normalised rewards are 0. If the estimator divides by the
+    standard deviation, they are also 0 if all rollouts of a group have the same reward. Otherwise a row with another
+    reward than its rollout would get a million times the difference.
     """
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     if args.advantage_estimator not in NORMALISED or not args.rewards_normalization:
@@ -627,8 +627,8 @@ def _filled(
 
 
 def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory) -> SlimeSample:
-    """Return a copy of slime's sample that does not train, for a session without a row. The reward is 0 unless the
-    session was graded."""
+    """Return a copy of slime's sample with one token and mask 0, for a session without a row. The reward is 0 unless
+    the session was graded."""
     removed = copy.deepcopy(sample)
     removed.tokens = [0, 0]
     removed.response_length = 1

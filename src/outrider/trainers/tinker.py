@@ -79,8 +79,8 @@ STOPS: Mapping[StopReason, CookbookStop] = {
 class TinkerSettings(BridgeSettings):
     """The settings that all bridges share, and these:
 
-    relay: the name of the relay engine for which the cookbook's sampling clients generate; None if the service has its
-        own engines.
+    relay: the name of the relay engine whose model calls the cookbook's sampling clients answer; None if the service
+        has its own engines.
     complete: with "all", a group is used only if all its sessions can be trained on. With "any", two such sessions are
         enough (one for an evaluation).
     """
@@ -138,7 +138,8 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # mypy does not c
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
-        # The cookbook writes public attributes into its log, and the service's token must not be there.
+        # The attribute is private because the cookbook logs public attributes, and the settings have the service's
+        # token.
         self._settings = read_settings(TinkerSettings, settings, source="settings", variable=VARIABLE)
         fewest = self._settings.min_usable
         if fewest is not None and (self._settings.complete == "all" or fewest < 2):

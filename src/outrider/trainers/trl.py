@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 TESTED = "1.16"
 SETTINGS = BridgeSettings()
-"""The default settings of bridges: all rows of a session that train."""
+"""The default settings of bridges, which use all rows of a session that have trained tokens."""
 STATE_FILE = "outrider_sampler.json"
 """The name of the file, in a checkpoint of the trainer, that contains the sampler's state."""
 UNUSED_FILE = "outrider_unused_rows.pt"
@@ -328,8 +328,8 @@ class Rollouts:
                 self._pixels[image.digest, image.grid] = read.inputs
 
     def image_inputs(self, ids: Tensor, attention: Tensor, rows: Sequence[int] | None = None) -> dict[str, Any]:
-        """Return the inputs of a model with images for rows of the last batch, all by default. `ids` and `attention`
-        are of shape (rows, length), padded on both sides. Returns no inputs if the rows have no images."""
+        """Return the model's image inputs for rows of the last batch, by default all. `ids` and `attention` are of
+        shape (rows, length), padded on both sides. Returns an empty dictionary if the rows have no images."""
         import torch
 
         images = self.images if rows is None else [self.images[row] for row in rows]
@@ -608,8 +608,8 @@ class AsyncLossPerRollout:
 
 def _weighed(collate: Callable[[Any], Any], examples: Sequence[Any]) -> Any:
     """Collate a micro-batch of TRL's packed rows, with advantages multiplied so that each rollout has the same weight.
-    The factors allow for TRL's own division of the loss by the number of trained tokens in the micro-batch. If the rows
-    are not from `RolloutWorker`, their advantages are left unchanged."""
+    TRL itself divides the loss by the number of trained tokens in the micro-batch. If the rows are not from
+    `RolloutWorker`, their advantages are left unchanged."""
     samples = [sample for packed in examples[0] for sample in packed.samples]
     if not all(isinstance(sample["advantage"], RowAdvantage) for sample in samples):
         return collate(examples)

@@ -288,9 +288,9 @@ def parts_of(
 
 
 def _add_row(nodes: list[dict[str, Any]], places: dict[int, int], row: TrainingRow, chat: ChatRow) -> None:
-    """Add the path of a row to `nodes`. Each message has a node. The first message after a reply has all ids up to the
-    next reply, because a row does not record which id belongs to which message. `places` maps each turn's number to the
-    index of its reply's node."""
+    """Add the path of a row to `nodes`. Each message has a node. Of the messages before a reply, the first has all ids,
+    because a row does not record which id belongs to which message. `places` maps each turn's number to the index of
+    its reply's node."""
     parent: int | None = None
     first = len(nodes)
     at = 0

@@ -217,8 +217,8 @@ def fill(trace: Any, parts: TraceParts) -> None:
 
 @asynccontextmanager
 async def _translated() -> AsyncIterator[None]:
-    """Convert errors of Outrider to verifiers' errors (ERRORS), with the HTTP status, which verifiers' retry rules
-    use."""
+    """Convert errors of Outrider to verifiers' errors (ERRORS). They get the HTTP status, because verifiers' retry
+    rules use it."""
     try:
         yield
     except OutriderError as error:

@@ -182,7 +182,7 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
         for number, rows in outputs.items():
             await self._agent_loop_postprocess(rows, validate, session_id=number, **prompt)
             if not validate and self.config.algorithm.adv_estimator in ESTIMATORS:
-                # `uid` is the only column that the trainer passes to the estimator and that can name a session.
+                # Of the columns that the trainer passes to the estimator, only `uid` can identify a session.
                 keys = [f"{prompt['uid']}_{number}_{row}" for row in range(len(rows))]
                 fields = list_of_dict_to_tensordict([{"uid": key} for key in keys])
                 await tq.async_kv_batch_put(keys=keys, partition_id="train", fields=fields)
@@ -293,8 +293,8 @@ class VerlGenerate:
 
     async def __call__(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Generate a reply, and yield its chunks. Raises ContextOverflow for a prompt that fills the context,
-        EngineRejected for a constraint, EngineUnavailable for errors of verl's server, and EngineError for missing
-        log-probabilities."""
+        EngineRejected for a request with a constraint, EngineUnavailable for errors of verl's server, and EngineError
+        for missing log-probabilities."""
         prompt = [int(token) for token in request.input_ids]
         rollout = self._client.config.actor_rollout_ref.rollout
         context = int(rollout.max_model_len or rollout.prompt_length + rollout.response_length)
@@ -349,9 +349,9 @@ class VerlGenerate:
 
 
 def _verl_sampling(sampling: SamplingParams, backend: str) -> dict[str, Any]:
-    """Return the sampling parameters for vLLM or SGLang (`backend`), under the names of this server, because verl
-    passes the parameters on unchanged. Optional parameters with a neutral value are left out, because not every backend
-    has them. Raises EngineRejected for a constraint."""
+    """Return the sampling parameters under the names of the server, vLLM or SGLang (`backend`), because verl passes
+    them on unchanged. Optional parameters with a neutral value are left out, because not every backend has them. Raises
+    EngineRejected for a constraint."""
     if sampling.constraint is not None:
         raise EngineRejected("verl's servers do not support structured output")
     # vLLM's class SamplingParams has fields of the same names

@@ -1,8 +1,8 @@
 """Advantage estimators for verl's V1 trainer in which a rollout counts once, however many rows it has, and a check that
 verl's configuration fits them.
 
-The module does not import verl. The manager of `outrider.trainers.verl` registers the estimators. The column `uid` is
-the only data about a rollout that verl passes to an estimator. So the manager's workers put each row's key there:
+The module does not import verl. The manager of `outrider.trainers.verl` registers the estimators. verl passes a single
+column about rollouts to an estimator, `uid`. So the manager's workers put each row's key there:
 `{uid}_{session}_{row}`. The row with the highest number is the main conversation's.
 
 Invariant: with the loss aggregation AGGREGATION, a token's weight in the loss, as a mean over verl's mini-batches, is
@@ -25,8 +25,7 @@ AGGREGATION = "seq-mean-token-mean"
 """The loss aggregation that the estimators need. Its denominators (the row's trained tokens, and the configured number
 of rows of a mini-batch) do not depend on which rows are in a mini-batch or micro-batch."""
 SCALABLE_LOSSES = frozenset({"vanilla", "gspo", "cispo", "sapo", "gpg", "dppo_tv", "dppo_kl"})
-"""verl's policy losses that use the configured aggregation and grow in proportion when the advantages are multiplied by
-a positive factor."""
+"""verl's policy losses that use the configured aggregation and scale with the advantages."""
 EPSILON = 1e-6
 """A small number that is added to a standard deviation before the division, as in verl's GRPO."""
 
@@ -112,9 +111,8 @@ def _advantages(scores: Any, keys: Sequence[tuple[str, str, int] | None], config
     """Return the advantage of each row: its reward minus the mean reward of its group's rollouts, divided by their
     standard deviation unless `norm_adv_by_std_in_grpo` is false. The reward of a rollout is the reward of its main row.
 
-    With this division, the advantages of a group are 0 if all its rollouts have the same reward. The reason is that
-    a row's reward may differ from its rollout's, and a division by almost 0 would multiply the difference by a
-    million."""
+    With this division, the advantages of a group are 0 if all its rollouts have the same reward. Otherwise a row with
+    another reward than its rollout would get a million times the difference."""
     main: dict[str, dict[str, tuple[int, int]]] = {}
     for place, key in enumerate(keys):
         if key is not None:

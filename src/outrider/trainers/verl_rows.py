@@ -102,7 +102,7 @@ def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, 
     the last fields as those of the session. `step` is used as version if the engine reported no version. Raises the
     session's error, and EngineError if no trained token is within verl's lengths.
 
-    The response columns have equal length, and at least one token has mask 1. Two fields need an explanation:
+    The response columns have equal length, and at least one token has mask 1.
 
     token_rewards: a number for each response id: the row's reward at the last trained id, and the reward of a turn at
         the turn's end.

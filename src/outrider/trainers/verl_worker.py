@@ -1,4 +1,5 @@
-"""A worker of verl's recipe, as a Ray actor: verl's own servers answer the model calls of a session proxy.
+"""A worker of verl's RemoteAgentLoop recipe, as a Ray actor: verl's own servers answer the model calls of the recipe's
+session proxy.
 
     worker = ray.remote(RecipeWorker).remote("http://proxy:8080", manager.get_client(), tokenizer=folder)
     running = worker.run.remote()

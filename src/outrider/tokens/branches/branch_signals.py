@@ -3,8 +3,8 @@
 summary, and the segment that continues another agent's work.
 
 `classify.py` decides the kinds of the segments from these relations. The words in `LABELS`, `PURPOSES` and
-`TYPE_ARGUMENTS` come from real clients' prompts, headers and tools. Invariant: the source of a segment is a turn before
-the segment's first turn.
+`TYPE_ARGUMENTS` come from real clients' prompts, headers and tools. Invariant: a segment is related only to turns
+before its first turn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from outrider.tokens.branches.segments import (
 from outrider.trajectory import BranchKind, ForkCause, Turn
 
 MIN_TOOL_TEXT = 8
-"""Minimum number of characters of a tool's argument that can be recognised as the prompt of a sub-agent."""
+"""Minimum length, in characters, of a tool's argument that can be the prompt of a sub-agent."""
 OPENING_SHARE = 0.5
 """If a tool's argument is at least this fraction of a conversation's opening, the tool call is certain to have started
 the conversation."""
@@ -51,8 +51,8 @@ LABELS: tuple[tuple[str, str], ...] = (
 )
 """Labels of side calls: requests beside the agent's work, for example for a title. Each pair is the beginning of a
 word, and the label of a side call whose prompt has the word. Words are searched for in the system prompt; if none is
-found, in the question. The first word in the text decides, because prompts for titles mention topics, and prompts for
-topics mention titles. Words such as "router" or "loop" are left out, because the prompts of many agents have them."""
+found, in the question. The first word in the text decides, because prompts for titles mention topics and vice versa.
+Words such as "router" or "loop" are left out, because the prompts of many agents have them."""
 
 _LABEL_OF = dict(LABELS)
 _LABEL_WORD = re.compile(rf"\b({'|'.join(re.escape(word) for word, _ in LABELS)})")
@@ -67,7 +67,7 @@ PURPOSES: dict[str, BranchKind] = {
     "summary": BranchKind.AUXILIARY,
     "quota": BranchKind.AUXILIARY,
 }
-"""The kind of a call by the purpose that the client names; other purposes have no effect."""
+"""The kind of a model call, by the purpose that the client names. Other purposes have no effect."""
 
 TYPE_ARGUMENTS = ("subagent_type", "agent_type", "agent_name", "agent", "role")
 """Names of arguments that hold the type of agent, in calls of tools that start sub-agents."""
@@ -82,8 +82,8 @@ for. This number is enough, because clients continue from a summary at once."""
 
 
 class Continuation(msgspec.Struct, frozen=True):
-    """The earlier history that a segment continues in a shorter form. `old` is the last turn of the earlier history.
-    `source` is the turn that wrote the summary; None if the segment has only the end of the history."""
+    """The earlier history that a segment shortens. `old` is the last turn of this history. `source` is the turn that
+    wrote the summary; None if the segment keeps the end of the history."""
 
     old: Turn
     source: Turn | None
@@ -105,7 +105,7 @@ class AgentTurns:
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self._turns: dict[str, list[Turn]] = {}
-        # By turn index, the newest earlier turn of the same agent in another conversation.
+        # For each turn index, the newest earlier turn of the same agent in another conversation.
         self._other_conversation: dict[int, Turn | None] = {}
         for turn in turns:
             if turn.agent_id is not None:
@@ -243,7 +243,7 @@ def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates
 
 
 def _is_written_out(segment: Segment, source: Turn, asked: str) -> bool:
-    """Return True if the text `asked`, the request of `source`, has the segment's history: its opening, or a part of
+    """Return True if `asked`, the text of the request of `source`, has the segment's history: its opening, or a part of
     one of its newest LOOK_BACK replies before `source`. A client may leave the opening out."""
     opening = opening_text(segment.first.messages) if segment.starts_conversation else ""
     if opening and opening in asked:
@@ -263,8 +263,8 @@ def _is_elsewhere(source: Turn, candidates: Sequence[Segment]) -> bool:
 
 
 def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
-    """Return, by segment number, the earlier tool call that started the segment. Only segments that start a
-    conversation are examined. If texts of several tool calls are in the conversation's opening, the longest text
+    """Return the earlier tool call that started each segment, by segment number. Only segments that start a
+    conversation are examined. If the conversation's opening has texts of several tool calls, the longest text
     decides."""
     found: dict[int, Spawn] = {}
     given: dict[str, _ToolText] = {}
@@ -340,10 +340,10 @@ class _Handovers:
         self._session = session
         self._summaries = summaries
         self._label = label
-        # By turn index, the index of the turn's last descendant. Turns that continue the history with other tools or
-        # another system prompt are also descendants.
+        # For each turn index, the index of the turn's last descendant. Turns that continue the history with other tools
+        # or another system prompt are also descendants.
         self._until = [turn.index for turn in session.turns]
-        # By turn index, the turn's continuations with the same tools and system prompt, except unused replies and
+        # For each turn index, the turn's continuations with the same tools and system prompt, except unused replies and
         # summaries.
         self._own_next: dict[int, list[Turn]] = {}
         for turn in reversed(session.turns):
@@ -375,9 +375,9 @@ class _Handovers:
         return last if ended and (replied or not rivals) else None
 
     def _may_go_on(self, segment: Segment, source: Turn) -> bool:
-        """Return True if the segment can continue the conversation of `source`. It can if another conversation passed
-        its work on to the segment. It also can if the client names the same agent for both, and the segment is not a
-        side call about the history."""
+        """Return True if the segment can continue the conversation of `source`: if another conversation passed its work
+        on to the segment, or if the client names the same agent for both and the segment is not a side call about the
+        history."""
         first = segment.first
         if segment.number in self._session.handed_over:
             return True

@@ -112,9 +112,9 @@ class Signals:
             key=self._main_rank,
         )
         self._mains: dict[int, Segment] = {}
-        """By step of the task, the first segment of the main conversation."""
-        # By step and agent, the first segment of the agent's highest-ranked conversation. This conversation is the
-        # agent's own work in the step; the agent's other conversations are side calls.
+        """For each step of the task, the first segment of the main conversation."""
+        # For each step and agent, the first segment of the agent's highest-ranked conversation. Only this conversation
+        # is the agent's own work in the step; its other conversations are side calls.
         self._work_of: dict[tuple[int, str | None], Segment] = {}
         for segment in ranked:
             step = segment.first.step
@@ -264,7 +264,7 @@ class Signals:
         return agent_type or segment.first.agent_id or tool
 
     def origin(self, segment: Segment) -> int | None:
-        """Return the turn from which the segment forked; None if the segment starts a conversation and is no
+        """Return the turn from which the segment forked; None for a segment that starts a conversation, unless it is a
         handover."""
         first, source = segment.first, self.session.source(segment.first)
         if segment.number in self._handovers:
@@ -275,8 +275,8 @@ class Signals:
             return first.parent
         if source is None and first.forked_from is not None and first.forked_from < first.index:
             return first.forked_from
-        # In the other cases, the turn of the fork is not recorded, or the segment is a side call about a history. The
-        # origin is then the first turn of the conversation's previous segment.
+        # Here, the turn of the fork is not recorded, or the segment is a side call about a history. The origin is then
+        # the first turn of the conversation's previous segment.
         earlier = self.session.segments_in(first.conversation)
         return earlier[bisect_left(earlier, segment.number, key=lambda other: other.number) - 1].first.index
 
@@ -375,8 +375,8 @@ def used_turns(turns: Sequence[Turn]) -> list[Turn]:
 
 def is_one_conversation(turns: Sequence[Turn | TurnOutline]) -> bool:
     """Return True if the session is a single segment without a declaration, and the agent received all replies. Then
-    the rules would give each turn the lineage `MAIN`. Most sessions are of this kind, and the rules, which compare all
-    texts, take fifty times as long as this function."""
+    the rules would give each turn the lineage `MAIN`. Most sessions are like this. The rules compare all texts, and
+    take fifty times as long as this function."""
     return all(
         turn.parent == (turn.index - 1 if turn.index else None)
         and turn.declared is None

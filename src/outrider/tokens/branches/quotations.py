@@ -80,16 +80,16 @@ def quoting_turns(session: SegmentedSession, replies: Collection[int]) -> dict[i
 
 
 def parts_of_reply(reply: Message) -> Iterator[str]:
-    """Yield the parts of a reply of at least QUOTE_LENGTH characters: lines of its text, and of the texts in its tool
-    calls' arguments."""
+    """Yield the parts of a reply that have at least QUOTE_LENGTH characters: lines of its text, and of the texts in its
+    tool calls' arguments."""
     yield from _parts(reply.content)
     for call in reply.tool_calls:
         yield from _parts(call.arguments)
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yield the parts of a reply's text of at least QUOTE_LENGTH characters. The parts of JSON are the texts in it. The
-    parts of any other text are its lines."""
+    """Yield the lines of a text that have at least QUOTE_LENGTH characters. For JSON, yields lines of the strings in
+    it."""
     body = text
     if (fence := _FENCE.search(text)) is not None:
         inside, end, _ = text[fence.end() :].partition("```")

@@ -42,10 +42,10 @@ class ImageForm(StrEnum):
 
 
 class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The image processor of a model. `patch` is the side of a patch in pixels, and `merge` x `merge` patches are
-    one token. `frames` is the number of times that a patch of a still image is repeated. `least` and `most` are the
-    minimum and maximum number of pixels of the scaled image. `mean` and `std` normalise each of the three colours,
-    from 0 to 1."""
+    """The image processor of a model. `patch` is the side of a patch in pixels, and `merge` x `merge` patches are one
+    token. `frames` is the number of times that a patch of a still image is repeated. `least` and `most` are the minimum
+    and maximum number of pixels of the scaled image. `mean` and `std` have a number from 0 to 1 for each of the three
+    colours."""
 
     patch: int
     merge: int

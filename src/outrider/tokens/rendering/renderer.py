@@ -2,7 +2,7 @@
 
 Only this module uses the `renderers` package (pinned, 0.1.x). Invariant: existing ids never change; `bridge` and
 `bridge_rewritten` return ids to append to them. If the family cannot prove that the resulting ids represent the new
-messages, these two methods return None, and the caller must render the conversation anew (a fork).
+messages, these two methods return None, and the caller must render the whole conversation (a fork).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from outrider.tokens.tree.canonical import ALL_PRINTED, PRINTED_FIELDS
 from outrider.trajectory import Ids, ImageSpan
 
 History = Literal["recorded", "template"]
-"""The form of earlier turns in a prompt. "recorded": with their recorded ids. "template": without their reasoning, if
-the chat template drops the reasoning."""
+"""How earlier turns appear in a prompt. "recorded": with their recorded ids. "template": as the chat template prints
+them, which may drop their reasoning."""
 
 
 class Markup(msgspec.Struct, frozen=True):
@@ -125,8 +125,8 @@ class Renderer:
     conversation that the family cannot render. All methods are pure and may be called from any thread.
 
     Some families and templates refuse a system message after other messages. The model then sees such a message as a
-    user message, and several system messages at the beginning as one. This is the same for whole prompts and for
-    appended messages.
+    user message, and several system messages at the beginning as one. Whole prompts and appended messages are treated
+    alike.
 
     With `images`, a message may have images whose grid is known. Each image is rendered as the number of placeholder
     tokens that the model reads for the image. Without `images`, an image is a RequestError.
@@ -373,8 +373,8 @@ class Renderer:
         return bool(self._switches)
 
     def thinking_switch(self, thinking: bool | None) -> ThinkingSwitch | None:
-        """Return the end of a prompt that switches thinking as `thinking` requests. Returns None if the default end
-        stays: `thinking` is None or the default, or the family cannot switch thinking."""
+        """Return the ids that turn thinking on or off at the end of a prompt. Returns None if nothing must change:
+        `thinking` is None or the default, or the family cannot switch thinking."""
         found = self._switches.get(thinking) if thinking is not None else None
         return found if found is not None and found.switched_end != found.usual_end else None
 
@@ -417,7 +417,7 @@ class Renderer:
 
 
 def _turn_opening(family: Any) -> list[int]:
-    """Return the ids that a prompt has after its last message, and that open the model's turn."""
+    """Return the ids that open the model's turn: all ids of a prompt after its last message."""
     layout = family.render([{"role": "user", "content": "x"}], add_generation_prompt=True)
     owned = np.flatnonzero(np.asarray(layout.message_indices) >= 0)
     return list(layout.token_ids[int(owned[-1]) + 1 :])
@@ -446,7 +446,7 @@ class PlaceholderTokenizer:
     the `renderers` package has returned the prompt, `fill` replaces the placeholders with ids.
 
     The reason is speed: the package processes the ids of a prompt one by one, several times, and most ids come from a
-    few long texts. Each thread has a separate list of texts.
+    few long texts.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

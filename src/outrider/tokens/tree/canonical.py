@@ -73,7 +73,7 @@ each row."""
 
 class PrintedFields(msgspec.Struct, frozen=True, kw_only=True):
     """The optional parts of messages that change the output of a family's template: the ids of tool calls, the names of
-    users and tool results, and outer white space of text that the model did not write."""
+    users and tool results, and white space around text that the model did not write."""
 
     call_ids: bool = True
     names: bool = True

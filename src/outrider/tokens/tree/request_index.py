@@ -65,8 +65,8 @@ class PromptNode:
     first_turn: the index of the first turn sampled from the prompt; None until there is one.
     images: the positions of the images in this node's own ids.
 
-    The class has `__slots__` and is not a struct, in order to save memory: a session has one node per turn, and a test
-    limits the bytes per turn (tests/tokens/test_cost.py).
+    The class has `__slots__` and is not a struct, to save memory: a session has one node per turn, and
+    tests/tokens/test_cost.py limits the bytes per turn.
     """
 
     __slots__ = (
@@ -150,8 +150,8 @@ class PromptNode:
         return [span for spans in reversed(nodes) for span in spans]
 
     def tail(self, tail_start: Callable[[Sequence[int]], int]) -> list[int]:
-        """Return the last ids of the prompt: the part that bridging and parsing need. `tail_start` is
-        `Renderer.tail_start`, which finds the start of this part."""
+        """Return the last ids of the prompt, which `Renderer.bridge` and `Renderer.parse` need. `tail_start` is
+        `Renderer.tail_start`, which finds where they begin."""
         own: list[int] = unpack_ids(self.delta).tolist()
         start = tail_start(own)
         # If the start is 0, the tail may begin before this node's own ids, so all ids are searched.
@@ -298,7 +298,8 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
         return self.prefixes[0] if self.tools else b""
 
     def repeats(self, prompt: PromptNode) -> bool:
-        """Return True if this request repeats the request of `prompt`. Both must have the same prefix digest."""
+        """Return True if this request repeats the request of `prompt`. The caller must have found that both have the
+        same prefix digest."""
         return prompt.thinking == self.thinking and self.has_messages_of(prompt)
 
     def has_messages_of(self, prompt: PromptNode) -> bool:
@@ -371,8 +372,8 @@ def _extend_all(prefix: bytes, keys: Sequence[MessageKey]) -> bytes:
 
 
 class _RememberedPrefix(msgspec.Struct, frozen=True):
-    """The stored digests of the first messages of an earlier request. `last` is the digest of the bytes of the last of
-    these messages, `head` the digest of the bytes of all, and `size` the number of bytes of all."""
+    """The stored digests of the first messages of an earlier request. `head` is the digest of the bytes of these
+    messages, `size` the number of their bytes, and `last` the digest of the bytes of the last of them."""
 
     last: bytes
     head: bytes

@@ -74,7 +74,9 @@ class Joined(msgspec.Struct, frozen=True):
     - retry: the first turn of the prompt
     - fork because the tools or the system prompt changed: the turn whose history the request continues
     - other fork: the turn whose request has the longest history in common with this request
-    - root or append: None, as also for an earlier call that failed and so has no turn"""
+    - root or append: None
+
+    It is also None if the earlier call failed and so has no turn."""
 
     kind: JoinKind
     cause: ForkCause | None
@@ -133,11 +135,11 @@ class TokenTree:
         context: int | None = None,
     ) -> Steps[Joined]:
         """Find or make the request's prompt. `thinking` switches the model's reasoning on or off for this turn only;
-        None leaves the family's default.
+        None leaves the family's default. If an error is raised, the tree is unchanged:
 
-        Raises RequestError for an unreadable or unrenderable message and for thinking that cannot be switched here,
-        TooLarge for a text too long to encode and for too many tools, and ContextOverflow for a prompt that leaves no
-        token for a reply in a context of `context` tokens. If an error is raised, the tree is unchanged.
+        - RequestError: a message cannot be read or rendered, or thinking cannot be switched here.
+        - TooLarge: a text is too long to encode, or there are too many tools.
+        - ContextOverflow: the prompt leaves no token for a reply in a context of `context` tokens.
         """
         request = yield from self._index(messages, tools, tools_raw, thinking)
         repeated = self._repeated(request)
@@ -344,10 +346,9 @@ class TokenTree:
         return pack_ids(request.with_switch(self._renderer.render(request.parse_from(0), request.tools)))
 
     def _spliced(self, request: IndexedRequest, match: _HistoryMatch) -> _Layout | None:
-        """Return the prompt that has the request's own tools and system messages, then the recorded ids of the history,
-        then the messages after this history. The history was recorded after another head (tools and system messages).
-        Returns None if its first messages have different ids after the two heads, or if the messages after the history
-        cannot be appended."""
+        """Return a prompt of three parts: the request's own head (tools and system messages), the ids of the history as
+        recorded after another head, and the later messages. Returns None if the first messages of the history have
+        different ids after the two heads, or if the later messages cannot be appended."""
         turn = match.turn
         origin = turn.prompt
         while origin.parent is not None:
@@ -430,9 +431,9 @@ class _HistoryIndex:
         tools and system messages."""
         if not request.is_rewritten:
             return None
-        # Indexing is deferred to this point, because most sessions never change their tools or system messages, and do
-        # not need the index. Turns are taken one by one, because the event loop may commit a turn while this method
-        # runs in the worker thread.
+        # Indexing is deferred to this point, because in most sessions all replies in requests are recorded with the
+        # request's own tools and system messages. Turns are taken one by one, because the event loop may commit a turn
+        # while this method runs in the worker thread.
         while self._unindexed:
             turn = self._unindexed.popleft()
             assert turn.reply_digest is not None
@@ -456,9 +457,8 @@ class _HistoryIndex:
 
 def _newest_agreeing(turns: Sequence[TurnNode], request: IndexedRequest, checked: PromptNode | None) -> TurnNode | None:
     """Return one of several turns with equal conversations. A turn qualifies if the request's reasoning may be an echo
-    of the reasoning recorded on the path to the turn (`reasoning_agrees`). Returns the newest qualifying turn whose
-    call ids are in the request. Clients may replace call ids; if no turn has the request's, returns the newest
-    qualifying turn. Returns None if no turn qualifies."""
+    of the recorded reasoning (`reasoning_agrees`). Of the qualifying turns, returns the newest whose call ids are in
+    the request, else the newest, because clients may replace call ids. Returns None if no turn qualifies."""
     agreeing: list[tuple[TurnNode, list[MessageKey]]] = []
     for turn in reversed(turns):
         keys, system_count = request.keys, turn.prompt.system_count
