@@ -104,7 +104,7 @@ class GymRollouts:
         self._running: set[asyncio.Task[Any]] = set()
         self._shared: SharedClient
         self._left: defaultdict[bytes, list[_LeftRollout]] = defaultdict(list)
-        """The rollouts whose clients have left, by the digest of their requests."""
+        """The rollouts whose clients have disconnected, by the digest of their requests."""
         self._engines = AttachedEngines("nemo-rl")
 
     async def __aenter__(self) -> GymRollouts:

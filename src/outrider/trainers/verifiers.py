@@ -95,7 +95,7 @@ class VerifiersRollouts:
         """Names that the model at the attached server had before."""
         self._version = -1
         self._unnamed = False
-        """An engine was attached, and does not have the policy's version yet."""
+        """True while an attached engine does not have the policy's version yet."""
         self._naming = asyncio.Lock()
 
     @asynccontextmanager

@@ -70,7 +70,7 @@ class PolicyWeights:
         self._mode = mode
         self._written: list[int] = []
         self._failed: int | None = None
-        """The version whose publication failed last. The service may have this version all the same."""
+        """The version whose publication failed last. The service may still have this version."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
