@@ -1,22 +1,21 @@
-"""Builds training samples from a session's turns. Only this module decides which tokens train.
+"""Builds training samples from a session's turns. Only this module decides which tokens are trained.
 
 The samples are a pure function of the stored turns and the session's result, so every call returns the same samples.
 The rules, in order:
 
-1. Each turn has a kind (`branches/classify.py`), and each kind has a policy: train, mask or drop.
-2. A branch is a path from a root to a leaf. A leaf is a turn with sampled tokens and without a continuation of the same
-   kind and label. A continuation that was cut off or sampled nothing does not count, unless a later turn continues it.
-   So a history is a separate branch if nothing follows it except the call for its summary or calls that were cut off.
+1. Each turn has a kind (`branches/classify.py`). Each kind has a policy: train, mask or drop.
+2. A branch is a path from a root to a leaf. A leaf is a turn with sampled tokens that no turn of the same kind and
+   label continues. A continuation that was cut off or sampled nothing does not count, unless a later turn continues it.
+   So a history is a separate branch if only the call for its summary follows it, or only calls that were cut off.
 3. Branches are ordered by kind (main first), then by their first turn, then newest leaf first. So tokens that several
-   branches share train in the branch in which the session continued.
-4. A branch is a row unless its kind is dropped. A branch of a kind that trains is also no row if the branch is the
-   beginning of an earlier row of its kind, because nothing in the branch would train.
-5. In a row, the sampled tokens of a turn train (mask 1) if the turn is of the row's kind, the kind trains, and no
-   earlier row has trained the turn. All other tokens are context (mask 0). So each trained token has mask 1 in exactly
-   one row.
-6. A row has a reward only if its kind trains, because the reward does not measure the other kinds. The row's reward is
-   the verdict's reward for this row if there is one, else the verdict's reward for the session. The reward of a turn is
-   in the row that trains the turn's tokens.
+   branches share are trained in the branch in which the session continued.
+4. Each branch of a kind that is not dropped becomes a row. The exception is a branch of a trained kind that is the
+   beginning of an earlier row of this kind, because it has nothing more to train.
+5. In a row of a trained kind, the sampled tokens of a turn have mask 1 if the turn is of this kind and no earlier row
+   has trained it. All other tokens are context (mask 0). So each trained token has mask 1 in exactly one row.
+6. Only a row of a trained kind has a reward, because the reward does not measure the other kinds. It is the verdict's
+   reward for this row if there is one, else the verdict's reward for the session. The reward of a turn is in the row
+   that trains the turn's tokens.
 
 Invariant: sampled = trained + masked + dropped tokens, over the session.
 """
@@ -64,15 +63,15 @@ def policy_of(branches: Branches) -> dict[BranchKind, BranchPolicy]:
 
 
 POLICY: Policy = policy_of(Branches())
-"""The default policy of each kind. Side calls are dropped, because the task's reward does not measure, for example, a
-title. A call that may be work or a side call trains. Two kinds of replies are also dropped: replies that were cut off,
-and replies to a request if the agent used another reply to this request. The reason is that these tokens were not used,
-so they cannot have caused a reward."""
+"""The default policy of each kind. Side calls, for example for a title, are dropped, because the task's reward does not
+measure them. A call that may be either work or a side call is trained. Replies that were cut off are dropped, and so
+are replies to a request if the agent used another reply to it. The agent did not use these tokens, so they cannot have
+caused a reward."""
 
 
 class SessionCounts(msgspec.Struct, frozen=True):
-    """Counts for one session: the tokens by treatment, the number of rows, the number of forks by cause, and the number
-    of turns with each ignored request field."""
+    """Counts for one session: the trained, masked and dropped tokens, the number of rows, the number of forks by cause,
+    and the number of turns with each ignored request field."""
 
     tokens: TokenCounts
     samples: int
@@ -156,8 +155,8 @@ def model_calls(turns: Sequence[Turn], policy: Policy = POLICY) -> tuple[GradedT
 def _trained_in(
     turns: Sequence[AnyTurn], lines: Sequence[Lineage], policy: Policy, leaves: Sequence[AnyTurn]
 ) -> dict[int, int]:
-    """Return, by turn index, the number of the row in which the turn's tokens train, by rule 5 of the module's heading.
-    Turns that do not train are absent."""
+    """Return, by turn index, the number of the row in which the turn's tokens are trained, by rule 5 of the module's
+    docstring. Turns that no row trains are absent."""
     seen: dict[BranchKind, set[int]] = {kind: set() for kind in BranchKind}
     found = {}
     for row, leaf in enumerate(leaves):
@@ -170,7 +169,7 @@ def _trained_in(
 
 
 def _row_leaves(turns: Sequence[AnyTurn], lines: Sequence[Lineage], policy: Policy) -> list[AnyTurn]:
-    """Return the leaf of each row, in the order of the rows, by rules 2 to 4 of the module's heading."""
+    """Return the leaf of each row, in the order of the rows, by rules 2 to 4 of the module's docstring."""
     continued: set[int] = set()
     first_turn = list(range(len(turns)))
     for turn in turns:
@@ -288,8 +287,8 @@ def _images(path: Sequence[AnyTurn]) -> tuple[SampleImage, ...]:
 
 
 class _Columns:
-    """The tokens of a sample under construction, in the short form of `Sample`. Ids stay packed: a row may have a
-    hundred thousand, and most of them are context."""
+    """The tokens of a sample under construction, in the packed form of `Sample`. Ids stay packed, because a row may
+    have a hundred thousand, and most of them are context."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -299,9 +298,8 @@ class _Columns:
         self.versions: list[VersionSpan] = []
 
     def add(self, turn: AnyTurn, *, trains: bool) -> tuple[int, int]:
-        """Add a turn, and return the positions of its sampled tokens. If the tokens train, log-probabilities that the
-        engine did not return (LogprobKind.NONE) are recorded as 0, and so is a version that the engine did not
-        report."""
+        """Add a turn, and return the positions of its sampled tokens. For tokens that are trained, missing
+        log-probabilities (LogprobKind.NONE) and missing versions are recorded as 0."""
         output = turn.output_ids
         self.ids += (turn.prompt_delta, output)
         count = len(output) // 4

@@ -1,2 +1,2 @@
-"""Bridges to trainers: each bridge implements a trainer's interface by calls of the control API. Bridges are optional
-extras. Within Outrider, only the training demo imports a bridge."""
+"""Bridges to trainers. A bridge implements a trainer's interface by calls of Outrider's control API. Each bridge is an
+optional extra; within Outrider, only the training demo imports one."""

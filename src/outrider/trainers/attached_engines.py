@@ -1,9 +1,11 @@
-"""Attaches a trainer's inference servers to a service as engines, and again after a restart of the service.
+"""Adds a trainer's inference servers to a service as engines, and adds them again after the service has restarted.
 
-The module is independent of the trainer. Invariants: the engines are named after a prefix and numbered from 0; an
-`AttachedEngines` changes the service's engines in at most one call at a time; and processes of the same training may
-attach the same engines. It is an error if another training uses an engine with the prefix, or has replaced an engine of
-this training: the sessions of each training would then use the engines of both trainings.
+The module works for any trainer. Invariants:
+
+- The engines of a training run have the names `PREFIX-0`, `PREFIX-1`, and so on.
+- An `AttachedEngines` changes the service's engines in one call at a time.
+- Several processes of one training run may attach the same engines.
+- A second training run on the same service gets an error, because its sessions would use the engines of both runs.
 """
 
 from __future__ import annotations
@@ -24,34 +26,36 @@ LOOK_SECONDS = 5.0
 
 
 class AttachedEngines:
-    """The engines that a trainer attaches to a service. An engine's name is `prefix`, a hyphen and a number."""
+    """The engines that a training run attaches to a service. An engine's name is `prefix` and a number, such as
+    `nemo-rl-0`."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._looking = asyncio.Lock()
         self._looked: float | None = None
         self._not_attached: OutriderError | None = None
-        """The error of the newest look that failed."""
+        """The error of the newest call of `attach` that failed."""
 
     async def attach(self, client: AsyncClient, engines: Sequence[Mapping[str, Any]], *, renamed: bool = False) -> bool:
-        """Attach the engines that are not attached. Each engine has a `url`, a `model`, any other fields of
-        `spec.EngineSpec` except a name, and always the same position in `engines`. A restarted service has lost the
-        engines, so the call requests the service's list of engines, unless this was done in the last LOOK_SECONDS. The
-        first call also replaces engines that an earlier training has left and that have no sessions. With `renamed`,
-        engines of another model are replaced, too.
+        """Attach the engines that the service does not have. A restarted service has none. Unless `renamed` is True,
+        the service is asked at most once in LOOK_SECONDS.
 
-        Returns True if an engine was attached: it then has the policy version 0, unless its server labels its weights.
-        Waits for a service that restarts. Raises the service's error, for example while a server still loads its model,
-        and Conflict if another training has engines with this prefix. The first call raises this Conflict only if these
-        engines have sessions; later calls raise it in any case. Also raises Conflict if the service has another engine
-        for the policy, whose name does not begin with the prefix and whose address is not in `engines`.
+        Each engine is a mapping with `url`, `model` and any other fields of `spec.EngineSpec` except the name. An
+        engine must have the same position in `engines` in all calls, because the position is part of its name. The
+        first call removes engines that an earlier training run has left, if they have no sessions. With `renamed`, an
+        engine whose model has another name is replaced.
+
+        Returns True if this call attached an engine. A new engine has policy version 0, unless its server reports a
+        version. Waits while the service restarts. Raises the service's error, for example while a server still loads
+        its model. Raises Conflict if another training run has engines with this prefix, or if the service has
+        other engines for the policy.
         """
         if not engines:
             return False
         failed_before = self._not_attached
         async with self._looking:
             if self._not_attached is not None and self._not_attached is not failed_before:
-                # another call failed while this call waited, and a new try would only wait again
+                # another call failed while this call waited for the lock, and a new try would only wait again
                 raise self._not_attached
             clock = asyncio.get_running_loop().time
             if self._looked is not None and clock() - self._looked < LOOK_SECONDS and not renamed:
@@ -85,7 +89,7 @@ class AttachedEngines:
                 await _remove(client, name)
         for (name, url), engine in zip(wanted.items(), engines, strict=True):
             if (old := attached.get(name)) is not None and old.url in wanted.values():
-                usable = old.ok or not first  # a failed engine of an earlier training may have another model
+                usable = old.ok or not first  # a failed engine of an earlier training run may have another model
                 if old.url == url and usable and not (renamed and old.model != engine["model"]):
                     continue
                 await _remove(client, name)
@@ -107,8 +111,9 @@ def _of_another(engine: EngineStatus) -> Conflict:
 
 
 async def _add(client: AsyncClient, engine: Mapping[str, Any]) -> bool:
-    """Return True if this call has attached the engine, or False if another process of the training has. The name of an
-    engine that is just being attached is already taken, but is not in the list yet."""
+    """Add an engine to the service. Returns False if another process of the training run has added it. While that
+    process adds the engine, the name is taken and the engine is not in the service's list, so this function tries
+    again."""
     clock = asyncio.get_running_loop().time
     end = clock() + PATIENCE
     while True:

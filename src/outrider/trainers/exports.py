@@ -2,7 +2,7 @@
 verifiers, and the datums of Tinker-style clients.
 
 The results are plain dicts and lists, so no trainer has to be installed. Invariants: ids, mask and log-probabilities
-equal the sample's, bit for bit; a sample without a reward, which must not be trained on, is refused.
+equal the sample's, bit for bit. A sample without a reward is refused, because it must not be trained on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ Decode = Callable[[list[int]], str]
 
 
 class Span(NamedTuple):
-    """The range [start, end) of a row's ids, in which either all ids train or none."""
+    """The range [start, end) of a row's token ids. The ids all have the same mask: `trained` is True for 1, False for
+    0."""
 
     start: int
     end: int
@@ -26,7 +27,7 @@ class Span(NamedTuple):
 
 
 def spans_of(mask: Sequence[int]) -> Iterator[Span]:
-    """Cut a row wherever its mask changes. Yields the spans in order; together they cover the whole row."""
+    """Split a mask wherever its value changes. The spans are in order and cover the whole mask."""
     start = 0
     for end in range(1, len(mask) + 1):
         if end == len(mask) or mask[end] != mask[start]:
@@ -37,12 +38,12 @@ def spans_of(mask: Sequence[int]) -> Iterator[Span]:
 def nemo_gym_reply(
     sample: Sample, request: Mapping[str, Any], *, decode: Decode | None = None, longest: int | None = None
 ) -> dict[str, Any]:
-    """Return the reply to NeMo Gym's `POST /run` with the body `request`. The reply has an output item for each trained
-    span.
+    """Return the reply to NeMo Gym's `POST /run`, whose body is `request`. The reply has an output item for each
+    trained span of the row.
 
     The prompt of an item is all ids before the item, so each prompt begins with the previous prompt, as NeMo RL
-    requires. Without `decode`, the items have no text. `longest` is the number of ids after which the row is cut. The
-    usage counts each id of the row once. Raises InvalidField for a sample without a reward.
+    requires. Without `decode`, the items have no text. The row is cut after `longest` ids. The usage counts each id of
+    the row once. Raises InvalidField for a sample without a reward.
     """
     reward = _reward(sample)
     ids, mask, logprobs = (column[:longest].tolist() for column in (sample.ids, sample.loss_mask, sample.logprobs))
@@ -92,8 +93,8 @@ def prime_rl_sample(
     sample: Sample, *, env_name: str, temperature: float, advantage: float | Sequence[float]
 ) -> dict[str, Any]:
     """Return the fields of prime-rl's TrainingSample, with lists of equal length. `advantage` is one number for the
-    row, or a list with a number for each id, for example computed from `Sample.token_rewards()`. Ids that do not train
-    get 0.0. Raises InvalidField for a sample without a reward."""
+    row, or a list with a number for each id, for example computed from `Sample.token_rewards()`. Ids with mask 0 get
+    the advantage 0.0. Raises InvalidField for a sample without a reward."""
     return {
         "token_ids": sample.ids.tolist(),
         "mask": sample.loss_mask.astype(bool).tolist(),
@@ -138,7 +139,7 @@ def tinker_datum(sample: Sample, *, advantage: float | Sequence[float]) -> dict[
     ids but the last, and position i in `loss_fn_inputs` belongs to id i + 1 of the row. `advantage` is one number for
     the row, or a list with a number for each id.
 
-    `weights` are 1.0 for ids that train and 0.0 for others: the loss cross_entropy takes `weights` in place of
+    `weights` are 1.0 for trained ids and 0.0 for other ids. The loss cross_entropy takes `weights` in place of
     `logprobs` and `advantages`. For tinker's class, use `Datum(model_input=ModelInput.from_ints(datum["model_input"]),
     loss_fn_inputs=datum["loss_fn_inputs"])`. Raises InvalidField for a sample without a reward, and for a sample that
     begins with a trained id, because the model cannot predict an id without a prompt.

@@ -8,9 +8,11 @@ NeMo Gym starts the server from a folder `responses_api_agents/outrider`, whose 
         OutriderAgent.run_webserver()
 
 NeMo RL sends each row of its data to `POST /run`, and trains on the reply (`nemo_rl.environments.nemo_gym`). Importing
-this module does not import NeMo Gym. Invariants: a reply has exactly one row, token for token, with a reward; a rollout
-that cannot be trained on is an HTTP error, whose status shows whether another try may help; and a request that is sent
-again, because its connection broke before the reply was sent, gets the first request's rollout.
+this module does not import NeMo Gym. Invariants:
+
+- A reply has exactly one training row, token for token, with a reward.
+- A rollout that cannot be trained on is an HTTP error, whose status shows whether another try may help.
+- If the connection breaks before the reply, a repeated request gets the rollout of the first request.
 """
 
 from __future__ import annotations
@@ -56,15 +58,15 @@ client sends a request again half a second after the connection broke."""
 PARAMS = "responses_create_params"
 OTHER_NAMES = {"max_output_tokens": "max_tokens"}
 WITHOUT_EFFECT = {"input", "metadata", "model", "user", "store", "include", "parallel_tool_calls", "service_tier"}
-"""Fields of `responses_create_params` that are not sampling parameters. Other code reads some of these fields. The rest
-does not change the tokens that an agent samples."""
+"""Fields of `responses_create_params` that are not sampling parameters. Other code reads some of them; the others do
+not change the tokens that an agent samples."""
 NEUTRAL = {"tool_choice": ("auto", "none"), "truncation": ("disabled",), "stream": (False,), "background": (False,)}
-"""Fields of `responses_create_params` of which only the listed values are accepted. These values have no effect."""
+"""Fields of `responses_create_params` for which only the listed values are accepted. These values have no effect."""
 TEMPLATE = "chat_template_kwargs"
 """Key of the chat template's variables in the metadata of a NeMo Gym row, and in the metadata's `extra_body`."""
 ENGINE = {"nemo_rl": True, "logprobs_mode": "processed_logprobs"}
-"""Options of the engine kind `openai` for NeMo RL's vLLM workers. NeMo RL 0.7 always uses this mode of
-log-probabilities. In later versions, the configuration of the workers sets the mode."""
+"""Options of the engine kind `openai` for NeMo RL's vLLM workers. NeMo RL 0.7 always sets this `logprobs_mode`. In
+later versions it comes from the configuration of the workers."""
 LABELS = {"_ng_task_index": "task", "_ng_rollout_index": "rollout", "_rowidx": "row"}
 """Columns of a NeMo Gym row that become labels of the task. The keys are the columns, the values the names of the
 labels."""
@@ -76,17 +78,20 @@ def _listed(urls: Any) -> Any:
 
 
 class NemoGymSettings(BridgeSettings):
-    """The settings of all bridges, and the following. rows: "all" refuses a session with several rows that train,
-    because a reply has one row; "main" replies with the main conversation's row, and counts the others. engines: URLs
-    of NeMo RL's inference servers, which are attached to the service as engines. model: the name of the model that
-    these servers serve."""
+    """The settings that all bridges share, and these:
+
+    rows: "all" refuses a session with several training rows, because a reply has one row; "main" replies with the main
+        conversation's row, and counts the other rows.
+    engines: URLs of NeMo RL's inference servers, which are attached to the service as engines.
+    model: the name of the model that these servers serve."""
 
     engines: Annotated[list[Name], BeforeValidator(_listed)] = Field(default_factory=list)
     model: Name | None = None
 
 
 class GymRollouts:
-    """Runs rows as sessions: `async with GymRollouts(settings) as rollouts`. Leaving the block cancels all rollouts."""
+    """Runs rows of the data set as sessions: `async with GymRollouts(settings) as rollouts`. Leaving the block cancels
+    all rollouts."""
 
     def __init__(self, settings: NemoGymSettings) -> None:
         if settings.engines and settings.model is None:
@@ -99,7 +104,7 @@ class GymRollouts:
         self._running: set[asyncio.Task[Any]] = set()
         self._shared: SharedClient
         self._left: defaultdict[bytes, list[_LeftRollout]] = defaultdict(list)
-        """The rollouts whose clients have left, by the digest of their requests."""
+        """The rollouts whose clients have disconnected, by the digest of their requests."""
         self._engines = AttachedEngines("nemo-rl")
 
     async def __aenter__(self) -> GymRollouts:
@@ -117,10 +122,10 @@ class GymRollouts:
     async def run(self, body: bytes, left: Callable[[], Awaitable[object]]) -> dict[str, Any] | None:
         """Run the row in `body`, the JSON of a request to `/run`, and return NeMo Gym's reply.
 
-        `left()` returns when the client has left. In this case `run` returns None, and the rollout goes on for
-        RETRY_SECONDS, during which an equal request takes the rollout over. Equal requests whose clients wait are
-        different rollouts, because a data set may have a row twice. Raises InvalidField for a row that cannot be a
-        task, and the session's error.
+        `left()` returns when the client has disconnected. `run` then returns None, and the rollout continues for
+        RETRY_SECONDS. An equal request in this time takes over the rollout. While the first client still waits, an
+        equal request starts a rollout of its own, because a data set may have a row twice. Raises InvalidField for a
+        row that cannot be converted to a task, and the error of a failed session.
         """
         key = sha256(body).digest()
         if self._left.get(key):
@@ -178,7 +183,7 @@ class GymRollouts:
         labels |= {f"nemo_gym.{label}": row.get(column) for column, label in LABELS.items()}
         task = task_for(self._settings, row, prompt=params.get("input"), sampling=_sampling(params), labels=labels)
         task["sampling"] = PLAIN_SAMPLING | task["sampling"]
-        # The key is new each time and does not depend on the row, because the next epoch has the same row again.
+        # The group's idempotency key is random and does not depend on the row, because each epoch has the same rows.
         return group_of(self._settings, task)
 
     async def _outcome(self, row: Mapping[str, Any], group: Mapping[str, Any]) -> _Outcome:
@@ -187,7 +192,7 @@ class GymRollouts:
             done = await self._shared.run(group)
             [trajectory] = trajectories_of(done, self._settings, logprobs=True)
             return reply_of(trajectory, row, self._settings, rows_left_out=len(left_out_of(done, trajectory)))
-        # The client's request raises the error later. If this task raised it, all rollouts would end.
+        # `run` raises the error later. If this task raised it, the task group would cancel all rollouts.
         except Exception as error:
             return error
 
@@ -202,7 +207,7 @@ _Outcome = dict[str, Any] | Exception
 
 @dataclass(frozen=True, eq=False)
 class _LeftRollout:
-    """A rollout whose client has left, and the timer that cancels the rollout."""
+    """A rollout whose client has disconnected, and the timer that cancels the rollout."""
 
     task: asyncio.Task[_Outcome]
     end: asyncio.TimerHandle
@@ -211,9 +216,9 @@ class _LeftRollout:
 def reply_of(
     trajectory: Trajectory, row: Mapping[str, Any], settings: NemoGymSettings, *, rows_left_out: int
 ) -> dict[str, Any]:
-    """Return NeMo Gym's reply to the request `row`, made from the finished session of the request. `rows_left_out` is
-    the number of the session's other rows that would train. Raises the session's error, and InvalidField for a session
-    with several rows that train, unless the setting `rows` is "main"."""
+    """Return NeMo Gym's reply to the request `row`, from the finished session of the request. `rows_left_out` is the
+    number of the session's other rows with trained tokens. Raises the session's error. Raises InvalidField if the
+    session has several such rows and the setting `rows` is "all"."""
     if trajectory.error is not None:
         raise trajectory.error
     if len(trajectory.rows) > 1:
@@ -223,7 +228,7 @@ def reply_of(
             hint='use an agent that appends to one conversation, or train the main conversation alone: rows = "main"',
         )
     [trained] = trajectory.rows
-    # NeMo Gym and NeMo RL take the numbers beside the reward as metrics.
+    # NeMo Gym and NeMo RL log the numbers beside the reward as metrics.
     metrics = {
         **chosen_metrics(trajectory, settings),
         "outrider_turns": float(trajectory.result.turns),
@@ -342,8 +347,8 @@ def _row_of(body: bytes) -> dict[str, Any]:
 
 
 def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling parameters in `responses_create_params`, and those of NeMo Gym's `metadata.extra_body`.
-    Raises InvalidField for a field that cannot be passed to the agents' model calls, such as tools."""
+    """Return the sampling parameters in `responses_create_params` and in NeMo Gym's `metadata.extra_body`. Raises
+    InvalidField for a field that cannot be passed to the agents' model calls, such as tools."""
     found = {
         OTHER_NAMES.get(name, name): value
         for name, value in params.items()
@@ -355,8 +360,8 @@ def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
     found |= _object(metadata.get("extra_body"), f"{PARAMS}.metadata.extra_body")
     template = _object(found.pop(TEMPLATE, None), f"{PARAMS}.metadata.extra_body.{TEMPLATE}")
     template |= _object(metadata.get(TEMPLATE), f"{PARAMS}.metadata.{TEMPLATE}")
-    # A variable other than `enable_thinking` keeps its name. Such a variable is no field of `task.sampling`, so the
-    # check of the task refuses it.
+    # Variables other than `enable_thinking` keep their names. The check of the task refuses them, because
+    # `task.sampling` has no such fields.
     found |= {"thinking" if name == "enable_thinking" else name: value for name, value in template.items()}
     if not isinstance(found.get("thinking"), bool | None):
         raise InvalidField(f"enable_thinking is {found['thinking']!r}; it must be true or false", field=PARAMS)

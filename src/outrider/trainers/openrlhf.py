@@ -42,11 +42,11 @@ FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": Fin
 
 
 class OpenRLHFSettings(BridgeSettings):
-    """The settings of all bridges, and the following. relay: the name of the relay engine whose worker generates with
-    OpenRLHF's own vLLM engines; None if the service has its own engine.
+    """The settings that all bridges share, and `relay`: the name of the relay engine whose worker generates with
+    OpenRLHF's own vLLM engines. It is None if the service has its own engine.
 
-    A call returns a single row. So with the default of `rows`, "all", a session in which several rows train is an
-    error; with "main", the session's other rows are left out and counted.
+    A call of `execute` returns a single row. So with `rows="all"`, the default, a session with several training rows is
+    an error. With `rows="main"`, the session's other rows are left out and counted.
     """
 
     relay: Name | None = None
@@ -72,9 +72,9 @@ class Executor:
         images: Any = None,
     ) -> dict[str, Any]:
         """Run one session and return OpenRLHF's response. `label` may be a JSON object with the columns of the row,
-        including the task. Raises the session's error, and InvalidField if several of its rows train and the setting
-        `rows` is "all". The error ends OpenRLHF's training, because OpenRLHF has no other way to report a failed
-        sample."""
+        including the task. Raises the session's error. Raises InvalidField if the session has several training rows and
+        the setting `rows` is "all". Any error ends OpenRLHF's training, because OpenRLHF has no other way to report a
+        failed sample."""
         refuse_images(images, "the prompt", field="images")
         cap = self._settings.max_row_tokens
         settings = self._settings.model_copy(update={"max_row_tokens": min(cap, max_length) if cap else max_length})
@@ -134,8 +134,8 @@ class Executor:
 
 
 class EngineGenerate:
-    """The `generate` function of a relay worker. It generates with `llm_engine`, the engine of an executor, on the
-    event loop `loop`, which is the engine's own."""
+    """The `generate` function of a relay worker. It calls `llm_engine`, OpenRLHF's vLLM engine, on `loop`, the engine's
+    event loop."""
 
     def __init__(self, llm_engine: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._llm_engine = llm_engine
@@ -177,8 +177,9 @@ def agent_executor(settings: Mapping[str, Any] | None = None) -> type:
 
 
 def _row_of(trajectory: Trajectory, settings: OpenRLHFSettings) -> tuple[TrainingRow, list[TrainingRow]]:
-    """Return the row to train on, and the rows that are left out. Raises InvalidField if `rows` is "all" and there are
-    several rows, and EngineError if `rows` is "main" and nothing of the main conversation trains."""
+    """Return the row to train on, and the rows that are left out. Raises InvalidField if `rows` is "all" and the
+    session has several training rows. Raises EngineError if `rows` is "main" and the main conversation has no token to
+    train on."""
     rows = trajectory.rows
     if settings.rows == "all":
         if len(rows) > 1:

@@ -1,7 +1,8 @@
-"""Makes a trainer's pixel values of the images of a row, and finds the part of a row that a model with images can read.
+"""Converts the images of a training row to pixel values for a trainer's model, and finds where a row must end so that
+the model can read it.
 
-This module imports Pillow and torch only when it makes pixel values. Invariant: the pixel values of an image have the
-grid that the sample has, so they fit the image's placeholders in the row.
+Pillow and torch are imported only when pixel values are made. Invariant: the pixel values of an image have the sample's
+grid of patches, so they fit the image's placeholder tokens in the row.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from outrider.trainers.trajectories import TrainingRow
 
 @dataclass(frozen=True)
 class TrainerImage:
-    """An image as a trainer's model reads it: the scaled `picture` of Pillow, and the result of the trainer's image
-    processor, `inputs`, with the tensors `pixel_values` and `image_grid_thw`."""
+    """An image for a trainer's model. `picture` is the scaled image, as Pillow's class. `inputs` is the result of the
+    trainer's image processor, with the tensors `pixel_values` and `image_grid_thw`."""
 
     picture: Any
     inputs: Mapping[str, Any]
 
 
 def image_in_grid(data: bytes, grid: Grid | None, image_processor: Any, *, trainer: str, field: str) -> TrainerImage:
-    """Decode an image, scale it to its grid, and make the trainer's inputs of it. Raises InvalidField for `field` if
-    the trainer's image processor makes another grid of the image, and ServiceError for broken data."""
+    """Decode an image, scale it to `grid`, and run the trainer's image processor on it. Raises InvalidField for `field`
+    if the processor returns another grid, and ServiceError for data that cannot be decoded."""
     from PIL.Image import Resampling
 
     from outrider.vision.pixels import UnreadableImage, decoded
@@ -52,9 +53,10 @@ def image_in_grid(data: bytes, grid: Grid | None, image_processor: Any, *, train
 
 
 def readable_end(row: TrainingRow, end: int, media_ids: frozenset[int]) -> int:
-    """Return the position of the first placeholder before `end` that does not belong to a whole image, or `end` if
-    there is none. A model raises an error for such a placeholder. It is in a row if a model has sampled it, or if `end`
-    cuts an image. Raises InvalidField for an image without a span and a grid."""
+    """Return the position at which a row must be cut: the first placeholder token before `end` that does not belong
+    to a whole image, or `end` if there is none. A model raises an error for such a placeholder. It is in a row if
+    the model itself sampled it, or if `end` is inside an image. Raises InvalidField for an image without a span or a
+    grid."""
     images = row.sample.images
     if any(image.span is None or image.grid is None for image in images):
         raise InvalidField(

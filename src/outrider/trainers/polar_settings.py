@@ -1,4 +1,4 @@
-"""Refuses the settings of Polar's Slime bridge if Outrider's own bridge runs, and names their replacements.
+"""Refuses settings of Polar's bridge for slime when Outrider's bridge for slime runs, and names their replacements.
 
 Polar's bridge reads these settings itself and works with `--compat polar` unchanged. Outrider's bridge does not read
 them. Invariant: no such setting is silently ignored.

@@ -1,6 +1,6 @@
 """Keeps a trainer's own engine attached to a service, by a relay worker in a thread.
 
-The module is independent of the trainer. Invariant: `attach` returns only while a worker serves.
+The module works for any trainer. Invariant: when `attach` returns, the service has accepted a worker.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ log = logging.getLogger("outrider.relay")
 
 
 class RelayThread:
-    """A relay worker in a thread. The worker is replaced after the service has refused it, for example because its
-    engine was removed. `make` makes a worker. The methods block, and can be called from any thread."""
+    """A relay worker in a thread. `attach` replaces a worker that has ended, for example because its engine was removed
+    from the service. `make` makes a worker. The methods block, and can be called from any thread."""
 
     def __init__(self, make: Callable[[], Worker]) -> None:
         self.worker: Worker | None = None
@@ -29,7 +29,7 @@ class RelayThread:
         self._lock = threading.RLock()
 
     def attach(self) -> None:
-        """Start a worker if none serves, and return when the service has accepted the worker. Raises the errors of
+        """Start a worker unless one is running, and return when the service has accepted it. Raises the errors of
         `Worker.in_thread`."""
         with self._lock:
             if self.worker is None or not self.worker.running:

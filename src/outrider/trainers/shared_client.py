@@ -64,7 +64,7 @@ class SharedClient:
             if self._no_answer is not None and self._no_answer is not failed_before:
                 # another rollout's request failed while this rollout waited, and a new try would only wait again
                 raise self._no_answer
-            # The cursor is read before the submission, so that the group's end comes after the cursor.
+            # The cursor is read before the submission, so that the results after the cursor include this group.
             if self._cursor is None:
                 try:
                     self._cursor = (await patiently(self.client.status, FIRST_PATIENCE)).cursor
@@ -91,8 +91,7 @@ class SharedClient:
     async def _result(self, group_id: str) -> GroupView:
         done = self._waiting[group_id] = asyncio.get_running_loop().create_future()
         try:
-            # `_follow` may have read the group's end before the group's id was in `_waiting`. So the state is requested
-            # once.
+            # The group may have ended before its id was in `_waiting`, so its state is requested once.
             if (await patiently(partial(self.client.group, group_id))).state is not GroupState.DONE:
                 while not done.done():
                     changed = self._changed.next()

@@ -55,21 +55,22 @@ PLAIN_SAMPLING = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Sampling for trainers that compute importance weights only from the temperature and top_p (NeMo RL), or only from the
-temperature (prime-rl). The values have no effect on sampling. The task may set other values, but an agent's own values
-must not apply. NeMo RL's servers also refuse a top_k."""
+"""Neutral values of sampling parameters. NeMo RL computes importance weights from the temperature and top_p only,
+prime-rl from the temperature only. For these trainers, each task gets the neutral values unless it sets its own, so
+that an agent cannot set other values. NeMo RL's servers also refuse a top_k."""
 
 
 class BridgeSettings(Spec):
     """The settings that bridges share.
 
-    url, token: the service's address and token, overridden by OUTRIDER_URL and OUTRIDER_TOKEN. task: the common part of
-    all tasks, in which "{row.NAME}" stands for a column of the dataset row. task_column: the column with the row's own
-    task, an object or JSON, which overrides `task` field by field. rows: "all" for all rows of a session that train, or
-    "main" for the main conversation's row only. max_row_tokens: the length in tokens to which rows are cut; None for no
-    limit. metrics: names of the verdict's metrics to pass to the trainer; each verdict must have all of them. priority:
-    the priority of training groups. evaluation_priority: the priority of evaluation groups. min_usable,
-    expires_seconds: these fields of training groups (`spec.GroupSpec`).
+    url, token: the service's address and token, overridden by OUTRIDER_URL and OUTRIDER_TOKEN.
+    task: the common part of all tasks, in which "{row.NAME}" stands for a column of the dataset row.
+    task_column: the column with the row's own task, an object or JSON, which overrides `task` field by field.
+    rows: "all" for all training rows of a session, or "main" for the main conversation's row only.
+    max_row_tokens: the length in tokens to which rows are cut; None for no limit.
+    metrics: names of the evaluator's metrics to pass to the trainer; each verdict must have all of them.
+    priority, evaluation_priority: the priorities of training groups and of evaluation groups.
+    min_usable, expires_seconds: these fields of training groups (`spec.GroupSpec`).
     """
 
     url: Name = DEFAULT_URL
@@ -116,8 +117,8 @@ def read_settings(kind: type[S], given: Mapping[str, Any] | None, *, source: str
 
 
 def _check_task_fields(task: Mapping[str, Any], source: str) -> None:
-    """Raise InvalidField if the common part of the tasks has a field that no task has, at any depth. The values of the
-    fields are not checked, because they may be placeholders, and each row's own task may override them."""
+    """Raise InvalidField if the setting `task` has an unknown field, at any depth. The values of the fields are not
+    checked, because they may be placeholders, and each row's own task may override them."""
     try:
         TaskSpec.model_validate(task)
     except ValidationError as error:

@@ -11,8 +11,11 @@
             return Trainer(**parts)
 
 The generator has the method of `skyrl.train.generators.base.GeneratorInterface` (0.3 and 0.4). SkyRL is imported only
-to compute SkyRL's usual metrics. Invariants: the rows are in the order of the input, the rows of one trajectory are
-adjacent, all columns have equal length, and each row that trains is in the output or counted as left out.
+to compute SkyRL's usual metrics. Invariants:
+
+- The rows are in the order of the input, and the rows of one trajectory are adjacent.
+- All columns have equal length.
+- Each row with trained tokens is in the output or counted as left out.
 """
 
 from __future__ import annotations
@@ -40,14 +43,13 @@ cause probably affects all instances."""
 
 
 class SkyRLSettings(BridgeSettings):
-    """The settings of all bridges, and the following.
+    """The settings that all bridges share, and these:
 
     versions: "engine" if the engines report the policy version. With "step", the bridge sets the policy version to the
-    number of finished training steps, before the first batch of each step.
-
-    rewards: "row" for one number per row, or "token" for one number per response token, with the rewards of turns at
-    the turns' ends. The bridge cannot choose by the data of a batch, because SkyRL joins batches, and joined batches
-    must have rewards of the same kind.
+        number of finished training steps, before the first batch of each step.
+    rewards: "row" for one number per row, or "token" for one number per response token, with a turn's reward at the
+        turn's end. All batches need the same form, because SkyRL joins batches. So the bridge cannot choose the form by
+        a batch's data.
     """
 
     versions: Literal["engine", "step"] = "engine"
@@ -58,13 +60,14 @@ class OutriderGenerator:
     """A SkyRL generator that uses a service. `generator_cfg` is SkyRL's `cfg.generator`. `settings` are SkyRLSettings,
     overridden by $OUTRIDER_SKYRL.
 
-    With `step_wise_trajectories`, a trajectory has a row for each branch that trains, with the main conversation's row
-    last, and the trainer must have the mixin `LossPerRollout`. Without this option, a trajectory has only the main
-    conversation's row. With the setting `rows="main"`, and in evaluations, `generate` leaves out and counts other rows
-    that train. In training with `rows="all"`, such a row is an error. SkyRL cannot leave a trajectory out. So if a
-    trajectory fails, all trajectories of its instance are replaced by placeholders of one token, which do not train, as
-    in SkyRL's own Harbor example. In an evaluation, only the failed trajectories are replaced, with reward 0. The
-    metric `outrider/failed_trajectories` counts failed trajectories.
+    With `step_wise_trajectories`, a trajectory has a row for each branch with trained tokens, with the main
+    conversation's row last. The trainer must then have the mixin `LossPerRollout`. Without this option, a trajectory
+    has only the main conversation's row. A second row with trained tokens is then an error in training with
+    `rows="all"`. With `rows="main"`, and in evaluations, it is left out and counted.
+
+    SkyRL cannot leave out a failed trajectory. So in training, all trajectories of its instance are replaced by
+    placeholders: one token with mask 0, as in SkyRL's own Harbor example. In an evaluation, only the failed trajectory
+    is replaced, with reward 0. The metric `outrider/failed_trajectories` counts failed trajectories.
     """
 
     def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:
@@ -84,9 +87,9 @@ class OutriderGenerator:
 
     async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
         """Return a GeneratorOutput. Raises InvalidField for an input without trajectory ids or with a row that cannot
-        be made into a task, and ServiceError if the service cannot be reached. Raises the first trajectory's error if
-        all trajectories of the input failed. For a training input of a single instance, this error is raised only after
-        FAILED_IN_A_ROW such instances."""
+        be converted to a task. Raises ServiceError if the service cannot be reached. If all trajectories of the input
+        failed, raises the first error; but for a training input of a single instance, only after FAILED_IN_A_ROW such
+        inputs."""
         ids = input_batch.get("trajectory_ids")
         if not ids:
             raise InvalidField("the input has no trajectory_ids", field="trajectory_ids")
@@ -186,8 +189,8 @@ class OutriderGenerator:
 
     def _rows(self, trajectory: Trajectory, trajectory_id: Any) -> list[dict[str, Any]]:
         """Return SkyRL's columns for each row of a trajectory, with the main conversation's row last."""
-        # SkyRL's reason is "stop" if the agent ended by itself, and "length" if a limit of tokens was reached. For
-        # other limits, the reason is Outrider's stop reason.
+        # SkyRL's stop reason is "stop" if the agent ended by itself, and "length" if a token limit was reached. For
+        # other limits, it is Outrider's stop reason.
         ended = trajectory.result.stop_reason
         reason = ended.value if trajectory.truncated else "stop"
         if ended in (StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW) or any(row.cut for row in trajectory.rows):
@@ -237,7 +240,7 @@ def _metrics_of(trained: Sequence[Trajectory]) -> dict[str, float]:
         "outrider/cut_tokens": sum(row.cut for row in rows),
     }
     if rows:
-        # SkyRL combines such a metric over the parts of a batch by the function in its name: "mean", "min" or "max".
+        # SkyRL combines these metrics over the parts of a batch by the function in their names: "mean", "min" or "max".
         found |= {
             "outrider/turns_mean": sum(each.result.turns for each in trained) / len(trained),
             "outrider/version_min": min(row.sample.min_version for row in rows),
@@ -247,8 +250,8 @@ def _metrics_of(trained: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _split_of(trajectory: Trajectory) -> dict[str, float]:
-    """Return SkyRL's split of the time for which the agent ran, in seconds: `llm` with a model call under way, and
-    `env` without one."""
+    """Return how long the agent ran, in seconds, with SkyRL's names: `llm` is the time in model calls, `env` is the
+    rest."""
     calls = min(trajectory.result.model_seconds, trajectory.seconds)
     return {"llm": calls, "env": trajectory.seconds - calls}
 
@@ -256,8 +259,9 @@ def _split_of(trajectory: Trajectory) -> dict[str, float]:
 def _usual_metrics(
     columns: Mapping[str, Sequence[Any]], splits: Sequence[Mapping[str, float]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return SkyRL's own metrics of the rows in `columns`, and the columns that only SkyRL 0.4 has. SkyRL 0.3 fails on
-    a column that is a dictionary. The times of a trajectory count once, however many rows it has."""
+    """Return SkyRL's own metrics of the rows in `columns`, and columns that only SkyRL 0.4 has. SkyRL 0.3 gets no such
+    columns, because it fails on a column that is a dictionary. The times of a trajectory count once, however many rows
+    it has."""
     metrics_of = importlib.import_module("skyrl.train.generators.utils").get_rollout_metrics
     last = [row for row, is_last in enumerate(columns["is_last_step"]) if is_last]
     options: dict[str, Any] = {
@@ -275,8 +279,8 @@ def _usual_metrics(
 
 
 def _refuse_what_engines_do_not_report(generator_cfg: Any) -> None:
-    """Raise InvalidField if SkyRL's configuration needs data that the service's samples do not have. SkyRL would train
-    without the data, and only some versions would report this."""
+    """Raise InvalidField if SkyRL is configured to use data that the service's samples do not have. SkyRL would train
+    without these data, and only some versions would report it."""
     engine = getattr(generator_cfg, "inference_engine", None)
     for name in ("enable_return_sample_support_set", "enable_return_routed_experts"):
         if getattr(engine, name, False):
@@ -288,10 +292,10 @@ class LossPerRollout:
     """A mixin for SkyRL's trainers. The mixin must be the first base class: `class Trainer(LossPerRollout,
     RayPPOTrainer)`.
 
-    The policy loss of a mini-batch becomes 1/R * sum_r 1/T_r * sum_t l_t, over the R rollouts that train in the
-    mini-batch, and over the T_r trained tokens t of all rows of rollout r. SkyRL's own reductions weigh rows or tokens,
-    so a rollout with seven rows would have seven times the weight. The mixin multiplies the advantages of each row by a
-    positive number, which PPO's clipping does not change. Raises InvalidField for a configuration in which the
+    The policy loss of a mini-batch becomes 1/R * sum_r 1/T_r * sum_t l_t, over the R rollouts with trained tokens in
+    the mini-batch, and over the T_r trained tokens t of all rows of rollout r. SkyRL's own reductions weigh rows or
+    tokens, so a rollout with seven rows would have seven times the weight. The mixin multiplies the advantages of each
+    row by a positive number, which PPO's clipping does not change. Raises InvalidField for a configuration in which the
     multiplication does not give these weights.
     """
 
@@ -323,13 +327,13 @@ class LossPerRollout:
 
 
 def row_weights(loss_mask: Tensor, last: Sequence[bool], boundaries: Sequence[tuple[int, int]]) -> Tensor:
-    """Return a factor for each row. With the factors, the mean over the tokens of a mini-batch becomes a mean over
-    rollouts, in which each rollout counts with the mean over its tokens.
+    """Return the factor by which to multiply each row's advantages. The factors turn a mini-batch's mean over tokens
+    into a mean over rollouts, in which each rollout counts with the mean over its tokens.
 
     loss_mask: [rows, tokens]. last: whether a row is the last of its rollout; a rollout's rows are adjacent.
     boundaries: [start, end) of each mini-batch. The factor is N / (R * T), for a rollout of T trained tokens in a
-    mini-batch of N trained tokens and R rollouts that train. Rows outside all mini-batches, and rollouts without a
-    trained token, have 0.
+    mini-batch with N trained tokens and R rollouts that have trained tokens. Rows outside all mini-batches, and
+    rollouts without a trained token, have 0.
     """
     import torch
 

@@ -1,15 +1,17 @@
 """The bridge to slime and to miles, its fork: rollout functions that run sessions of a service.
 
     --rollout-function-path outrider.trainers.slime.generate_rollout
-    --rollout-function-path outrider.trainers.slime.generate_rollout_async   groups run on between the rollouts
+    --rollout-function-path outrider.trainers.slime.generate_rollout_async   groups continue between the rollouts
     --custom-generate-function-path outrider.trainers.slime.custom_generate  slime's own loop, a session for each sample
     --custom-reward-post-process-path outrider.trainers.slime.post_process_rewards
 
 The bridge is written for slime of August 2026 (`slime/rollout/sglang_rollout.py`, `slime/ray/rollout.py`) and miles of
-the same month (`miles/rollout/base_types.py`), which calls functions with slime's arguments. Neither is imported before
-a function is called. Invariants: the samples of the data source are never changed, only copied; in
-the rollout functions, the n samples of a prompt come from one group; and the tokens, mask and log-probabilities of a
-sample are aligned, and equal those of the service's row.
+the same month (`miles/rollout/base_types.py`). miles calls the functions with slime's arguments. Neither is imported
+before a function is called. Invariants:
+
+- The samples of the data source are never changed, only copied.
+- In the rollout functions, the n samples of a prompt come from one group.
+- The tokens, mask and log-probabilities of a sample are aligned, and equal those of the service's row.
 """
 
 from __future__ import annotations
@@ -77,15 +79,17 @@ SlimeSample = Any
 
 
 class SlimeSettings(BridgeSettings):
-    """The settings of all bridges, and the following. Read from the mapping `outrider` in the file of slime's
-    `--custom-config-path`, overridden by the JSON in $OUTRIDER_SLIME.
+    """The settings that all bridges share, and the following. They are read from the mapping `outrider` in the file of
+    slime's `--custom-config-path`, overridden by the JSON in $OUTRIDER_SLIME.
 
-    logprobs: whether samples have `rollout_log_probs`. complete: with "all", a group is used only if all its samples
-    were graded. With "any", at least two graded samples are enough, and ungraded samples get `remove_sample`. max_age:
-    the maximum number of policy versions by which a trained token may be older than the engines' version
-    (`generate_rollout_async`); None takes miles' `--max-weight-staleness`. on_failure: what `custom_generate` does with
-    a session that cannot be trained on. "raise" raises the error. "abort" returns the sample as ABORTED; slime's fully
-    asynchronous rollout then repeats the sample. "remove" returns the sample as FAILED with `remove_sample`.
+    logprobs: whether samples have `rollout_log_probs`.
+    complete: with "all", a group is used only if all its samples were graded. With "any", two graded samples are
+        enough, and ungraded samples get `remove_sample`.
+    max_age: the maximum number of policy versions by which a trained token may be older than the engines' version
+        (`generate_rollout_async`). None takes miles' `--max-weight-staleness`.
+    on_failure: what `custom_generate` does with a session that cannot be trained on. "raise" raises the error. "abort"
+        returns the sample as ABORTED, and slime's fully asynchronous rollout then repeats it. "remove" returns the
+        sample as FAILED with `remove_sample`.
     """
 
     logprobs: bool = True
@@ -95,15 +99,15 @@ class SlimeSettings(BridgeSettings):
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Return `rollout_batch_size` groups that pass `--dynamic-sampling-filter-path`. This is a rollout function of
-    slime.
+    """Run a training rollout; slime calls this rollout function. Returns `rollout_batch_size` groups that pass the
+    filter in `--dynamic-sampling-filter-path`.
 
-    Groups that do not pass are replaced at once. When the batch is full, the groups that still run are cancelled, and
-    the prompts of all groups outside the batch are returned to the data source. As in slime's own loop, outcomes that
-    take long are therefore rarer in the batches than among the rollouts; `generate_rollout_async` has no such bias.
-    With `--partial-rollout`, the running groups are paused instead, and continue in the next rollout with the new
-    weights. A paused group keeps its tokens, and the pause does not count against its agents' time limits. With
-    `evaluation`, the evaluation sets are run instead.
+    A group that does not pass is replaced at once. When the batch is full, the groups that still run are cancelled, and
+    the prompts of all groups outside the batch are returned to the data source. So slow rollouts are rarer in the
+    batches than among all rollouts, as in slime's own loop; `generate_rollout_async` has no such bias. With
+    `--partial-rollout`, the running groups are paused instead, and continue in the next rollout with the new weights. A
+    paused group keeps its tokens, and the pause does not count against its agents' time limits. With `evaluation`, the
+    evaluation sets are run instead.
     """
     bridge = _Bridge.of(args, data_source)
     if getattr(args, "partial_rollout", False):
@@ -122,9 +126,9 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 
 def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Return groups like `generate_rollout`. Groups that have not ended continue while slime trains, and are returned
-    for a later rollout. With `max_age`, a full batch still waits for running groups that would be too old for a later
-    batch, and no more groups run at once than slime can train on before they are too old."""
+    """Return groups like `generate_rollout`, but let unfinished groups continue while slime trains; a later rollout
+    returns them. With `max_age`, a full batch still waits for running groups that would be too old for a later batch.
+    The number of running groups is then limited to what slime can train on before they are too old."""
     bridge = _Bridge.of(args, data_source)
     if evaluation:
         return bridge.client.run(_evaluate(args, bridge.settings))
@@ -184,12 +188,13 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     """Return the rewards, and the rewards normalised within each group, for slime's
     `--custom-reward-post-process-path`.
 
-    A rollout counts once, however many samples it has, and a rollout with `remove_sample` does not count. (slime's own
-    normalisation treats the batch as a single group unless the batch has exactly n samples for each prompt.) The
-    standard deviation is the sample standard deviation, as in torch. If only one rollout of a group counts, the
-    normalised rewards of the group are 0. They are also 0 if all rollouts of a group have the same reward and the
-    estimator divides by the standard deviation. (A row may have another reward than its rollout. A division by almost 0
-    would multiply the difference by a million.)
+    A rollout counts once, however many samples it has. A rollout with `remove_sample` does not count. slime's own
+    normalisation treats the batch as a single group unless the batch has exactly n samples for each prompt. The
+    standard deviation is the sample standard deviation, as in torch.
+
+    If only one rollout of a group counts, the group's normalised rewards are 0. If the estimator divides by the
+    standard deviation, they are also 0 if all rollouts of a group have the same reward. Otherwise a row with another
+    reward than its rollout would get a million times the difference.
     """
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     if args.advantage_estimator not in NORMALISED or not args.rewards_normalization:
@@ -266,7 +271,7 @@ class _Bridge:
             self._paused = True
 
     def leave(self) -> None:
-        """Cancel the groups that will not be used. If this bridge has paused the policy, resume the policy for the
+        """Cancel the groups that no rollout will use. If this bridge has paused the policy, resume the policy for the
         service's other users."""
         with suppress(OutriderError, TimeoutError):  # the service may have ended, and this process exits anyway
             self.client.run(self._leave())
@@ -336,7 +341,7 @@ class _Prompts:
                 shown.append(seen)
         verdict = self._filter(args, shown)
         keep = bool(getattr(verdict, "keep", verdict))
-        # As in slime, a group with `keep_when_insufficient` is kept if the number of dropped groups has reached the
+        # As in slime, a group with `keep_when_insufficient` is kept if the number of dropped groups is at least the
         # number of groups that run beyond the batch size.
         if getattr(verdict, "keep_when_insufficient", False):
             keep = keep or sum(self.dropped.values()) >= _inflight(args) - args.rollout_batch_size
@@ -513,10 +518,9 @@ def _task_of(
 async def _read_images(
     args: Any, client: AsyncClient, trajectories: Sequence[Trajectory]
 ) -> tuple[list[Trajectory], dict[int, dict[str, Any]]]:
-    """Return the trajectories, and the image inputs of slime's model for each row with images. The keys are Python's
-    `id(row)`. If any row has images, each row is cut before its first placeholder that belongs to no image, and a
-    trajectory without a row that still trains has an error. Raises InvalidField if the model's processor cannot read
-    the images."""
+    """Return the trajectories, and slime's image inputs for each row with images, by Python's `id(row)`. If any row has
+    images, each row is cut before its first placeholder that belongs to no image. A trajectory that has no token to
+    train on after the cut gets an error. Raises InvalidField if the model's processor cannot read the images."""
     rows = [row for trajectory in trajectories for row in trajectory.rows]
     if not any(row.sample.images for row in rows):
         return list(trajectories), {}
@@ -552,7 +556,8 @@ def _joined(tensors: Sequence[Any]) -> Any:
 
 @cache
 def _processor(trainer: str, path: str) -> Any:
-    """Load the processor of the model with slime's own function. Raises InvalidField for a model without images."""
+    """Load the processor of the model with slime's own function. Raises InvalidField for a model that cannot read
+    images."""
     processor = importlib.import_module(f"{trainer}.utils.processing_utils").load_processor(
         path, trust_remote_code=True
     )
@@ -592,7 +597,7 @@ def _filled(
     evaluation: bool = False,
 ) -> list[SlimeSample]:
     """Return a copy of slime's sample for each row of the session, filled with the row's data. `pixels` has the image
-    inputs of the rows with images. The keys are Python's `id(row)`."""
+    inputs of the rows with images, by Python's `id(row)`."""
     made = []
     for row in trajectory.rows:
         filled = copy.deepcopy(sample)
@@ -622,8 +627,8 @@ def _filled(
 
 
 def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory) -> SlimeSample:
-    """Return a copy of slime's sample that does not train, for a session without a row. The reward is 0 unless the
-    session was graded."""
+    """Return a copy of slime's sample with one token and mask 0, for a session without a row. The reward is 0 unless
+    the session was graded."""
     removed = copy.deepcopy(sample)
     removed.tokens = [0, 0]
     removed.response_length = 1
@@ -646,8 +651,8 @@ def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory
 def _reward(
     args: Any, settings: SlimeSettings, trajectory: Trajectory, reward: float, *, evaluation: bool = False
 ) -> float | dict[str, float]:
-    """Return the reward. If slime has a reward key, returns all values that the key may name. Raises InvalidField if
-    the key names none of these values."""
+    """Return the reward. If slime has a reward key, returns a dictionary of the reward and all metrics instead, from
+    which slime picks the key. Raises InvalidField if the dictionary does not have the key."""
     if not (key := _reward_key(args, evaluation=evaluation)):
         return reward
     assert trajectory.result.verdict is not None

@@ -77,11 +77,12 @@ STOPS: Mapping[StopReason, CookbookStop] = {
 
 
 class TinkerSettings(BridgeSettings):
-    """The settings of all bridges, and the following.
+    """The settings that all bridges share, and these:
 
-    relay: the name of the relay engine for which the cookbook's sampling clients generate; None if the service has its
-    own engines. complete: with "all", a group is used only if all its sessions can be trained on. With "any", two such
-    sessions are enough (one for an evaluation).
+    relay: the name of the relay engine whose model calls the cookbook's sampling clients answer; None if the service
+        has its own engines.
+    complete: with "all", a group is used only if all its sessions can be trained on. With "any", two such sessions are
+        enough (one for an evaluation).
     """
 
     relay: Name | None = "tinker"
@@ -137,7 +138,8 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # mypy does not c
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
-        # The cookbook writes public attributes into its log, where a token must not be.
+        # The attribute is private because the cookbook logs public attributes, and the settings have the service's
+        # token.
         self._settings = read_settings(TinkerSettings, settings, source="settings", variable=VARIABLE)
         fewest = self._settings.min_usable
         if fewest is not None and (self._settings.complete == "all" or fewest < 2):
@@ -158,10 +160,10 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # mypy does not c
         return False
 
     async def execute(self, env_group_builder: EnvGroupBuilder, policy: Any) -> RolloutResult:
-        """Run a group. If fewer sessions than the setting `complete` requires can be trained on, raises
-        AllTrajectoriesFailedError, and the cookbook skips the group. The last of FAILED_IN_A_ROW such training groups
-        raises the first error of its sessions instead. Raises InvalidField for a row that cannot be made into a task,
-        and ServiceError if the service cannot be reached."""
+        """Run a group. If fewer of its sessions can be trained on than the setting `complete` requires, raises
+        AllTrajectoriesFailedError, and the cookbook skips the group. After FAILED_IN_A_ROW such training groups, raises
+        the first error of a session instead. Raises InvalidField for a row that cannot be converted to a task, and
+        ServiceError if the service cannot be reached."""
         builder = env_group_builder
         if not isinstance(builder, TaskGroup):
             raise InvalidField(
@@ -245,8 +247,8 @@ def trajectory_of(trajectory: Trajectory, sequences: SampledSequences | None) ->
     place for it. `sequences` are the sequences that this process sampled for the session, or None if another engine
     sampled.
 
-    Raises InvalidField if rows have rewards of their own, because the cookbook has one advantage for a trajectory, and
-    if this process has not sampled all tokens that train.
+    Raises InvalidField if the rows have different rewards, because the cookbook has one advantage for a trajectory.
+    Also raises InvalidField if this process has not sampled all trained tokens.
     """
     rewards = {row.reward for row in trajectory.rows}
     if len(rewards) > 1:
@@ -274,7 +276,7 @@ def _transitions_of(row: TrainingRow, sequences: SampledSequences | None) -> lis
     turns = [
         (end, reward)
         for (_, end), reward in zip(sample.turn_spans, sample.turn_rewards, strict=True)
-        # a turn that is only context in this row gets its reward in the row in which it trains
+        # if a turn is only context in this row, its reward is given in the row that trains the turn
         if reward is not None and end <= len(row.ids) and row.mask[end - 1]
     ]
     found = []

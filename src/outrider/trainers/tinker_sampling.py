@@ -1,4 +1,4 @@
-"""Generates for a service with Tinker's sampling clients, and keeps the id of each sampled sequence.
+"""Answers a service's model calls with Tinker's sampling clients, and keeps the id of each sampled sequence.
 
 A relay worker in a thread of the trainer's process receives the model calls of the sessions. The calls of a group are
 sampled with the client that the trainer gave for the group, even after the trainer has made newer clients. Each new
@@ -41,7 +41,7 @@ UNKNOWN_TO_TINKER = {
 }
 """Sampling parameters that Tinker does not have, with the only value that is accepted."""
 REFUSALS = frozenset({400, 413, 422})
-"""HTTP statuses of requests that would be refused again."""
+"""HTTP statuses of requests that Tinker would refuse again."""
 
 SamplingClient = Any
 """`tinker.SamplingClient`, or an object with its method `sample`."""
@@ -78,7 +78,7 @@ class SampledSequences:
 
 
 class SampledGroup:
-    """A group that runs: its client, the client's version, and the sequences of its sessions by session id."""
+    """A running group: its client, the client's policy version, and its sessions' sequences by session id."""
 
     def __init__(self, client: SamplingClient, version: int, by_session: dict[str, SampledGroup]) -> None:
         self.client = client
@@ -140,8 +140,8 @@ class TinkerSampler:
         await asyncio.to_thread(self._thread.attach)
 
     def close(self) -> None:
-        """Detach the worker from the service, unless others use the sampler. This also happens when the process
-        exits."""
+        """Detach the worker from the service, unless the sampler has other users (see `open`). This also happens when
+        the process exits."""
         self._users -= 1
         if not self._users:
             self._detach()
@@ -206,7 +206,8 @@ class TinkerSampler:
 
     async def _group_of(self, session_key: str) -> tuple[SampledGroup, SampledSequences] | tuple[None, None]:
         """Return the group of a session, and the session's sequences; None for a session of another client of the
-        service. A session's first call may arrive before the reply to the submission of its group."""
+        service. If needed, waits for replies to submissions of groups, because a session's first call may arrive before
+        the reply that names the session."""
         waiting = {asyncio.wrap_future(group.announced) for group in self._groups.copy() if not group.announced.done()}
         while True:
             session = session_key

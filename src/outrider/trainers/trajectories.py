@@ -85,8 +85,8 @@ def trajectories_of(
     group: GroupView, settings: BridgeSettings, *, logprobs: bool, images: bool = False
 ) -> list[Trajectory]:
     """Return the sessions of a group in sample order. The group must have been requested with its samples. With
-    `logprobs`, a session with a row without log-probabilities has an error. Without `images`, a session with a row with
-    images has an error."""
+    `logprobs`, a session has an error if one of its rows has no log-probabilities. Without `images`, a session has an
+    error if one of its rows has images."""
     found = []
     for session in group.sessions:
         samples = [sample for sample in group.samples or () if sample.session_id == session.id]
@@ -98,8 +98,8 @@ def trajectories_of(
 
 
 def left_out_of(group: GroupView, trajectory: Trajectory) -> list[Sample]:
-    """Return the rows of a session that train and are not among the trajectory's rows, because the settings or the
-    trainer do not use them."""
+    """Return the session's rows with trained tokens that are not in `trajectory.rows`. They are left out because of the
+    settings or the trainer."""
     kept = {row.sample.row for row in trajectory.rows}
     return [
         sample

@@ -6,12 +6,13 @@
     with Client() as client, PolicyWeights(client) as weights, Rollouts(client, tasks, weights) as rollouts:
         Trainer(model, service_reward, args, steps_dataset(1000), rollout_func=rollouts).train()
 
-A session has a row for each of its branches, and each sampled token trains in one row at most. GRPOTrainer takes
-exactly one row of each session: the first row that trains, which is the main branch's row if this row trains. Other
-rows are left out only with `rows="main"`, and counted. AsyncGRPOTrainer takes all rows that train, each with the
-advantage of its session, and with `AsyncLossPerRollout` each session has the same weight in the loss, however many rows
-it has. A session that failed has no reward, and is left out of all means. But GRPOTrainer needs a row also for a failed
-session; this row has one token, with mask 0.
+A session has a row for each of its branches. Each sampled token is trained in one row at most. A failed session has no
+reward, and is left out of all means. The two trainers differ:
+
+- GRPOTrainer takes exactly one row of each session: the first row with trained tokens, usually the main branch's. Other
+  rows are an error, or with `rows="main"` left out and counted. A failed session gets a row of one token with mask 0.
+- AsyncGRPOTrainer takes all rows with trained tokens, each with the advantage of its session. With
+  `AsyncLossPerRollout`, each session has the same weight in the loss, however many rows it has.
 
 Importing this module does not import TRL. Invariant: every token with mask 1 that a trainer receives was sampled by an
 engine of the service, has the log-probability with which it was sampled, and is passed to the trainer once.
@@ -67,14 +68,14 @@ if TYPE_CHECKING:
 
 TESTED = "1.16"
 SETTINGS = BridgeSettings()
-"""The default settings of bridges: all rows of a session that train."""
+"""The default settings of bridges, which use all rows of a session that have trained tokens."""
 STATE_FILE = "outrider_sampler.json"
 """The name of the file, in a checkpoint of the trainer, that contains the sampler's state."""
 UNUSED_FILE = "outrider_unused_rows.pt"
-"""The name of the file, in a checkpoint of the trainer, that contains the rows of a batch that the trainer has taken
-and not yet used up. Only a checkpoint between two steps that share a batch has this file."""
+"""The name of the file, in a checkpoint of the trainer, that contains the rows of the trainer's current batch. The file
+exists only if the checkpoint was written between two steps that share a batch."""
 ASYNC_HOOKS = ("rollout_worker", "weight_transfer")
-"""The arguments of AsyncGRPOTrainer that take the bridge's parts."""
+"""The arguments of AsyncGRPOTrainer that take a `RolloutWorker` and a `ServiceWeights`."""
 PROMPT_COLUMN = "prompt"
 IMAGE_INPUTS = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
 REWARD_COLUMN = "outrider_reward"
@@ -82,8 +83,9 @@ REWARD_COLUMN = "outrider_reward"
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row for GRPOTrainer. The four lists after `prompt_ids` have equal length; `versions` is -1 where `mask` is 0.
-    `reward` is None for a session that was not graded. `images` are the images that the ids show. The row is cut before
-    its first placeholder that belongs to no image; `cut` is the number of trained tokens that are cut off."""
+    `reward` is None for a session that was not graded. `images` are the images whose placeholder tokens are in the row.
+    The row is cut before its first placeholder that belongs to no image; `cut` is the number of trained tokens after
+    the cut."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -101,16 +103,16 @@ class StepStats(msgspec.Struct, kw_only=True):
     reward, spread: mean reward, and mean standard deviation within a group, over all groups graded since the previous
         batch, including groups that were dropped.
     kept_reward: mean reward of the groups in the batch.
-    staleness_mean, staleness_max: mean and maximum number of versions by which the tokens that train are older than the
+    staleness_mean, staleness_max: mean and maximum number of versions by which the trained tokens are older than the
         policy in training.
-    waited: the time for which the trainer waited for the batch, in seconds. For `held` of these seconds the batch was
-        full, and waited for slow groups (`sampling.Batch`).
-    left_out_rows, left_out_tokens: the number of rows that train but were left out, because the batch has one row for
-        each session, and the number of tokens that train in these rows. `left_out_tokens` also counts the tokens that
-        were cut off after a placeholder that belongs to no image (`BatchRow.cut`).
-    empty_rows: the number of rows without a token that trains.
+    waited: the time for which the trainer waited for the batch, in seconds.
+    held: the part of `waited` in which the batch was full and waited for slow groups (`sampling.Batch`).
+    left_out_rows, left_out_tokens: the number of rows that were left out because the batch has one row for each
+        session, and the number of their trained tokens. `left_out_tokens` also counts the tokens that `BatchRow.cut`
+        counts.
+    empty_rows: the number of rows without a trained token.
     errors: the number of sessions of the batch that failed.
-    drift_tokens: the number of ids that an engine reported differently.
+    drift_tokens: the number of ids for which an engine reported other ids than were recorded.
     logprob_gap: the largest difference between a token's recorded log-probability and the trainer's, over
         `compared_tokens` tokens. The trainer computes its value with the weights from which the token was sampled. None
         if the difference was not measured.
@@ -156,9 +158,9 @@ class StepStats(msgspec.Struct, kw_only=True):
 
 
 def steps_dataset(groups: int) -> Any:
-    """Return a dataset for GRPOTrainer with `groups` rows. Only the number of rows matters. The tasks come from
-    `Rollouts`, because a group that is not informative is replaced by a group of another task. `groups` must be at
-    least the number of groups in a batch."""
+    """Return a dataset for GRPOTrainer with `groups` rows, at least as many as a batch has groups. Only the number of
+    rows matters. The tasks come from `Rollouts`, because a group that the filter drops is replaced by a group of
+    another task."""
     from datasets import Dataset
 
     return Dataset.from_dict({PROMPT_COLUMN: [f"group {number}" for number in range(groups)]})
@@ -183,15 +185,15 @@ class Rollouts:
     computed with the weights that each token was sampled from (`StepStats.logprob_gap`). The comparison costs one more
     forward pass for each version in a batch, and `weights.keep` should be at least `max_age` + 1.
 
-    GRPOTrainer has room for one row of a session. With `rows="all"`, a session of a training batch that has more rows
-    that train is an error. With `rows="main"`, only the session's first row trains, and the others are counted
+    GRPOTrainer has room for one row of a session. With `rows="all"`, a second row with trained tokens in a session of a
+    training batch is an error. With `rows="main"`, only the session's first row trains, and its other rows are counted
     (`StepStats.left_out_rows`).
 
     A trainer that continues from a checkpoint (`train(resume_from_checkpoint=...)`) loads the sampler's state from it.
     `state`, the result of `sampler_state(checkpoint)`, is for a trainer that loads a checkpoint in another way.
 
-    If the block ends without an error, the groups that still run are cancelled. After an error these groups run on, so
-    that a restarted trainer can continue with them.
+    If the block ends without an error, the groups that still run are cancelled. After an error these groups continue,
+    so that a restarted trainer can use them.
     """
 
     def __init__(
@@ -265,9 +267,9 @@ class Rollouts:
         """Return the rows of len(prompts) sessions, in the form that TRL expects from a `rollout_func`. The rows of a
         group are adjacent. The contents of `prompts` are not used.
 
-        Raises InvalidField if the trainer's configuration would make it train on other data, or if `rows` is "all" and
-        a session of a training batch has more than one row that trains, and ServiceError if there are too few tasks or
-        the service cannot be reached.
+        Raises InvalidField if the trainer's configuration would make it train on other data, or if a session has too
+        many rows for the setting `rows`. Raises ServiceError if there are too few tasks or the service cannot be
+        reached.
         """
         _check_trainer(trainer)
         training = bool(trainer.model.training)
@@ -326,8 +328,8 @@ class Rollouts:
                 self._pixels[image.digest, image.grid] = read.inputs
 
     def image_inputs(self, ids: Tensor, attention: Tensor, rows: Sequence[int] | None = None) -> dict[str, Any]:
-        """Return the inputs of a model with images for rows of the last batch, all by default. `ids` and `attention`
-        are of shape (rows, length), padded on both sides. Returns no inputs if the rows have no images."""
+        """Return the model's image inputs for rows of the last batch, by default all. `ids` and `attention` are of
+        shape (rows, length), padded on both sides. Returns an empty dictionary if the rows have no images."""
         import torch
 
         images = self.images if rows is None else [self.images[row] for row in rows]
@@ -456,9 +458,9 @@ class ServiceLogprobs:
     policy would then count as sampled by the current policy. With the mixin, the importance ratio and its clipping use
     the log-probabilities with which the tokens were sampled. The mixin also logs `StepStats` as `outrider/...`.
 
-    A checkpoint has the sampler's state, and the rows that the trainer has taken but not used up, if several steps
-    share a batch (`steps_per_generation`, `num_iterations`). A trainer that continues from the checkpoint loads both,
-    so it trains on each group as often as a trainer that was never interrupted.
+    A checkpoint contains the sampler's state. If several steps share a batch (`steps_per_generation`,
+    `num_iterations`), it also contains the rows of an unfinished batch. A trainer that continues from the checkpoint
+    loads both, so it trains on each group as often as a trainer that was never interrupted.
     """
 
     def _generate_and_score_completions(self: Any, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -541,8 +543,8 @@ def sampler_state(checkpoint: Path | str) -> SamplerState:
 
 
 def async_row_class() -> Callable[..., Any]:
-    """Return TRL's class for a row of AsyncGRPOTrainer (`RolloutSample`). Raises InvalidField if the installed TRL
-    takes no rollouts of another program."""
+    """Return TRL's class for a row of AsyncGRPOTrainer (`RolloutSample`). Raises InvalidField if AsyncGRPOTrainer of
+    the installed TRL cannot take rollouts from another program."""
     places = ("trl.experimental.async_grpo.async_rollout_worker", "trl.trainer.async_grpo_trainer")
     row: Callable[..., Any] | None = _first("RolloutSample", places)
     trainer = _first("AsyncGRPOTrainer", ("trl", "trl.experimental.async_grpo"))
@@ -561,7 +563,7 @@ def async_row_class() -> Callable[..., Any]:
 
 
 def _first(name: str, modules: Sequence[str]) -> Any:
-    """Return the attribute `name` of the first of the modules that has it; None if none has."""
+    """Return the attribute `name` of the first module that has it; None if no module has it."""
     for module in modules:
         try:
             return getattr(importlib.import_module(module), name)
@@ -571,7 +573,7 @@ def _first(name: str, modules: Sequence[str]) -> Any:
 
 
 class RowAdvantage(float):
-    """The advantage of a session, and how many tokens are trained in all rows of the session."""
+    """The advantage of a session. `tokens` is the number of trained tokens in all rows of the session."""
 
     tokens: int
 
@@ -586,9 +588,9 @@ class AsyncLossPerRollout:
     AsyncGRPOTrainer)`.
 
     The loss of a micro-batch becomes 1/R * sum_r 1/T_r * sum_t l_t: over the T_r trained tokens t of all rows of
-    rollout r, and over the R rollouts of the micro-batch. Here a rollout with a part of its tokens in the micro-batch
-    counts as this part of a rollout. TRL's own loss is a mean over tokens, so a rollout with seven rows would have
-    seven times the weight. The mixin multiplies advantages by positive numbers, which PPO's clipping does not change.
+    rollout r, and over the R rollouts of the micro-batch. If only half of a rollout's tokens are in the micro-batch, it
+    counts as half a rollout in R. TRL's own loss is a mean over tokens, so a rollout with seven rows would have seven
+    times the weight. The mixin multiplies advantages by positive numbers, which PPO's clipping does not change.
     """
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:
@@ -605,9 +607,9 @@ class AsyncLossPerRollout:
 
 
 def _weighed(collate: Callable[[Any], Any], examples: Sequence[Any]) -> Any:
-    """Collate a micro-batch of TRL's packed rows, with weighed advantages. TRL divides the micro-batch's sum over
-    tokens by its number of trained tokens. If the rows are not from `RolloutWorker`, their advantages are left
-    unchanged."""
+    """Collate a micro-batch of TRL's packed rows, with advantages multiplied so that each rollout has the same weight.
+    TRL itself divides the loss by the number of trained tokens in the micro-batch. If the rows are not from
+    `RolloutWorker`, their advantages are left unchanged."""
     samples = [sample for packed in examples[0] for sample in packed.samples]
     if not all(isinstance(sample["advantage"], RowAdvantage) for sample in samples):
         return collate(examples)
@@ -622,7 +624,7 @@ class RolloutWorker:
     """The `rollout_worker` of an AsyncGRPOTrainer (RolloutWorkerProtocol), with `ServiceWeights` as `weight_transfer`.
     The trainer must have the mixin `AsyncLossPerRollout`; otherwise `start` raises an error.
 
-    A `DynamicSampler` keeps `inflight` groups of `n` sessions running. Every row that trains is put into
+    A `DynamicSampler` keeps `inflight` groups of `n` sessions running. Every row with trained tokens is put into
     `rollout_buffer`, with the advantage of its session; `advantages` selects how advantages are computed. While the
     buffer is full (`buffered` rows), finished groups wait in the sampler. The constructor raises InvalidField if the
     installed TRL has no place for a rollout worker.
@@ -733,7 +735,7 @@ class RolloutWorker:
                 yield
             finally:
                 filling.cancel()
-                # after a failure the groups run on, so that a new worker can continue with them
+                # after a failure the groups continue, so that a new worker can use them
                 if self._failure is None:
                     await sampler.stop()
 
@@ -758,8 +760,8 @@ class RolloutWorker:
             self._failure = error
 
     def _rows(self, group: GroupView, number: int) -> Iterator[Any]:
-        """Yield a RolloutSample for every row that trains. Raises InvalidField for a row with images, because TRL's
-        class of rows has no place for pixel values."""
+        """Yield a RolloutSample for every row with trained tokens. Raises InvalidField for a row with images, because
+        TRL's class of rows has no place for pixel values."""
         for sample in group.samples or ():
             if sample.images:
                 raise InvalidField(
@@ -772,7 +774,7 @@ class RolloutWorker:
         worth = group_advantages(list(rewards.values()), self._advantages)
         advantages = dict(zip(rewards, worth, strict=True))
         spread = pstdev(rewards.values())
-        # A row may have another reward than its rollout. The row's advantage then compares the row's reward with the
+        # A row's reward may differ from its rollout's. The row's advantage then compares the row's own reward with the
         # rewards of the group's rollouts.
         per_reward = 1.0 if self._advantages != "grpo" else 1.0 / (spread + 1e-4) if spread else 0.0
         for trajectory in trajectories:
@@ -823,23 +825,23 @@ class ServiceWeights:
 
 
 class GroupRows(msgspec.Struct, frozen=True):
-    """The rows of a group: `rows` has one row for each session, in sample order, and `left_out` the other rows that
-    train."""
+    """The rows of a group. `rows` has one row for each session, in sample order. `left_out` has all other rows with
+    trained tokens."""
 
     rows: list[BatchRow]
     left_out: list[TrainingRow]
 
 
 def placeholders_of(processor: Any) -> frozenset[int]:
-    """Return a set with the id of the placeholder of images, or an empty set if the trainer's `processing_class` makes
-    no pixel values."""
+    """Return the id of the image placeholder token, as a set. The set is empty if `processor`, the trainer's
+    `processing_class`, makes no pixel values."""
     makes = hasattr(processor, "image_processor") and hasattr(processor, "image_token_id")
     return frozenset({int(processor.image_token_id)}) if makes else frozenset()
 
 
 def rows_of(group: GroupView, placeholders: frozenset[int] = frozenset()) -> GroupRows:
     """Return the rows of a group. If no session has a row, raises the first error of a session, or ServiceError for a
-    group without sessions. Raises InvalidField for images if the trainer has no `placeholders` for them."""
+    group without sessions. Raises InvalidField if the group has images and `placeholders` is empty."""
     for sample in group.samples or ():
         if sample.images and not placeholders:
             raise InvalidField(
@@ -856,9 +858,9 @@ def rows_of(group: GroupView, placeholders: frozenset[int] = frozenset()) -> Gro
 
 
 def _batch_row(trajectory: Trajectory, other: TrainingRow, placeholders: frozenset[int]) -> BatchRow:
-    """Return the first row of a session. The row ends before the first placeholder that belongs to no image, because
-    models raise an error for such a placeholder, which a model may have sampled. If the session has no row, or the row
-    has no token to train on before its new end, returns a row that does not train, with the prompt of `other`."""
+    """Return the first row of a session, cut before the first placeholder that belongs to no image. A model may sample
+    such a placeholder, but raises an error when it reads one. If the session has no row, or no trained token is before
+    the cut, returns a row of one token with mask 0, with the prompt of `other`."""
     row = trajectory.rows[0] if trajectory.rows else None
     cut = 0
     if row is not None:
@@ -904,8 +906,8 @@ def _refuse_to_leave_out(rows: Sequence[TrainingRow]) -> None:
 
 
 def _rollout_reward(trajectory: Trajectory) -> float | None:
-    """Return the reward with which a rollout counts in its group: the reward of its first row. A graded rollout without
-    rows that train has the verdict's reward, and a rollout that was not graded has None."""
+    """Return the reward with which a rollout counts in its group: the reward of its first row. If the rollout has no
+    row with trained tokens, returns the verdict's reward; None if the rollout was not graded."""
     return trajectory.rows[0].reward if trajectory.rows else _reward_of(trajectory.session)
 
 
@@ -975,8 +977,8 @@ def _counting_from_first_token(model: Callable[..., Any]) -> Callable[..., Any]:
 
     TRL pads prompts on the left, and its positions count the padding. Rotary positions are relative, but their angles
     are rounded to float32. So where attention is sharp, a shift by a few positions changes a log-probability by up to
-    8e-5. A model with images makes the positions of rows with images itself, from the first token on. For rows without
-    images, empty pixel values are left out, because the model's image encoder cannot read them.
+    8e-5. For a batch with images, the model itself computes positions that do not count the padding. Empty pixel values
+    are left out, because the model's image encoder cannot read them.
     """
 
     def call(**inputs: Any) -> Any:

@@ -1,9 +1,11 @@
-"""The part of the bridge to verifiers and prime-rl that does not need their packages. Converts rows to sessions of a
-service, and sessions to the nodes and model calls of a verifiers trace.
+"""The part of the bridge to verifiers and prime-rl that does not need their packages. Converts dataset rows to sessions
+of a service, and sessions to the nodes and model calls of a verifiers trace.
 
-The classes of verifiers that use this module are in `verifiers_plugin`. Invariants: the ids, masks and
-log-probabilities of a trace are those of the session's rows, bit for bit; each path of a trace is one row, with a root
-of its own, so that each trained token is in one node; and a session that failed is an error, never a reward.
+The classes of verifiers that use this module are in `verifiers_plugin`. Invariants:
+
+- The ids, masks and log-probabilities of a trace are those of the session's rows, bit for bit.
+- Each path of a trace is one row and has its own root, so each trained token is in one node.
+- A failed session is an error, never a reward.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ CACHE_SALT = "cache_salt"
 """The sampling parameter in which prime-rl sends the version of its policy, in decimal digits."""
 WITHOUT_EFFECT = {CACHE_SALT, "return_token_ids", "stream", "stream_options"}
 CLIENT_ENGINE = {"vllm": {"control": False, "logprobs_mode": "processed_logprobs"}}
-"""Options of the engine that is attached for verifiers' client. The keys are kinds of engines. prime-rl starts vLLM
-with this mode of log-probabilities. It also pauses vLLM and loads weights itself, so Outrider must not (`control`)."""
+"""Options of the engine that is attached for the server in verifiers' client, by kind of engine. prime-rl starts vLLM
+with this `logprobs_mode`. It also pauses vLLM and loads weights itself, so Outrider must not (`control`)."""
 STOPS = {
     StopReason.MAX_TURNS: "max_turns",
     StopReason.MAX_TOKENS: "max_output_tokens",
@@ -45,9 +47,12 @@ STOPS = {
 
 
 class VerifiersSettings(BridgeSettings):
-    """The settings of all bridges, and the following. rows: "all" makes a path for each row that trains, "main" only
-    for the main conversation's row. engines: "service" for the engines that the service has; with "client", the server
-    in verifiers' client becomes an engine of the service, of the kind `engine_kind` with `engine_options`."""
+    """The settings that all bridges share, and these:
+
+    rows: "all" makes a path for each training row, "main" only for the main conversation's row.
+    engines: "service" for the engines that the service has. With "client", the server in verifiers' client becomes an
+        engine of the service.
+    engine_kind, engine_options: the kind and the options of this engine."""
 
     engines: Literal["service", "client"] = "service"
     engine_kind: Literal["vllm", "sglang", "openai"] = "vllm"
@@ -80,7 +85,7 @@ class TraceParts:
 
 
 class VerifiersRollouts:
-    """Runs rows as sessions of a service."""
+    """Runs dataset rows as sessions of a service."""
 
     def __init__(self, settings: VerifiersSettings) -> None:
         self._settings = settings
@@ -90,13 +95,13 @@ class VerifiersRollouts:
         """Names that the model at the attached server had before."""
         self._version = -1
         self._unnamed = False
-        """An engine was attached, and does not have the policy's version yet."""
+        """True while an attached engine does not have the policy's version yet."""
         self._naming = asyncio.Lock()
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Keep the client of the service open, so that a new rollout waits for a service that restarts, and attach the
-        client's server again after the restart."""
+        """Keep the connection to the service open, so that new rollouts wait while the service restarts. After the
+        restart, attach the server in verifiers' client again."""
         async with shared_client(self._settings.url, self._settings.token) as shared, asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(self._keep_attached(shared.client))
             try:
@@ -123,11 +128,11 @@ class VerifiersRollouts:
         max_turns: int | None = None,
         labels: Mapping[str, Any],
     ) -> TraceParts:
-        """Run a row as one session, and return the session's parts of the trace. `system_prompt` is put before the
-        instruction.
+        """Run a dataset row as one session, and return the session's parts of the trace. `system_prompt` is put before
+        the instruction.
 
-        Raises InvalidField for a row that cannot be a task, and the session's error. A cancellation of the call cancels
-        the session.
+        Raises InvalidField for a row that cannot be converted to a task, and the session's error. A cancellation of the
+        call cancels the session.
         """
         given = {name: value for name, value in sampling.items() if name not in WITHOUT_EFFECT}
         task = task_for(self._settings, row, prompt=prompt, sampling=given, labels=labels)
@@ -137,8 +142,8 @@ class VerifiersRollouts:
             task["instruction"] = f"{system_prompt}\n\n{task['instruction']}"
         if max_turns is not None:
             task["limits"] = {**(task.get("limits") or {}), "turns": max_turns}
-        # The key is new each time and does not depend on the row, because the same row occurs again in a group and in
-        # the next epoch.
+        # The group's idempotency key is random and does not depend on the row, because the same row occurs again in a
+        # group and in the next epoch.
         group = group_of(self._settings, task, evaluating=not server.trains)
         async with shared_client(self._settings.url, self._settings.token) as shared:
             if self._settings.engines == "client":
@@ -157,9 +162,10 @@ class VerifiersRollouts:
     async def _attach(self, client: AsyncClient, server: ModelServer, *, salted: bool) -> None:
         """Attach the server that verifiers' client names.
 
-        A request with a salt comes from prime-rl and is for prime-rl's policy. If prime-rl trains a LoRA adapter, the
-        policy is renamed to the adapter at some version. A new name replaces the earlier names for good. Raises
-        InvalidField for any other second server or model, because all sessions of a service use all its engines.
+        `salted` is True for a request from prime-rl, which sends a cache salt. Such a request may rename the model,
+        because prime-rl renames its policy when it trains a LoRA adapter. A renamed model never gets an earlier name
+        again. Raises InvalidField for a second server, and for another model without a salt, because all sessions of a
+        service use all its engines.
         """
         known = self._attached = self._attached or server
         renamed = server.model != known.model
@@ -184,10 +190,10 @@ class VerifiersRollouts:
             self._attached = server
 
     async def _name_version(self, client: AsyncClient, salt: Any) -> None:
-        """Give the service the policy version in prime-rl's cache salt, if the service has an older version. The
-        service then keeps keys and values of older weights apart. After an engine was attached, the service gets a
-        version even if the version does not change, because the service would treat the engine as outdated. Does
-        nothing while the policy is paused."""
+        """Set the service's policy version to the version in prime-rl's cache salt, if the service has an older
+        version. The service then keeps keys and values of older weights apart. After an engine was attached, the
+        version is set even if it does not change, because the service would otherwise treat the engine as outdated.
+        Does nothing while the policy is paused."""
         named = int(salt) if isinstance(salt, str) and salt.isascii() and salt.isdecimal() else -1
         async with self._naming:
             if named <= self._version and not self._unnamed:
@@ -227,8 +233,8 @@ def parts_of(
     left_out: int,
 ) -> TraceParts:
     """Return the parts of a trace that come from a finished session. `chats` has the conversation of each row, and is
-    empty for a session without rows. `left_out` is the number of the session's rows that train but are not in the
-    trace."""
+    empty for a session without rows. `left_out` is the number of the session's rows with trained tokens that are not in
+    the trace."""
     result = trajectory.result
     verdict = result.verdict
     assert verdict is not None
@@ -282,9 +288,9 @@ def parts_of(
 
 
 def _add_row(nodes: list[dict[str, Any]], places: dict[int, int], row: TrainingRow, chat: ChatRow) -> None:
-    """Add the path of a row. The messages between two replies have a node each. The first of these nodes has all ids
-    between the replies, because a row does not record which id belongs to which message. `places` gets an entry for
-    each turn of the row: the turn's number, and the index of the turn's node."""
+    """Add the path of a row to `nodes`. Each message has a node. Of the messages before a reply, the first has all ids,
+    because a row does not record which id belongs to which message. `places` maps each turn's number to the index of
+    its reply's node."""
     parent: int | None = None
     first = len(nodes)
     at = 0
@@ -339,8 +345,8 @@ def _add(nodes: list[dict[str, Any]], parent: int | None, message: Mapping[str, 
 
 def _exchanges(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Mapping[str, Any]], Mapping[str, Any]]]:
     """Yield each reply of the model in a row's conversation, with the messages before the reply. Then yield empty
-    replies without end, because replies that the agent never received are not in the conversation, although their
-    tokens train."""
+    replies without end. They stand for replies that the agent never received: these are not in the conversation, but
+    their tokens are trained."""
     before: list[Mapping[str, Any]] = []
     for message in messages:
         if "weight" in message:

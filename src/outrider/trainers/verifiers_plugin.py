@@ -1,8 +1,8 @@
 """The plugins of verifiers (0.4): a taskset of rows, a harness whose rollouts are sessions of a service, and an
 environment that pairs the two. The module `outrider_rollouts` exports them under the id `outrider-rollouts`.
 
-The taskset reads rows; the harness runs each row as a session (`verifiers.VerifiersRollouts`) and writes the session's
-tokens into the trace; the task's reward is the session's verdict. Invariant: a trace has a reward only if its session
+The taskset reads rows. The harness runs each row as a session (`verifiers.VerifiersRollouts`) and writes the session's
+tokens into the trace. The task's reward is the session's verdict. Invariant: a trace has a reward only if its session
 was graded; any failure is an error of the trace.
 """
 
@@ -46,8 +46,8 @@ ERRORS: dict[Boundary, type[vf.RolloutError]] = {
     Boundary.EVALUATOR: vf.TaskError,
     Boundary.SERVICE: vf.InterceptionError,
 }
-"""verifiers' error types by the boundary of an error. `InterceptionError` is the type for failed communication with the
-program through which model calls pass."""
+"""verifiers' error types, by the part of Outrider that an error comes from. `InterceptionError` is the type for failed
+communication with the program through which model calls pass."""
 
 
 class OutriderRow(vf.TaskData):  # type: ignore[misc]
@@ -57,7 +57,7 @@ class OutriderRow(vf.TaskData):  # type: ignore[misc]
 
 
 class OutriderTask(vf.Task[OutriderRow]):  # type: ignore[misc]
-    """A row. Its reward is the verdict of the row's session."""
+    """The task of a row. Its reward is the verdict of the row's session."""
 
     @vf.reward  # type: ignore[untyped-decorator]
     async def outrider(self, trace: Any) -> float:
@@ -68,9 +68,11 @@ class OutriderTask(vf.Task[OutriderRow]):  # type: ignore[misc]
 
 
 class OutriderTasksetConfig(vf.TasksetConfig):  # type: ignore[misc]
-    """rows: a file of rows (JSON Lines, JSON, Parquet, or a saved Hugging Face data set). prompt_column: the column
-    with the prompt, a text or messages, for tasks without an instruction. id_column: the column with names of the
-    rows."""
+    """The configuration of the taskset.
+
+    rows: a file of rows (JSON Lines, JSON, Parquet, or a saved Hugging Face data set).
+    prompt_column: the column with the prompt, a text or messages, for tasks without an instruction.
+    id_column: the column with names of the rows."""
 
     rows: Path | None = None
     prompt_column: str = "prompt"
@@ -157,9 +159,9 @@ class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc]
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-# The configuration names the local runtime, in which nothing runs, because verifiers' default is a remote sandbox. The
-# harness is set by `model_copy`, which does not validate. The validation would import the module that the harness's id
-# names. That module imports this one.
+# verifiers' default runtime is a remote sandbox. Nothing runs in the runtime here, so the local one is chosen. The
+# harness is set by `model_copy`, which does not validate. Validation would import the harness's module by its id, and
+# that module imports this one.
 _AGENT = vf.AgentConfig(runtime=vf.SubprocessConfig()).model_copy(update={"harness": OutriderHarnessConfig(id=ID)})
 
 
@@ -215,8 +217,8 @@ def fill(trace: Any, parts: TraceParts) -> None:
 
 @asynccontextmanager
 async def _translated() -> AsyncIterator[None]:
-    """Raise errors of Outrider as verifiers' errors of the same boundary, with the status for verifiers' retry
-    rules."""
+    """Convert errors of Outrider to verifiers' errors (ERRORS). They get the HTTP status, because verifiers' retry
+    rules use it."""
     try:
         yield
     except OutriderError as error:

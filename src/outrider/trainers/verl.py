@@ -96,9 +96,9 @@ SGLANG_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 
 class RowOutput(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
-    """An output with a reward for each of its response ids. Without `rm_scores`, the V1 trainer would assign the score
-    of a session's last output to the last ids of all outputs of the session. The V0 trainer assigns the score in this
-    way even with `rm_scores`."""
+    """An output with a reward for each of its response ids. Without the column `rm_scores`, the V1 trainer would assign
+    the score of a session's last output to the last ids of all outputs of the session. The V0 trainer does so even with
+    `rm_scores`."""
 
     token_rewards: list[float]
 
@@ -116,8 +116,8 @@ class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
     """
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        """Run one session. `row` is the row of the dataset. Raises the session's error, and InvalidField for several
-        rows."""
+        """Run one session. `row` is the row of the dataset. Raises the session's error, and InvalidField if the session
+        has several training rows."""
         settings = settings_of(self.config)
         number = row.get("session_id")  # only the V1 trainer numbers the sessions of a prompt
         if number is not None:
@@ -158,7 +158,7 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
         await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": status})
 
     async def _roll_out(self, prompt: dict[str, Any], sampling: dict[str, Any], validate: bool) -> None:
-        """Run the group and store its rows. If too many sessions fail for the setting `complete`, raises the first
+        """Run the group and store its rows. If more sessions fail than the setting `complete` allows, raises the first
         error of a session and stores no row."""
         settings = settings_of(self.config)
         rollout = self.config.actor_rollout_ref.rollout
@@ -182,8 +182,7 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
         for number, rows in outputs.items():
             await self._agent_loop_postprocess(rows, validate, session_id=number, **prompt)
             if not validate and self.config.algorithm.adv_estimator in ESTIMATORS:
-                # The column `uid` is the only column that the trainer passes to the estimator and that can identify a
-                # session.
+                # Of the columns that the trainer passes to the estimator, only `uid` can identify a session.
                 keys = [f"{prompt['uid']}_{number}_{row}" for row in range(len(rows))]
                 fields = list_of_dict_to_tensordict([{"uid": key} for key in keys])
                 await tq.async_kv_batch_put(keys=keys, partition_id="train", fields=fields)
@@ -294,8 +293,8 @@ class VerlGenerate:
 
     async def __call__(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Generate a reply, and yield its chunks. Raises ContextOverflow for a prompt that fills the context,
-        EngineRejected for a constraint, EngineUnavailable for errors of verl's server, and EngineError for missing
-        log-probabilities."""
+        EngineRejected for a request with a constraint, EngineUnavailable for errors of verl's server, and EngineError
+        for missing log-probabilities."""
         prompt = [int(token) for token in request.input_ids]
         rollout = self._client.config.actor_rollout_ref.rollout
         context = int(rollout.max_model_len or rollout.prompt_length + rollout.response_length)
@@ -350,9 +349,9 @@ class VerlGenerate:
 
 
 def _verl_sampling(sampling: SamplingParams, backend: str) -> dict[str, Any]:
-    """Return the sampling parameters for vLLM or SGLang (`backend`), under the names of this server, because verl
-    passes the parameters on unchanged. Optional parameters with a neutral value are left out, because not every backend
-    has them. Raises EngineRejected for a constraint."""
+    """Return the sampling parameters under the names of the server, vLLM or SGLang (`backend`), because verl passes
+    them on unchanged. Optional parameters with a neutral value are left out, because not every backend has them. Raises
+    EngineRejected for a constraint."""
     if sampling.constraint is not None:
         raise EngineRejected("verl's servers do not support structured output")
     # vLLM's class SamplingParams has fields of the same names
@@ -374,8 +373,8 @@ class RelayActor:
         self._relay.attach()
 
     def attach(self) -> None:
-        """Attach the servers unless they are attached. For example, they are no longer attached after the worker has
-        ended. Returns when the service has accepted the worker. Raises the errors of `Worker.in_thread`."""
+        """Attach the servers again if the worker has ended. Returns when the service has accepted the worker. Raises
+        the errors of `Worker.in_thread`."""
         self._relay.attach()
 
 

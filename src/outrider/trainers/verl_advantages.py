@@ -1,12 +1,12 @@
-"""Advantage estimators for verl's V1 trainer in which a rollout counts once, however many rows it has, and the check of
-verl's configuration that goes with them.
+"""Advantage estimators for verl's V1 trainer in which a rollout counts once, however many rows it has, and a check that
+verl's configuration fits them.
 
-The module does not import verl. The manager of `outrider.trainers.verl` registers the estimators. The column `uid` is
-the only data about a rollout that verl passes to an estimator, so the manager's workers put each row's key there:
-`{uid}_{session}_{row}`, where the highest row is the main conversation's.
+The module does not import verl. The manager of `outrider.trainers.verl` registers the estimators. verl passes a single
+column about rollouts to an estimator, `uid`. So the manager's workers put each row's key there:
+`{uid}_{session}_{row}`. The row with the highest number is the main conversation's.
 
-Invariant: for the loss aggregation AGGREGATION, the sum over verl's mini-batches of a token's weight in the loss,
-divided by the number of mini-batches, is the weight in docs/trainers/weights.md.
+Invariant: with the loss aggregation AGGREGATION, a token's weight in the loss, as a mean over verl's mini-batches, is
+the weight in docs/trainers/weights.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AGGREGATION = "seq-mean-token-mean"
 """The loss aggregation that the estimators need. Its denominators (the row's trained tokens, and the configured number
 of rows of a mini-batch) do not depend on which rows are in a mini-batch or micro-batch."""
 SCALABLE_LOSSES = frozenset({"vanilla", "gspo", "cispo", "sapo", "gpg", "dppo_tv", "dppo_kl"})
-"""verl's policy losses that are proportional to a positive factor of the advantages, and aggregated as configured."""
+"""verl's policy losses that use the configured aggregation and scale with the advantages."""
 EPSILON = 1e-6
 """A small number that is added to a standard deviation before the division, as in verl's GRPO."""
 
@@ -37,8 +37,8 @@ tokens, the trained tokens of the row's rollout, and the number of rollouts."""
 def estimate(
     share: Share, *, token_level_rewards: Any, response_mask: Any, index: Sequence[str], config: Any, **_: Any
 ) -> Any:
-    """Return verl's pair (advantages, returns). The first has the advantages multiplied by the weights of the rows, the
-    second the advantages without the weights.
+    """Return verl's pair (advantages, returns): the advantages multiplied by the weights of the rows, and the
+    advantages without the weights.
 
     `token_level_rewards`, `response_mask` and the result are tensors [rows, response length]; `index` has the rows'
     keys. Raises InvalidField if `index` has no keys.
@@ -67,8 +67,8 @@ weight."""
 
 
 def check_weights(config: Any, settings: VerlSettings) -> None:
-    """Raise InvalidField if verl would, with this configuration, count rows as rollouts, or not apply the weights of
-    the chosen estimator. `config` is verl's whole configuration."""
+    """Raise InvalidField if verl, with this configuration, would count rows as rollouts, or would not apply the weights
+    of the chosen estimator. `config` is verl's whole configuration."""
     name = config.algorithm.adv_estimator
     actor = config.actor_rollout_ref.actor
     if name not in ESTIMATORS:
@@ -97,8 +97,8 @@ def check_weights(config: Any, settings: VerlSettings) -> None:
 
 
 def check_loop(settings: VerlSettings) -> None:
-    """Raise InvalidField if the setting `rows` is "all" for the agent loop in the V1 trainer, because nothing can
-    weight the rows there."""
+    """Raise InvalidField if the setting `rows` is "all". It must be "main" for the agent loop in the V1 trainer,
+    because nothing can weight the rows there."""
     if settings.rows == "all":
         raise InvalidField(
             "sessions may have several rows, and verl's V1 trainer would count each row as a rollout",
@@ -108,10 +108,11 @@ def check_loop(settings: VerlSettings) -> None:
 
 
 def _advantages(scores: Any, keys: Sequence[tuple[str, str, int] | None], config: Any) -> Any:
-    """Return the advantage of each row: its reward minus the mean of its group's rollouts, divided by their standard
-    deviation unless `norm_adv_by_std_in_grpo` is false. The reward of a rollout is the reward of its main row. If
-    advantages are divided and all rollouts of a group have the same reward, the group's advantages are 0. (A row may
-    have another reward than its rollout. A division by almost 0 would multiply the difference by a million.)"""
+    """Return the advantage of each row: its reward minus the mean reward of its group's rollouts, divided by their
+    standard deviation unless `norm_adv_by_std_in_grpo` is false. The reward of a rollout is the reward of its main row.
+
+    With this division, the advantages of a group are 0 if all its rollouts have the same reward. Otherwise a row with
+    another reward than its rollout would get a million times the difference."""
     main: dict[str, dict[str, tuple[int, int]]] = {}
     for place, key in enumerate(keys):
         if key is not None:

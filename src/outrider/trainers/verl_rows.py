@@ -27,12 +27,14 @@ LABELS = ("uid", "index", "data_source", "global_steps")
 
 
 class VerlSettings(BridgeSettings):
-    """The settings in `rollout.custom.outrider`: the settings of all bridges, and the following.
+    """The settings in `rollout.custom.outrider`: the settings that all bridges share, and these:
 
-    actor: the name of the Ray actor that runs the service, in place of `url`. relay: the name of the relay engine
-    through which verl's own servers generate. complete: with "all", a prompt fails if any of its sessions fails; with
-    "any", only if all fail. Only the manager uses `complete` and `evaluation_priority`, because an agent loop gets a
-    single trajectory, without the information whether the trajectory is for training or validation.
+    actor: the name of the Ray actor that runs the service, in place of `url`.
+    relay: the name of the relay engine through which verl's own servers generate.
+    complete: with "all", a prompt fails if any of its sessions fails; with "any", only if all fail.
+
+    Only the manager uses `complete` and `evaluation_priority`. An agent loop gets a single trajectory, and cannot know
+    whether it is for training or validation.
     """
 
     actor: Name | None = None
@@ -42,10 +44,13 @@ class VerlSettings(BridgeSettings):
 
 @dataclass(frozen=True)
 class Terms:
-    """verl's requirements for a rollout: `rollout.prompt_length` and `.response_length` in tokens, whether
-    log-probabilities are required (`.calculate_log_probs`), and verl's sampling parameters. `media_ids` are the
-    placeholders of images and videos of the model's processor. If verl has no processor, `media_ids` is empty, and rows
-    with images are refused."""
+    """What verl requires of a rollout.
+
+    prompt_length, response_length: the maximum lengths in tokens, from verl's `rollout`.
+    logprobs: whether log-probabilities are required (`rollout.calculate_log_probs`).
+    sampling: verl's sampling parameters.
+    media_ids: the ids of the image and video placeholders of the model's processor. If verl has no processor,
+        `media_ids` is empty, and rows with images are refused."""
 
     prompt_length: int
     response_length: int
@@ -75,9 +80,10 @@ def verl_task(settings: VerlSettings, row: Mapping[str, Any], terms: Terms) -> d
 
 
 def give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
-    """Change the seed of a task, if it has one, for one of the `n` trajectories of a prompt. Otherwise all trajectories
-    would draw the same tokens. (In a group of n sessions, the service changes the seeds.) `number` is the trajectory's
-    number, None if verl does not pass the number. Raises InvalidField for a seed without a number if `n` is above 1."""
+    """Give one of the `n` trajectories of a prompt its own seed, if the task has a seed. With equal seeds, all
+    trajectories would draw the same tokens. (In a group of n sessions, the service changes the seeds.) `number` is the
+    trajectory's number, None if verl does not pass it. Raises InvalidField for a seed without a number if `n` is above
+    1."""
     seed = task["sampling"].get("seed")
     if seed is None or (number is None and n == 1):
         return
@@ -91,15 +97,17 @@ def give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
 
 
 def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[dict[str, Any]]:
-    """Return the fields of an AgentLoopOutput, without `metrics`, for each row of a session that trains, and the row's
-    `images`, which become `multi_modal_data`. The fields of the main conversation are last, because verl treats the
-    last fields as those of the session. `step` is used as version if the engine reported no version. Raises the
-    session's error, and EngineError if nothing in the session trains within verl's lengths.
+    """Return the fields of an AgentLoopOutput, without `metrics`, for each row of a session with trained tokens, and
+    the row's `images`, which become `multi_modal_data`. The main conversation's fields are last, because verl treats
+    the last fields as those of the session. `step` is used as version if the engine reported no version. Raises the
+    session's error, and EngineError if no trained token is within verl's lengths.
 
-    The response columns have equal length, and at least one token has mask 1. `token_rewards` has a number for each
-    response id: the row's reward at the last id that trains, and the reward of a turn at the turn's end. `cut_tokens`
-    is the number of tokens that would have trained but were cut off by verl's lengths, by `max_row_tokens`, or because
-    a placeholder before them does not belong to a whole image.
+    The response columns have equal length, and at least one token has mask 1.
+
+    token_rewards: a number for each response id: the row's reward at the last trained id, and the reward of a turn at
+        the turn's end.
+    cut_tokens: the number of trained tokens that were cut off by verl's lengths, by `max_row_tokens`, or because a
+        placeholder before them does not belong to a whole image.
     """
     if trajectory.error is not None:
         raise trajectory.error
@@ -126,8 +134,7 @@ def _columns(row: TrainingRow, info: dict[str, float], terms: Terms, step: int) 
             " computes log-probabilities after the temperature",
             hint="make the engine report log-probabilities after the temperature, or set rollout.temperature=1.0",
         )
-    # The ids of a prompt after the first `prompt_length` ids become part of the response, with mask 0. So the prompt is
-    # not cut, and the sequence of ids is unchanged.
+    # A prompt of more than `prompt_length` ids is not cut: its other ids become part of the response, with mask 0.
     start = min(row.start, terms.prompt_length)
     end = readable_end(row, min(start + terms.response_length, len(row.ids)), terms.media_ids)
     start = min(start, end)

@@ -42,11 +42,12 @@ class PolicyWeights:
         with PolicyWeights(client, model="models/tiny") as weights:
             weights.publish(model.named_parameters())
 
-    `folder`: the folder for weights, which the engines must be able to read under the same path. If None, a temporary
-    folder is made, for engines on this machine. `model`: the folder from which the model was loaded. Its configuration
-    and tokenizer are copied into each version's folder, for engines that load whole folders. `keep`: the number of
-    versions that stay on disk, beside a version whose publication has just failed. `mode`: "finish" lets generations in
-    flight finish before the engines load the weights; "abort" cuts them off.
+    folder: the folder for weights, which the engines must be able to read under the same path. If None, a temporary
+        folder is made, for engines on this machine.
+    model: the folder from which the model was loaded. Its configuration and tokenizer are copied into each version's
+        folder, for engines that load whole folders.
+    keep: the number of versions that stay on disk, beside a version whose publication has just failed.
+    mode: "finish" lets generations in flight finish before the engines load the weights; "abort" cuts them off.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class PolicyWeights:
         self._mode = mode
         self._written: list[int] = []
         self._failed: int | None = None
-        """The version whose publication failed last. The service may have this version all the same."""
+        """The version whose publication failed last. The service may still have this version."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:

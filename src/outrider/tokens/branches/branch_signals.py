@@ -1,9 +1,10 @@
-"""Finds relations between the segments of a session: the tool call that started a segment, the earlier history that a
-segment replaces by a summary, and the segment that continues another agent's work.
+"""Finds how the segments of a session are related. A segment is a request with the turns that continue it
+(`segments.py`). The module finds the tool call that started a segment, the earlier history that a segment replaces by a
+summary, and the segment that continues another agent's work.
 
 `classify.py` decides the kinds of the segments from these relations. The words in `LABELS`, `PURPOSES` and
-`TYPE_ARGUMENTS` come from real clients' prompts, headers and tools. Invariant: the source of a segment is a turn before
-the segment's first turn.
+`TYPE_ARGUMENTS` come from real clients' prompts, headers and tools. Invariant: a segment is related only to turns
+before its first turn.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from outrider.tokens.branches.segments import (
 from outrider.trajectory import BranchKind, ForkCause, Turn
 
 MIN_TOOL_TEXT = 8
-"""Minimum number of characters of a tool's argument that can be recognised as the prompt of a sub-agent."""
+"""Minimum length, in characters, of a tool's argument that can be the prompt of a sub-agent."""
 OPENING_SHARE = 0.5
 """If a tool's argument is at least this fraction of a conversation's opening, the tool call is certain to have started
 the conversation."""
@@ -48,10 +49,10 @@ LABELS: tuple[tuple[str, str], ...] = (
     ("web page", "web-page"),
     ("summar", "summary"),
 )
-"""Pairs: the beginning of a word, and the label of a side call whose prompt has the word. Words are searched for in a
-side call's system prompt; if none is found, in the call's question. The word that comes first in the text decides,
-because prompts for titles mention topics, and prompts for topics mention titles. Words such as "router" or "loop" are
-left out, because the prompts of many programs' agents have these words."""
+"""Labels of side calls: requests beside the agent's work, for example for a title. Each pair is the beginning of a
+word, and the label of a side call whose prompt has the word. Words are searched for in the system prompt; if none is
+found, in the question. The first word in the text decides, because prompts for titles mention topics and vice versa.
+Words such as "router" or "loop" are left out, because the prompts of many agents have them."""
 
 _LABEL_OF = dict(LABELS)
 _LABEL_WORD = re.compile(rf"\b({'|'.join(re.escape(word) for word, _ in LABELS)})")
@@ -66,22 +67,23 @@ PURPOSES: dict[str, BranchKind] = {
     "summary": BranchKind.AUXILIARY,
     "quota": BranchKind.AUXILIARY,
 }
-"""The kind of a call by the purpose that the client names; other purposes have no effect."""
+"""The kind of a model call, by the purpose that the client names. Other purposes have no effect."""
 
 TYPE_ARGUMENTS = ("subagent_type", "agent_type", "agent_name", "agent", "role")
 """Names of arguments that hold the type of agent, in calls of tools that start sub-agents."""
 
 MAX_TOOL_TEXTS = 1000
-"""Maximum number of texts from tool arguments, the newest ones, that are compared with a conversation's opening."""
+"""Maximum number of texts from tool arguments, the newest ones, that are compared with the opening of a conversation
+(its first user messages)."""
 
 LOOK_BACK = 100
-"""Maximum number of previous turns, and of previous segments, that are compared with a segment to find the history that
-the segment continues in a shorter form. This number is enough, because clients continue from a summary at once."""
+"""Maximum number of earlier turns, and of earlier segments, among which the history that a segment shortens is searched
+for. This number is enough, because clients continue from a summary at once."""
 
 
 class Continuation(msgspec.Struct, frozen=True):
-    """The earlier history that a segment continues in a shorter form. `old` is the last turn of the earlier history.
-    `source` is the turn that wrote the summary; None if the segment has only the end of the history."""
+    """The earlier history that a segment shortens. `old` is the last turn of this history. `source` is the turn that
+    wrote the summary; None if the segment keeps the end of the history."""
 
     old: Turn
     source: Turn | None
@@ -99,11 +101,11 @@ class Spawn(msgspec.Struct, frozen=True):
 
 
 class AgentTurns:
-    """Finds the turns of each agent that clients name."""
+    """Finds the turns of an agent by the client's name for the agent."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self._turns: dict[str, list[Turn]] = {}
-        # By turn index, the newest earlier turn of the same agent in another conversation.
+        # For each turn index, the newest earlier turn of the same agent in another conversation.
         self._other_conversation: dict[int, Turn | None] = {}
         for turn in turns:
             if turn.agent_id is not None:
@@ -125,8 +127,8 @@ class AgentTurns:
 
 
 def find_continuation(session: SegmentedSession, segment: Segment) -> Continuation | None:
-    """Find the earlier history of which the first request of `segment` keeps only a summary or the end. Summaries are
-    tried first, newest first. Returns None if there is no such history."""
+    """Find the earlier history that the first request of `segment` has shortened to a summary or to its end. Summaries
+    are tried first, newest first. Returns None if there is no such history."""
     first = segment.first
     recent = session.segments[max(0, segment.number - LOOK_BACK) : segment.number]
     kin = []
@@ -178,9 +180,10 @@ def _newest_answered(segment: Segment, first: Turn) -> Turn | None:
 def _is_quoted(
     session: SegmentedSession, source: Turn, first: Turn, fresh: Sequence[Message], candidates: Sequence[Segment]
 ) -> bool:
-    """Return True if a message in `fresh` quotes the reply of `source`. A reply with a tool call is never quoted. An
-    assistant message counts only if the reply was given in another conversation, or if the message replaces the history
-    before the reply. In other cases the message may be the reply itself, which clients send back."""
+    """Return True if a message in `fresh` quotes the reply of `source`, and so may be a summary. Always False for a
+    reply with a tool call. An assistant message counts only if the reply was given in another conversation, or if the
+    message replaces the history before the reply. In other cases the message may be the reply itself, which clients
+    send back."""
     lines = session.answer_lines(source)
     for message in fresh if lines else ():
         if not quotes(lines, message.content, SUMMARY_LENGTH) or _repeats_earlier(session, source, message.content):
@@ -202,8 +205,8 @@ def _is_quoted(
 
 
 def _repeats_earlier(session: SegmentedSession, source: Turn, text: str) -> bool:
-    """Return True if the text has a part of the reply before `source` that is not in the reply of `source`. Such a text
-    is a history that is written out, and not a summary."""
+    """Return True if the text repeats a part of the reply before `source` that is not in the reply of `source`. Such a
+    text is a written-out history, and not a summary."""
     if source.parent is None or source.reply is None:
         return False
     before = session.turns[source.parent].reply
@@ -212,13 +215,13 @@ def _repeats_earlier(session: SegmentedSession, source: Turn, text: str) -> bool
 
 
 def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates: Sequence[Segment]) -> Segment | None:
-    """Return the candidate that the reply of `source` summarises: the candidate with the most replies in the request of
-    `source`. This request has the history of the candidate as messages or as text. Returns None if it has the history
-    of no candidate, for example if another agent has only quoted the newest reply.
+    """Return the segment among `candidates` that the reply of `source` summarises. The request of `source` must have
+    the segment's history, as messages or as text. Of several such segments, the one with the most replies in this
+    request is returned. Returns None if there is no such segment, for example if another agent has only quoted the
+    newest reply.
 
-    One kind of request needs no history: a single question directly before the request `first`. Its reply counts as a
-    summary of the history of which `first` keeps only the end, because some programs give the summariser only the kinds
-    of the events."""
+    A single question directly before the request `first` needs no history, because some programs give the summariser
+    only the kinds of the events. Its reply counts as a summary of the history of which `first` keeps only the end."""
     own = session.segment_of(source.index)
     if own in candidates and source.parent is not None:
         return own
@@ -240,7 +243,7 @@ def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates
 
 
 def _is_written_out(segment: Segment, source: Turn, asked: str) -> bool:
-    """Return True if the text `asked`, the request of `source`, has the segment's history: its opening, or a part of
+    """Return True if `asked`, the text of the request of `source`, has the segment's history: its opening, or a part of
     one of its newest LOOK_BACK replies before `source`. A client may leave the opening out."""
     opening = opening_text(segment.first.messages) if segment.starts_conversation else ""
     if opening and opening in asked:
@@ -260,8 +263,8 @@ def _is_elsewhere(source: Turn, candidates: Sequence[Segment]) -> bool:
 
 
 def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
-    """Return, by segment number, the earlier tool call that started the segment. Only segments that start a
-    conversation are examined. If texts of several tool calls are in the conversation's opening, the longest text
+    """Return the earlier tool call that started each segment, by segment number. Only segments that start a
+    conversation are examined. If the conversation's opening has texts of several tool calls, the longest text
     decides."""
     found: dict[int, Spawn] = {}
     given: dict[str, _ToolText] = {}
@@ -337,10 +340,10 @@ class _Handovers:
         self._session = session
         self._summaries = summaries
         self._label = label
-        # By turn index, the index of the turn's last descendant. Turns that continue the history with other tools or
-        # another system prompt are also descendants.
+        # For each turn index, the index of the turn's last descendant. Turns that continue the history with other tools
+        # or another system prompt are also descendants.
         self._until = [turn.index for turn in session.turns]
-        # By turn index, the turn's continuations with the same tools and system prompt, except unused replies and
+        # For each turn index, the turn's continuations with the same tools and system prompt, except unused replies and
         # summaries.
         self._own_next: dict[int, list[Turn]] = {}
         for turn in reversed(session.turns):
@@ -356,9 +359,10 @@ class _Handovers:
         """Return the segment that continues the conversation of the turn `source`. Only segments that take over the
         history of this turn are considered. Returns None if the conversation continues in none of them.
 
-        The result is the last segment with a continuation, if all other continuations of the turn ended before this
-        segment began: an agent that calls a sub-agent continues only after the sub-agent has ended. If no segment has a
-        continuation, the result is the last segment, provided that nothing else continues the turn.
+        If some of these segments have a continuation, the result is the last of them. All other continuations of the
+        turn must have ended before it began: an agent that calls a sub-agent continues only after the sub-agent has
+        ended. If no segment has a continuation, the result is the last segment, provided that nothing else continues
+        the turn.
         """
         turn = self._session.turns[source]
         candidates = [segment for segment in self._session.taken_over[source] if self._may_go_on(segment, turn)]
@@ -371,9 +375,9 @@ class _Handovers:
         return last if ended and (replied or not rivals) else None
 
     def _may_go_on(self, segment: Segment, source: Turn) -> bool:
-        """Return True if the segment can continue the conversation of `source`. It can if another conversation passed
-        its work on to the segment. It also can if the client names the same agent for both, and the segment is not a
-        side call about the history."""
+        """Return True if the segment can continue the conversation of `source`: if another conversation passed its work
+        on to the segment, or if the client names the same agent for both and the segment is not a side call about the
+        history."""
         first = segment.first
         if segment.number in self._session.handed_over:
             return True

@@ -1,7 +1,7 @@
 """Decides the purpose of each turn of a session: the turn's kind, parent and label.
 
-A segment (`segments.py`) gets the kind that the client declares (`declared`). Without a declaration, the first rule
-that applies to the segment decides (`RULES`):
+A segment is a request with the turns that continue it (`segments.py`). If the client declares a kind, the segment has
+this kind (`declared`). Without a declaration, the first rule that applies to the segment decides (`RULES`):
 
 1. `main`: the segment starts the main conversation of a step of the task. This rule is first because the other rules
    compare segments with the main conversation.
@@ -22,17 +22,20 @@ that applies to the segment decides (`RULES`):
    follow-up, and nothing quotes the answer. It may be a side call or work.
 10. `other`: any other segment is a separate conversation of a sub-agent.
 
-A single turn can then have another kind than its segment (`TURN_RULES`): the turn is `cut off` if the agent never
-received the reply, `asked again` if the agent used another reply to the same request and not this one, `declared
-otherwise` if the client declares another kind than for the segment's first turn, and a `summary` if a later history
-begins with the reply.
+A single turn can then have another kind than its segment (`TURN_RULES`):
 
-A reply that was used must not be dropped. So a guess that drops needs two signs: the words of a side call, and an
-answer that nothing uses.
+- `cut off`: the agent never received the reply.
+- `asked again`: the agent used another reply to the same request.
+- `declared otherwise`: the client declares another kind than for the segment's first turn.
+- `summary`: a later history begins with the reply.
+
+A reply that the agent used must not be left out of the training. So the rules infer a side call (`auxiliary`) only from
+two signs: the words of a side call, and an answer that nothing uses.
 
 The evidence is the content of the requests, and the later course of the conversations. The client's names for itself
-(`Turn.agent_id`, `purpose`) are only hints. docs/branches.md prints both tables. The module is pure and deterministic,
-and independent of rewards and policy. Invariant: the parent of a segment is a turn before the segment's first turn.
+(`Turn.agent_id`, `purpose`) are only hints. docs/branches.md prints the two tables of rules. The module is pure and
+deterministic, and independent of rewards and policy. Invariant: the parent of a segment is a turn before the segment's
+first turn.
 """
 
 from __future__ import annotations
@@ -63,10 +66,14 @@ UNUSED_KINDS = (BranchKind.RETRY, BranchKind.ABORTED)
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
-    """The purpose of a turn. `parent` is the source of the turn's segment: the origin of a fork, the turn that wrote
-    the summary, or the caller. For a turn with another kind than its segment, `parent` is the parent turn, or the turn
-    whose reply was used instead. `depth` is 0 in the main conversation. `rule` names the deciding rule. `main_line` is
-    True in the main conversation and in the segments that continue it from a summary or from its cut history."""
+    """The purpose of a turn.
+
+    parent: the origin of the turn's segment: the turn that it forked from, that wrote its summary, or that called it.
+        For a turn with another kind than its segment: the parent turn, or the turn whose reply was used instead.
+    depth: 0 in the main conversation.
+    rule: the name of the rule that decided.
+    main_line: True in the main conversation and in the segments that continue it from a summary or from its cut
+        history."""
 
     kind: BranchKind
     parent: int | None
@@ -105,9 +112,9 @@ class Signals:
             key=self._main_rank,
         )
         self._mains: dict[int, Segment] = {}
-        """By step of the task, the first segment of the main conversation."""
-        # By step and agent, the first segment of the agent's highest-ranked conversation. This conversation is the
-        # agent's own work in the step; the agent's other conversations are side calls.
+        """For each step of the task, the first segment of the main conversation."""
+        # For each step and agent, the first segment of the agent's highest-ranked conversation. Only this conversation
+        # is the agent's own work in the step; its other conversations are side calls.
         self._work_of: dict[tuple[int, str | None], Segment] = {}
         for segment in ranked:
             step = segment.first.step
@@ -117,9 +124,8 @@ class Signals:
         self._main_line: list[Segment] = []
 
     def _answers_to_search(self) -> set[int]:
-        """Return the turns whose replies later requests may quote. The classification depends on these quotations. The
-        turns are the last turn of each conversation, all turns of a conversation without a follow-up, and all turns of
-        a request that got several replies."""
+        """Return the turns whose replies are searched for in later requests: the last turn of each conversation, all
+        turns of a conversation without a follow-up, and all turns of a request that got several replies."""
         found = set()
         for segment in self.session.segments:
             if segment.starts_conversation:
@@ -136,8 +142,7 @@ class Signals:
         return any(turn.index in self._quoted_in for turn in segment.turns)
 
     def _is_passed_on(self, segment: Segment) -> bool:
-        """Return True if a later request, which does not have the words of a side call, quotes a reply of the
-        segment."""
+        """Return True if a later request quotes a reply of the segment and does not have the words of a side call."""
         quoting = (self._quoted_in.get(turn.index) for turn in segment.turns)
         return any(at is not None and not self.label(self.session.segment_of(at)) for at in quoting)
 
@@ -163,14 +168,23 @@ class Signals:
         return caller != segment.first.conversation and began < segment.first.index
 
     def _main_rank(self, segment: Segment) -> tuple[int, ...]:
-        """Sort key that puts the most likely main conversation first. These segments are ranked lower, the strongest
-        criterion first: segments that the client declares to be of another kind; segments that it does not declare to
-        be main; continuations of a summary or a cut history; segments other than a last call that joins the answers of
-        several conversations; single questions without tools; segments of an agent that the client names; segments that
-        a tool call started; segments whose last reply is later quoted in an earlier conversation; segments without a
-        follow-up; segments without tools; segments with the words of a side call; single questions whose answer is
-        quoted; single questions with a shorter answer; later segments. The order of arrival is last, because a session
-        often begins with a request for a quota, a topic or a title."""
+        """Return the sort key that puts the most likely main conversation first. These segments come later, the
+        strongest criterion first:
+
+        - segments that the client declares to be of another kind
+        - segments that the client does not declare to be main
+        - continuations of a summary or a cut history
+        - all segments except a last call that joins the answers of several conversations
+        - single questions without tools
+        - segments of an agent that the client names
+        - segments that a tool call started
+        - segments whose last reply is later quoted in an earlier conversation
+        - segments without a follow-up
+        - segments without tools
+        - segments with the words of a side call
+        - single questions whose answer is quoted
+        - single questions with a shorter answer
+        - later segments; last, because a session often begins with a request for a quota, a topic or a title"""
         first = segment.first
         followed_up = self.session.is_followed_up(first.conversation)
         can_work = followed_up or bool(first.tools)
@@ -212,7 +226,7 @@ class Signals:
         return unlike_main and not self.session.is_followed_up(segment.first.conversation)
 
     def may_be_outcome(self, segment: Segment) -> bool:
-        """Return True if the segment may be the last step of a chain although its prompt has the words of a side call.
+        """Return True if the segment may be the last step of the task although its prompt has the words of a side call.
         The segment must be the session's last call. In addition, its prompt must ask for a summary, or the main
         conversation must be a single question without tools."""
         main = self.main(segment).first
@@ -230,9 +244,9 @@ class Signals:
         return spawned.turn if spawned else self.caller(segment)
 
     def caller(self, segment: Segment) -> int | None:
-        """Return the likely caller of the segment: the newest earlier turn of the first kind that is found. The kinds
-        are a turn of the segment's agent in another conversation, a turn of the agent's parent in another conversation,
-        and a turn of the main line. Returns None if there is no such turn."""
+        """Return the likely caller of the segment: the newest earlier turn of the segment's agent in another
+        conversation. If there is none, returns such a turn of the agent's parent, else of the main line (`Lineage`),
+        else None."""
         first = segment.first
         for agent in (first.agent_id, first.parent_agent_id):
             if agent is not None:
@@ -250,7 +264,7 @@ class Signals:
         return agent_type or segment.first.agent_id or tool
 
     def origin(self, segment: Segment) -> int | None:
-        """Return the turn from which the segment forked; None if the segment starts a conversation and is no
+        """Return the turn from which the segment forked; None for a segment that starts a conversation, unless it is a
         handover."""
         first, source = segment.first, self.session.source(segment.first)
         if segment.number in self._handovers:
@@ -261,8 +275,8 @@ class Signals:
             return first.parent
         if source is None and first.forked_from is not None and first.forked_from < first.index:
             return first.forked_from
-        # In the other cases, the turn of the fork is not recorded, or the segment is a side call about a history. The
-        # origin is then the first turn of the conversation's previous segment.
+        # Here, the turn of the fork is not recorded, or the segment is a side call about a history. The origin is then
+        # the first turn of the conversation's previous segment.
         earlier = self.session.segments_in(first.conversation)
         return earlier[bisect_left(earlier, segment.number, key=lambda other: other.number) - 1].first.index
 
@@ -350,8 +364,7 @@ def lineages(turns: Sequence[Turn]) -> list[Lineage]:
 
 
 def used_turns(turns: Sequence[Turn]) -> list[Turn]:
-    """Return all turns except turns whose reply the agent did not use and no later turn continues. `turns[i].index`
-    must be `i`."""
+    """Return the turns whose reply the agent used or a later turn continues. `turns[i].index` must be `i`."""
     continued = {turn.parent for turn in turns}
     return [
         turn
@@ -362,8 +375,8 @@ def used_turns(turns: Sequence[Turn]) -> list[Turn]:
 
 def is_one_conversation(turns: Sequence[Turn | TurnOutline]) -> bool:
     """Return True if the session is a single segment without a declaration, and the agent received all replies. Then
-    the rules would give each turn the lineage `MAIN`. Most sessions are of this kind, and the rules, which compare all
-    texts, take fifty times as long as this function."""
+    the rules would give each turn the lineage `MAIN`. Most sessions are like this. The rules compare all texts, and
+    take fifty times as long as this function."""
     return all(
         turn.parent == (turn.index - 1 if turn.index else None)
         and turn.declared is None
@@ -413,8 +426,8 @@ def lineages_by_rules(turns: Sequence[Turn]) -> list[Lineage]:
 
 
 def _decide_segment(signals: Signals, segment: Segment) -> Decision:
-    """Decide about a segment: by the client's declaration, else by the first of the other rules of RULES that applies.
-    With a declaration, these rules still decide the parent, and also the label if the client declares none."""
+    """Decide the kind of a segment: the client's declaration, else the first other rule of RULES that applies. With a
+    declaration, these rules still decide the parent, and also the label if the client declares none."""
     guess = _guess(signals, segment)
     declared = segment.first.declared
     if declared is None:
@@ -426,7 +439,8 @@ def _decide_segment(signals: Signals, segment: Segment) -> Decision:
 
 
 def _guess(signals: Signals, segment: Segment) -> Decision:
-    """Decide about a segment by the rules of RULES that infer the kind. The module's heading explains their order."""
+    """Decide the kind of a segment without the client's declaration. The module's docstring explains the order of the
+    rules."""
     main = signals.main(segment)
     if segment is main:
         return Decision("main", BranchKind.MAIN)
@@ -474,9 +488,9 @@ def _guess(signals: Signals, segment: Segment) -> Decision:
 
 
 def _mark_summaries(signals: Signals) -> None:
-    """Set the kind COMPACTION for each segment that is a separate call for a summary. Only the later history that
-    continues from the segment's reply distinguishes the segment from other side calls. So this function runs after all
-    segments are decided."""
+    """Set the kind COMPACTION for each segment that is a separate call for a summary. Such a segment differs from other
+    side calls only by the later history that continues from its reply. So this function runs after all segments are
+    decided."""
     for continued in signals.continued.values():
         if continued is None or continued.source is None:
             continue

@@ -25,8 +25,8 @@ MAX_WAITING = 100
 """Maximum number of replies, the newest ones, that are searched for in a request. Without this limit, the time for a
 session with many unquoted replies would be quadratic in their number."""
 MAX_COMPARED = 10**9
-"""Maximum number of characters that one search reads, about a second's work. Replies that are left then count as
-quoted, because tokens that were used must not be dropped."""
+"""Maximum number of characters that one search reads, about a second's work. Replies that were not found by then count
+as quoted, because replies that the agent used must not be left out of the training."""
 
 _FENCE = re.compile(r"```(?:json)?[ \t]*\n")
 
@@ -55,7 +55,8 @@ class _Answer:
 
 
 def quoting_turns(session: SegmentedSession, replies: Collection[int]) -> dict[int, int]:
-    """Return, for each turn in `replies` whose reply a later request quotes, the first turn with such a request.
+    """Find the turns in `replies` whose reply a later request quotes. Returns, for each of them, the first turn with
+    such a request.
 
     A message quotes a reply if the message is the whole reply, or has a part of the reply (a line, or a text in a JSON
     reply or in a tool call's arguments) that was not in the request for the reply. A part has at least QUOTE_LENGTH
@@ -79,16 +80,16 @@ def quoting_turns(session: SegmentedSession, replies: Collection[int]) -> dict[i
 
 
 def parts_of_reply(reply: Message) -> Iterator[str]:
-    """Yield the parts of a reply of at least QUOTE_LENGTH characters: lines of its text, and of the texts in its tool
-    calls' arguments."""
+    """Yield the parts of a reply that have at least QUOTE_LENGTH characters: lines of its text, and of the texts in its
+    tool calls' arguments."""
     yield from _parts(reply.content)
     for call in reply.tool_calls:
         yield from _parts(call.arguments)
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yield the parts of a reply's text of at least QUOTE_LENGTH characters. The parts of JSON are the texts in it. The
-    parts of any other text are its lines."""
+    """Yield the lines of a text that have at least QUOTE_LENGTH characters. For JSON, yields lines of the strings in
+    it."""
     body = text
     if (fence := _FENCE.search(text)) is not None:
         inside, end, _ = text[fence.end() :].partition("```")

@@ -1,8 +1,8 @@
 """Cuts a session's turns into segments, and compares the turns of a session.
 
 A segment is a request with all turns that continue it. A new segment begins with each request without a parent turn,
-and with each request that adds assistant messages to its parent's conversation. A repetition of a request belongs to
-the segment of the first.
+and with each request that adds assistant messages to its parent's conversation. A repeated request belongs to the
+segment of the original request.
 
 The code runs after the session, on the stored turns; `classify.py` decides the kind of a segment. Invariants: every
 turn is in exactly one segment, and a segment's turns are in the order of their indexes. The time for queries about all
@@ -37,8 +37,8 @@ because clients wrap summaries in other text and leave parts out."""
 
 STEPS_PER_TURN = 100
 """Maximum number of turns that one call of `replies_read` visits. All calls of `lacks_replies` and `lacks_beginning`
-together visit at most this number for each turn of the session. Without this limit, the time for a session with many
-long histories would be quadratic in the number of turns."""
+together visit at most this number times the number of the session's turns. Without these limits, the time for a session
+with many long histories would be quadratic in the number of turns."""
 
 MAX_ENDS = 20
 """Maximum number of earlier conversations, those with the newest last replies, that are compared with the opening of a
@@ -49,9 +49,9 @@ _WITHOUT_IDS_AND_NAMES = PrintedFields(call_ids=False, names=False)
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """A turn `first` and all turns that continue from it. `number` counts the segments in the order of their
-    first turns. `starts_conversation` is True if the segment is the first of its conversation. `system` are the texts
-    of the system messages with which the messages of `first` begin."""
+    """A turn `first` and all turns that continue from it. `number` counts the segments in the order of their first
+    turns. `starts_conversation` is True if the segment is the first of its conversation. `system` has the texts of the
+    system messages at the beginning of the first request."""
 
     number: int
     first: Turn
@@ -73,7 +73,7 @@ class SegmentedSession:
     """A session's segments, and comparisons of its turns; `turns[i].index` must be `i`.
 
     continued: the turns with a continuation (`_continued_turns`).
-    taken_over: by turn index, the segments that take over the turn's history (`source`).
+    taken_over: for each turn index, the segments that take over the turn's history (`source`).
     handed_over: the numbers of the segments to which another conversation passed its work on (`_find_hand_overs`).
 
     The *body* of a reply is the digest by which replies are compared. It does not depend on call ids and reasoning.
@@ -148,10 +148,12 @@ class SegmentedSession:
 
     def _find_hand_overs(self) -> None:
         """Find the conversations to which an earlier conversation passes its work on, without showing its replies as
-        messages (`handed_over`). No turn continues the last reply of the earlier conversation. In addition, one of two
-        conditions holds. First, the last reply calls a tool, and the new conversation begins with the opening of the
-        earlier one. Second, both have the same tools and system prompt, and the new conversation begins with the text
-        of the last two replies."""
+        messages (`handed_over`). No turn continues the last reply of the earlier conversation, and one of these
+        conditions holds:
+
+        - The last reply calls a tool, and the new conversation begins with the opening of the earlier one.
+        - Both have the same tools and system prompt, and the new conversation begins with the text of the last two
+          replies."""
         continued = self._continued_turns()
         openings: dict[int, str] = {}
         ends: dict[int, Turn] = {}
@@ -220,8 +222,8 @@ class SegmentedSession:
         return found
 
     def replies_among(self, messages: Sequence[Message]) -> set[bytes]:
-        """Return the bodies of the assistant messages. Empty messages are left out, because any conversation may have
-        an empty message."""
+        """Return the digests (`body`) of the assistant messages. Empty messages are left out, because any conversation
+        may have an empty message."""
         return {
             self.body(message)
             for message in messages
@@ -229,20 +231,20 @@ class SegmentedSession:
         }
 
     def replies_added(self, turn: Turn) -> set[bytes]:
-        """Return the bodies of the replies in the messages that the turn added."""
+        """Return the digests (`body`) of the replies in the messages that the turn added."""
         found = self._replies_added.get(turn.index)
         if found is None:
             found = self._replies_added[turn.index] = self.replies_among(turn.messages)
         return found
 
     def request_shows(self, turn: Turn, body: bytes) -> bool:
-        """Return True if the reply `body` is in the turn's request."""
+        """Return True if the turn's request has the reply with the digest `body`."""
         return body in self.replies_added(turn) or (
             turn.parent is not None and self._ancestry.reply_given_by(turn.parent, body)
         )
 
     def reply_given_by(self, turn: Turn, body: bytes) -> bool:
-        """Return True if the reply `body` is in the turn's request or is the turn's own reply."""
+        """Return True if the reply with the digest `body` is in the turn's request or is the turn's own reply."""
         return self._ancestry.reply_given_by(turn.index, body)
 
     def lacks_replies(self, turn: Turn, old: Turn) -> bool:
@@ -290,8 +292,8 @@ class SegmentedSession:
         return at is not None
 
     def replies_read(self, turn: Turn) -> set[bytes]:
-        """Return the bodies of the replies in the turn's request. Replies are taken from at most STEPS_PER_TURN turns
-        on the path before the turn."""
+        """Return the digests (`body`) of the replies in the turn's request. Replies are taken from at most
+        STEPS_PER_TURN turns on the path before the turn."""
         found, parent = set(self.replies_added(turn)), turn.parent
         for _ in range(STEPS_PER_TURN):
             if parent is None:
@@ -324,9 +326,11 @@ class SegmentedSession:
         return message.role is Role.ASSISTANT and self.body(message) in self._sampled
 
     def is_followed_up(self, conversation: int) -> bool:
-        """Return True if the conversation continued after any of its replies: a turn continues the reply, a segment
-        with other tools or another system prompt takes over the history with the reply, or a segment of the
-        conversation begins with a request that adds the reply."""
+        """Return True if the conversation continued after any of its replies, in one of these ways:
+
+        - A turn continues the reply.
+        - A segment with other tools or another system prompt takes over the history with the reply.
+        - A segment of the conversation begins with a request that adds the reply."""
         found = self._followed_up.get(conversation)
         if found is None:
             segments = self.segments_in(conversation)
@@ -382,10 +386,12 @@ def reached_agent(turn: Turn | TurnOutline) -> bool:
 
 
 def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
-    """Return, for each request with several replies, the index of the turn whose reply the agent used. Replies that
-    were cut off do not count. The used reply is the first reply with a continuation, else the last reply that another
-    request contains, else the last reply. A request that the agent sent again before it had a reply is left out if
-    nothing shows which reply was used, because the agent may have used all of them."""
+    """Return, for each request with several replies, the index of the turn whose reply the agent used: the first reply
+    with a continuation, else the last reply that another request contains, else the last reply. Replies that were cut
+    off do not count.
+
+    An agent may send a request again before it has a reply, and use all replies. Such a request is left out if nothing
+    shows which reply was used."""
     answers: dict[RequestKey, list[Turn]] = {}
     for turn in session.turns:
         if turn.finish is not FinishReason.ABORT:

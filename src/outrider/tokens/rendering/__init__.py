@@ -1,9 +1,9 @@
 """Converts messages to token ids, and sampled ids back to messages, by the rules of each model family.
 
 This package imports `renderers` without the OpenAI SDK and without httpx, which `renderers` uses only for an HTTP
-client that Outrider never calls. Without this trick, the import of the SDK's 528 modules took 0.75 s of the 1.7 s of
-processor time that the start of a node process needed. httpx would import rich and click for a command line of its
-own. A process with several threads imports the real packages, because the other threads may do so at the same time.
+client that Outrider never calls. Importing the SDK's 528 modules would take 0.75 s of the 1.7 s of processor time that
+a node process needs to start. httpx would import rich and click for its own command line. A process with several
+threads imports the real packages, because the other threads may do so at the same time.
 """
 
 import contextlib

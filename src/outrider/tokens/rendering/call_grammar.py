@@ -99,11 +99,11 @@ _NOT_OBJECTS = frozenset({"$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
 
 
 def call_constraint(family: str, tools: Sequence[ToolSpec], choice: ToolChoice) -> Constraint:
-    """Return the constraint that makes a reply follow `choice`. `tools` are in OpenAI's form, and have the choice's
-    tools.
+    """Return the constraint that makes a reply follow `choice`. `tools` are in OpenAI's form, and include the tools of
+    the choice.
 
-    Raises RequestError, with the choice's field, for a family without a form in FORMS, for a tool whose name or schema
-    the form cannot hold, and for a grammar of more than MAX_CONSTRAINT characters.
+    Raises RequestError, with the choice's field, for a family that is not in FORMS, for a tool whose name or schema
+    cannot be expressed in the family's form, and for a grammar of more than MAX_CONSTRAINT characters.
     """
     form = FORMS.get(family)
     if form is None:

@@ -101,8 +101,8 @@ def _object_or_text(arguments: str) -> Any:
 
 class ChatTemplate:
     """A model's own chat template, rendered in the same way as in the model's training. The template renders whole
-    conversations only; for later turns, new messages are appended by the family's renderer. `render` raises
-    jinja2.TemplateError if the template refuses the conversation."""
+    conversations only; the family's renderer appends the messages of later turns. `render` raises jinja2.TemplateError
+    if the template refuses the conversation."""
 
     def __init__(self, source: str, *, special: dict[str, str]) -> None:
         # The settings, filters and functions are the same as in `transformers`, because published templates are written

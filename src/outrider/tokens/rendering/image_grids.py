@@ -20,7 +20,7 @@ import msgspec
 from outrider.errors import InvalidField
 
 IMAGE_FAMILIES = frozenset({"qwen3-vl", "qwen3.5", "qwen3.6"})
-"""Families whose images are given to engines that take token ids. Their image processor is the same."""
+"""Model families whose images can be passed to engines that take token ids. All have the same image processor."""
 PLACEHOLDER = "<|image_pad|>"
 SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
 PROCESSORS = ("Qwen2VLImageProcessor", "Qwen3VLImageProcessor")
@@ -43,8 +43,9 @@ class ImageForm(StrEnum):
 
 class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The image processor of a model. `patch` is the side of a patch in pixels, and `merge` x `merge` patches are one
-    token. `frames` is the number of times that a patch of a still image is repeated. `least` and `most` are the bounds
-    of the scaled image in pixels. `mean` and `std` are given for each of the colours, from 0 to 1."""
+    token. `frames` is the number of times that a patch of a still image is repeated. `least` and `most` are the minimum
+    and maximum number of pixels of the scaled image. `mean` and `std` have a number from 0 to 1 for each of the three
+    colours."""
 
     patch: int
     merge: int

@@ -1,8 +1,8 @@
 """Renders messages to token ids, and parses sampled ids back to a message, by the rules of one model family.
 
-Only this module uses the `renderers` package (pinned, 0.1.x). Invariant: the results of `bridge` and `bridge_rewritten`
-are appended to the existing ids, which never change. If the family cannot prove that the resulting ids represent the
-new messages, these two methods return None, and the caller must fork.
+Only this module uses the `renderers` package (pinned, 0.1.x). Invariant: existing ids never change; `bridge` and
+`bridge_rewritten` return ids to append to them. If the family cannot prove that the resulting ids represent the new
+messages, these two methods return None, and the caller must render the whole conversation (a fork).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from outrider.tokens.tree.canonical import ALL_PRINTED, PRINTED_FIELDS
 from outrider.trajectory import Ids, ImageSpan
 
 History = Literal["recorded", "template"]
-"""The form of earlier turns in a prompt. "recorded": with their recorded ids. "template": without their reasoning, if
-the chat template drops the reasoning."""
+"""How earlier turns appear in a prompt. "recorded": with their recorded ids. "template": as the chat template prints
+them, which may drop their reasoning."""
 
 
 class Markup(msgspec.Struct, frozen=True):
     """A family's markers for reasoning and tool calls in text. Text from `call_open` on, which begins a tool call, is
-    held back until the turn is parsed. If a family encloses all calls of a turn, `call_open` and `calls_close` are the
-    markers of the whole, and no part of a call; otherwise `calls_close` is ""."""
+    held back until the turn is parsed. Some families enclose all calls of a turn in one pair of markers. In this case
+    the pair is `call_open` and `calls_close`, and belongs to no single call; in other families `calls_close` is ""."""
 
     think_open: str
     think_close: str
@@ -73,10 +73,13 @@ MARKUP: dict[str, Markup] = {
 complete."""
 
 WINDOW_FAMILIES = frozenset({"qwen3", "qwen3.5", "qwen3.6"})
-"""Families for which tests show three properties (tests/tokens). First, their methods `bridge` and `parse` use only the
-part of a prompt from the last stop id on, so the end of a prompt is enough. Second, their rendering concatenates the
-tokenizer's ids without inspecting them, so a placeholder can replace the ids of a text. Third, only the end of a prompt
-switches thinking."""
+"""Families for which tests show three properties (tests/tokens):
+
+- Their methods `bridge` and `parse` use only the part of a prompt from the last stop id on, so the end of a prompt is
+  enough.
+- Their rendering concatenates the tokenizer's ids without inspecting them, so a placeholder can replace the ids of a
+  text.
+- Only the end of a prompt switches thinking."""
 
 UNRENDERABLE = (ValueError, TypeError, KeyError, AssertionError, RecursionError, jinja2.TemplateError)
 """The types of errors that `renderers` and chat templates raise for a conversation that they refuse."""
@@ -121,8 +124,9 @@ class Renderer:
     from `tail_start` on. `render`, `render_split`, `bridge` and `bridge_rewritten` raise RequestError for a
     conversation that the family cannot render. All methods are pure and may be called from any thread.
 
-    If the family or the template refuses a system message after other messages, the model sees such a message as a user
-    message, and several system messages at the beginning as one. Rendering and bridging do the same.
+    Some families and templates refuse a system message after other messages. The model then sees such a message as a
+    user message, and several system messages at the beginning as one. Whole prompts and appended messages are treated
+    alike.
 
     With `images`, a message may have images whose grid is known. Each image is rendered as the number of placeholder
     tokens that the model reads for the image. Without `images`, an image is a RequestError.
@@ -172,9 +176,9 @@ class Renderer:
             raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
 
     def _fill(self, *parts: tuple[Sequence[int], Sequence[Message]]) -> list[list[int]]:
-        """Replace the placeholders in the parts of a layout with the ids of their texts, and the single placeholder of
-        each image with the image's own number of placeholders. Each part is given with its messages. Raises
-        RequestError if the image placeholders in a part do not match the images of its messages."""
+        """Replace each placeholder of a long text with the text's ids, and the one placeholder of each image with as
+        many as the image has tokens. Each part of the prompt is given with its messages. Raises RequestError if the
+        image placeholders in a part do not match the images of its messages."""
         ids = [part for part, _ in parts]
         filled = [list(part) for part in ids] if self._placeholders is None else self._placeholders.fill(ids)
         if self._image_id is None:
@@ -208,7 +212,7 @@ class Renderer:
         return self.images.tokens_of(image.grid)
 
     def image_spans(self, delta: Ids, start: int, messages: Sequence[Message]) -> tuple[ImageSpan, ...]:
-        """Return the places of the images of `messages` in a prompt whose ids from position `start` on are `delta`.
+        """Return the positions of the images of `messages` in a prompt whose ids from position `start` on are `delta`.
         Raises RequestError if the placeholders in `delta` do not match the images."""
         if self._image_id is None:
             return ()
@@ -232,7 +236,7 @@ class Renderer:
         return tuple(spans)
 
     def _laid_out(self, dicts: list[dict[str, Any]], tools: Sequence[ToolSpec]) -> Any:
-        """Return the layout of a whole prompt. An image is one placeholder."""
+        """Return the whole prompt as the `renderers` package returns it, with one placeholder for each image."""
         unread = {"process_multimodal": False} if self._image_id is not None else {}
         return self._recorded_family.render(dicts, tools=list(tools) or None, add_generation_prompt=True, **unread)
 
@@ -305,9 +309,11 @@ class Renderer:
         `messages[:covered]`. Apart from the assistant messages, the method works like `bridge`.
 
         The library bridges no assistant messages. So the messages before the first assistant message are bridged, and
-        the rest is taken from a rendering of the whole conversation. Returns None in these cases: the messages cannot
-        be bridged; bridge and rendering disagree on the bridged messages; the renderer has a model's own template;
-        `history` is "template" and there are new user or system messages.
+        the rest is taken from a rendering of the whole conversation. Returns None in these cases:
+
+        - The messages cannot be bridged, or the bridge and the rendering disagree on them.
+        - The renderer has a model's own template.
+        - `history` is "template", and there are new user or system messages.
         """
         new = messages[covered:]
         before_reply = next((at for at, message in enumerate(new) if message.role is Role.ASSISTANT), len(new))
@@ -367,8 +373,8 @@ class Renderer:
         return bool(self._switches)
 
     def thinking_switch(self, thinking: bool | None) -> ThinkingSwitch | None:
-        """Return the end of a prompt that switches thinking as `thinking` requests. Returns None if the default end
-        stays: `thinking` is None or the default, or the family cannot switch thinking."""
+        """Return the ids that turn thinking on or off at the end of a prompt. Returns None if nothing must change:
+        `thinking` is None or the default, or the family cannot switch thinking."""
         found = self._switches.get(thinking) if thinking is not None else None
         return found if found is not None and found.switched_end != found.usual_end else None
 
@@ -411,7 +417,7 @@ class Renderer:
 
 
 def _turn_opening(family: Any) -> list[int]:
-    """Return the ids that a prompt has after its last message, and that open the model's turn."""
+    """Return the ids that open the model's turn: all ids of a prompt after its last message."""
     layout = family.render([{"role": "user", "content": "x"}], add_generation_prompt=True)
     owned = np.flatnonzero(np.asarray(layout.message_indices) >= 0)
     return list(layout.token_ids[int(owned[-1]) + 1 :])
@@ -429,19 +435,18 @@ def _arguments_text(value: Any) -> str:
 
 
 class _Texts(threading.local):
-    """The texts that were replaced by placeholders in the layout that a thread is making."""
+    """The texts that placeholders replace in the prompt that a thread is rendering. Each thread has its own list."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
 
 class PlaceholderTokenizer:
-    """The tokenizer for families of WINDOW_FAMILIES. It encodes a long text as one placeholder (a negative id); `fill`
-    replaces the placeholders by ids when the layout is done. A layout is a prompt as returned by the `renderers`
-    package.
+    """The tokenizer for families of WINDOW_FAMILIES. It encodes a long text as one placeholder (a negative id). When
+    the `renderers` package has returned the prompt, `fill` replaces the placeholders with ids.
 
-    The reason is speed: the `renderers` package processes the ids of a prompt one by one, several times, and most ids
-    come from a few long texts. Each thread has a separate list of texts.
+    The reason is speed: the package processes the ids of a prompt one by one, several times, and most ids come from a
+    few long texts.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -464,7 +469,7 @@ class PlaceholderTokenizer:
         return [-len(self._own.texts)]
 
     def fill(self, parts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Replace every placeholder in the parts of one layout with the ids of its text. The texts are then dropped."""
+        """Replace every placeholder in the parts of one prompt with the ids of its text. The texts are then dropped."""
         texts, self._own.texts = self._own.texts, []
         filled: list[list[int]] = []
         for part in parts:

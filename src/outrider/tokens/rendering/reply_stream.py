@@ -60,7 +60,7 @@ class ReplyStream:
     The reply ends before the first stop id (a stop id of the family, or one of `stop_ids`) or the first `stop` string,
     whichever is earlier. If the request has no tools, the markup of tool calls is plain text. With tools, markup that
     is not a well-formed call becomes text. A call that the model gave no id gets an id made from `call_id`.
-    `held_to_calls` is True if a grammar held the reply to calls (`call_grammar.py`).
+    `held_to_calls` is True if a grammar forced the model to write only calls (`call_grammar.py`).
     """
 
     def __init__(
@@ -158,9 +158,9 @@ class ReplyStream:
         return FinishedReply(message, malformed, rest)
 
     def _split(self, held: str, parsed: ParsedCalls, spoken: Sequence[int]) -> tuple[tuple[ToolCall, ...], str]:
-        """Split the held text into calls and the text around them. `spoken` are the parsed ids. If the beginning of a
-        call was already emitted as text, the call stays text. Such a call is possible because the family's parser
-        searches for the ids of markers, and this stream for the text of markers."""
+        """Split the held text into calls and the text around them. `spoken` are the parsed ids. The family's parser
+        searches for the ids of markers, but this stream for their text. So the beginning of a call may already be
+        emitted as text; such a call stays text."""
         decode = self._renderer.tokenizer.decode
         pieces: list[tuple[str, ToolCall | None]] = []
         at = 0
@@ -201,7 +201,7 @@ class ReplyStream:
         a marker or call. With `final`, no more text follows."""
         before = self._state
         part = self._step(final=final)
-        while self._state is not before:  # if the state is the same after a step, another step has no effect
+        while self._state is not before:
             before = self._state
             more = self._step(final=final)
             part = ReplyPart(part.text + more.text, part.reasoning + more.reasoning)

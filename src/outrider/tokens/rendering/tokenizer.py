@@ -5,10 +5,10 @@ single tokens.
 name_or_path, unk_token_id, eos_token_id) with the `tokenizers` library. Invariant: the ids are the same whether
 `tokenizers` or `fastokens` computes them.
 
-`fastokens` encodes byte-level BPE twenty times faster than `tokenizers`, and without `fastokens`, encoding new text is
-the largest part of a turn's cost. `fastokens` is a young library. So it is used only if, when a tokenizer is loaded, it
-agrees with `tokenizers` on a few thousand texts. It is used for ASCII only, because the Unicode tables of the two
-libraries may be of different versions.
+`fastokens` encodes byte-level BPE twenty times faster than `tokenizers`, whose encoding of new text would be the
+largest part of a turn's cost. `fastokens` is a young library, so each tokenizer is tested when it is loaded:
+`fastokens` is used only if it agrees with `tokenizers` on a few thousand texts. It is used for ASCII only, because the
+Unicode tables of the two libraries may be of different versions.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class TextStream:
         return "".join(texts)
 
     def finish(self) -> str:
-        """Return the rest of the text. To be called after the last id. An unfinished character becomes U+FFFD."""
+        """Return the rest of the text, after the last id. An unfinished character becomes U+FFFD."""
         left, self._undecoded = self._undecoded, []
         return self._tokenizer.decode(left) if left else ""
 

@@ -73,7 +73,7 @@ each row."""
 
 class PrintedFields(msgspec.Struct, frozen=True, kw_only=True):
     """The optional parts of messages that change the output of a family's template: the ids of tool calls, the names of
-    users and tool results, and outer white space of text that the model did not write."""
+    users and tool results, and white space around text that the model did not write."""
 
     call_ids: bool = True
     names: bool = True
@@ -101,8 +101,8 @@ PRINTED_FIELDS: Mapping[str, PrintedFields] = {
 For any other family all fields are compared, which is always safe, because it can only cause an unnecessary fork."""
 
 MAX_EXACT_INTEGER = 2**53
-"""The largest integer up to which 3.0 and 3 count as equal. JavaScript has only one type of number, so a client may
-send 3.0 back as 3. Up to this integer, floats represent integers exactly."""
+"""Up to this size, a float without a fraction counts as an integer: 3.0 equals 3. JavaScript has only one type of
+number, so a client may send 3.0 back as 3. Up to this size, floats represent integers exactly."""
 
 MAX_PARSED_SEPARATORS = 1 << 16
 """Arguments with more than this number of lists, objects and commas together are compared as text and not as JSON. The
@@ -125,8 +125,8 @@ class MessageKey(msgspec.Struct, frozen=True, gc=False):
     call_ids: bytes | None = None
 
     def may_echo_reasoning(self, recorded: bytes | None) -> bool:
-        """Return True if this message's reasoning is what a client may send for the recorded reasoning: none, the same,
-        or the same twice."""
+        """Return True if a client may send this message's reasoning for the recorded reasoning: no reasoning, the
+        recorded text, or this text twice."""
         return (
             self.reasoning is None
             or self.reasoning == recorded

@@ -4,11 +4,9 @@ A node is a prompt for an engine, or a turn sampled from such a prompt. A node l
 ids after the parent's ids, packed. So the ids of a node are stored once, however many prompts continue the node.
 Invariant: a node's ids never change, and a prompt with a parent begins with all of the parent's ids.
 
-To index a request means to compute the digest of each message and of each prefix of the conversation.
-
-A message is parsed once; later its digests are found by its bytes. The digests of the first messages of the newest long
-requests are also stored together. So for a request that begins with the same bytes, only the new messages are indexed,
-and the old messages are hashed once.
+To index a request means to compute the digest of each message and of each prefix of the conversation. Each message is
+parsed only once, because its digests are stored by its bytes. The digests for the beginnings of a few long requests are
+also stored. If a request begins with the same bytes, these digests are used, and only its new messages are indexed.
 
 Invariant: the digests of a request depend on the request alone, never on earlier requests.
 """
@@ -27,7 +25,8 @@ from outrider.tokens.tree.canonical import MessageKey, PrintedFields, digest, ex
 from outrider.trajectory import ForkCause, Ids, ImageSpan, unpack_ids
 
 MIN_REMEMBERED = 16
-"""Minimum number of messages in a stored prefix. Shorter requests can be indexed again in the same time."""
+"""Minimum number of messages in a stored prefix, the stored digests of a request's first messages. Indexing a shorter
+request again takes no longer than finding its prefix."""
 UNSTABLE_TAIL = 4
 """Number of newest messages that a stored prefix leaves out, because clients move their cache markers and so change the
 bytes of these messages."""
@@ -43,8 +42,8 @@ MAX_TOOL_VALUES = 1 << 17
 """Maximum number of lists, objects and commas together in a request's tools. A chat template writes the tools as JSON
 in one call, which blocks all threads: 25 ms for this number."""
 MAX_NEW_TEXT = 9 << 20
-"""Maximum characters of a request's new messages together, and maximum bytes of its tools. This bounds the work for a
-model of unknown context."""
+"""Maximum characters of a request's new messages together, and maximum bytes of its tools. This limits the work for a
+model whose context length is not known."""
 
 
 class PromptNode:
@@ -57,18 +56,17 @@ class PromptNode:
     matched: the turn whose conversation the request extends, even if the prompt does not begin with the turn's ids.
     rendered_replies: positions and reasoning digests (None without reasoning) of the assistant messages whose ids were
         rendered and not sampled.
-    splice: how the prompt is composed if the ids of its history were recorded behind another head (tools and system
-        messages); None otherwise.
+    splice: how the prompt is composed if its history was recorded after other tools or system messages; None otherwise.
     thinking: True or False if the end of the prompt switches the model's reasoning on or off; None for the family's
         default end.
     conversation: the number of the conversation. 0 is the session's first conversation; later conversations began
         independently of earlier conversations, or with other tools or another system prompt.
     fork: the cause and the source turn of the fork if the tools or the system prompt changed; None otherwise.
     first_turn: the index of the first turn sampled from the prompt; None until there is one.
-    images: the places in the prompt of the images in this node's own ids.
+    images: the positions of the images in this node's own ids.
 
-    The class has `__slots__` and is not a struct, in order to save memory: a session has one node per turn, and a test
-    limits the bytes per turn (tests/tokens/test_cost.py).
+    The class has `__slots__` and is not a struct, to save memory: a session has one node per turn, and
+    tests/tokens/test_cost.py limits the bytes per turn.
     """
 
     __slots__ = (
@@ -142,7 +140,7 @@ class PromptNode:
         return unpack_ids(b"".join(parts))
 
     def all_images(self) -> list[ImageSpan]:
-        """Return the places of all images in the prompt, in order."""
+        """Return the positions of all images in the prompt, in order."""
         nodes: list[tuple[ImageSpan, ...]] = []
         prompt: PromptNode | None = self
         while prompt is not None:
@@ -152,8 +150,8 @@ class PromptNode:
         return [span for spans in reversed(nodes) for span in spans]
 
     def tail(self, tail_start: Callable[[Sequence[int]], int]) -> list[int]:
-        """Return the last ids of the prompt: the part that bridging and parsing need. `tail_start` is
-        `Renderer.tail_start`, which finds the start of this part."""
+        """Return the last ids of the prompt, which `Renderer.bridge` and `Renderer.parse` need. `tail_start` is
+        `Renderer.tail_start`, which finds where they begin."""
         own: list[int] = unpack_ids(self.delta).tolist()
         start = tail_start(own)
         # If the start is 0, the tail may begin before this node's own ids, so all ids are searched.
@@ -186,8 +184,8 @@ class TurnNode:
 
 
 class Splice(msgspec.Struct, frozen=True):
-    """The composition of a prompt whose history was recorded behind another head. The first `head` ids were
-    rendered; then follow the recorded ids of the history. `origin` is the first prompt of the recorded history,
+    """The composition of a prompt whose history was recorded after other tools or system messages. The first `head` ids
+    were rendered; then follow the recorded ids of the history. `origin` is the first prompt of the recorded history,
     rendered whole."""
 
     head: int
@@ -205,9 +203,9 @@ def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
 
 
 def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked: PromptNode | None) -> bool:
-    """Return True if the client may have made the reasoning in its request from the recorded reasoning of every reply
-    on the path to `turn` (`may_echo_reasoning`). Replies before the end of the prompt `checked` are not compared,
-    because an earlier comparison found that they agree."""
+    """Return True if the request's reasoning may be an echo of the recorded reasoning (`may_echo_reasoning`), for every
+    reply on the path to `turn`. Replies before the end of the prompt `checked` are not compared, because an earlier
+    comparison found that they agree."""
     node: TurnNode | None = turn
     while node is not None:
         prompt = node.prompt
@@ -222,8 +220,7 @@ def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked: Prompt
 
 
 def rendered_replies_agree(prompt: PromptNode, keys: Sequence[MessageKey]) -> bool:
-    """Return True if the request's reasoning may be an echo of the recorded reasoning for all assistant messages whose
-    ids were rendered, and not sampled, in this prompt."""
+    """Like `reasoning_agrees`, for the assistant messages whose ids in this prompt were rendered and not sampled."""
     return all(keys[index].may_echo_reasoning(recorded) for index, recorded in prompt.rendered_replies)
 
 
@@ -258,9 +255,10 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
     recalled: the number of first messages whose digests come from a stored prefix.
     parsed: by position, the messages parsed so far.
     sizes: the number of bytes of all recalled messages together, then of each other message.
-    checked: a prompt up to which the request's reasoning was compared with the recorded reasoning and agrees; None if
-        none was compared.
-    matched: the turn whose conversation is the longest recorded prefix of the request: its first `covered` messages.
+    checked: the prompt up to which the request's reasoning is known to agree with the recorded reasoning; None if it
+        was not compared.
+    matched: the turn whose conversation is the longest recorded prefix of the request.
+    covered: the number of messages in this prefix.
     switch: the ids at the end of the prompt that switch thinking for this turn; None for the family's default end.
     """
 
@@ -300,7 +298,8 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
         return self.prefixes[0] if self.tools else b""
 
     def repeats(self, prompt: PromptNode) -> bool:
-        """Return True if this request repeats the request of `prompt`. Both must have the same prefix digest."""
+        """Return True if this request repeats the request of `prompt`. The caller must have found that both have the
+        same prefix digest."""
         return prompt.thinking == self.thinking and self.has_messages_of(prompt)
 
     def has_messages_of(self, prompt: PromptNode) -> bool:
@@ -373,8 +372,8 @@ def _extend_all(prefix: bytes, keys: Sequence[MessageKey]) -> bytes:
 
 
 class _RememberedPrefix(msgspec.Struct, frozen=True):
-    """The first messages of an earlier request. `last` is the digest of the bytes of the last of these messages, `head`
-    the digest of the bytes of all, and `size` the number of bytes of all."""
+    """The stored digests of the first messages of an earlier request. `head` is the digest of the bytes of these
+    messages, `size` the number of their bytes, and `last` the digest of the bytes of the last of them."""
 
     last: bytes
     head: bytes
@@ -395,8 +394,8 @@ class _RememberedPrefix(msgspec.Struct, frozen=True):
 
 
 class RequestIndexer:
-    """Indexes the requests of a session. Call `index` for a request, and then `remember` when the request has its
-    prompt."""
+    """Indexes the requests of a session. Call `index` for a request, and then `remember` when the request's prompt is
+    made."""
 
     def __init__(self, printed: PrintedFields) -> None:
         self._printed = printed

@@ -2,28 +2,28 @@
 request joins the recorded conversation.
 
 A request whose history is recorded gets the recorded ids unchanged, sampled ids included. Only its new messages are
-rendered, so the cost of a turn is proportional to the turn's own tokens. The head of a request is its tools and the
-system messages at its beginning. The first matching rule applies:
+rendered, so the cost of a turn is proportional to the turn's own tokens. The first of these rules that applies decides.
+In them, the head of a request is its tools and the system messages at its beginning.
 
 1. A repeated request (same tools, messages and thinking) gets the same prompt again (`retry`), so all replies to the
    request are sampled from the same ids.
-2. More of the history is recorded behind another head than behind the request's own head, and the recorded part
-   includes a reply: the new head is rendered and the recorded history ids follow it (`fork`: `tools_changed`,
+2. More of the history is recorded after another head than after the request's own head, and the recorded part includes
+   a reply. The new head is rendered, and the recorded ids of the history follow it (`fork`: `tools_changed`,
    `system_changed` or both). So the model continues its own sampled ids, and not other ids for the same text. The rule
-   requires proof that the model family renders the history to the same ids behind both heads. Without this proof, the
+   requires proof that the model family renders the history to the same ids after both heads. Without this proof, the
    ids come from rules 3 and 4. The join is then still a `fork` with this cause, because the request continues the
    recorded history.
-3. Part of the conversation is recorded: the turn with the longest recorded part is the parent, if the renderer can
+3. Part of the conversation is recorded. The turn with the longest recorded part is the parent, if the renderer can
    append the other messages to the turn's ids without changing any of these ids. The join is an `append`, unless the
    turn already has another continuation (`fork`: `sibling`) or the other messages contain unrecorded replies (`fork`:
    `history_rewritten`).
-4. Every other request is rendered whole. The join is a `root` if the request has no more than tools and system messages
-   in common with earlier requests, because many agents have the same system messages. Else the join is a `fork`, whose
-   cause is the reason why the recorded ids cannot be used.
+4. Every other request is rendered whole. The join is a `root` if the request shares nothing with earlier requests
+   except tools and system messages, which many agents have in common. Else the join is a `fork`, whose cause is the
+   reason why the recorded ids cannot be used.
 
 The tree calls no engine and no store, and awaits nothing. Long work is split into steps (`OffloadThread`), so a session
-with a long history does not block other sessions. Invariant: a node's ids never change, and a prompt with a
-parent begins with all of the parent's ids.
+with a long history does not block other sessions. Invariant: a node's ids never change, and a prompt with a parent
+begins with all of the parent's ids.
 """
 
 from __future__ import annotations
@@ -66,13 +66,17 @@ is then not found as the origin of a fork, but the recorded ids of its turns are
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """The result of joining a request. `added` are the request's messages after the conversation of the prompt's
-    parent; without a parent, all messages.
+    """The result of joining a request to the tree. `added` are the request's messages after the conversation of the
+    prompt's parent; without a parent, all messages.
 
-    `forked_from` is a turn: for a retry, the first turn of the prompt; for a fork, the turn whose request has the
-    longest history in common with this request; for a fork because the tools or the system prompt changed, the turn
-    whose history the request continues. `forked_from` is None for a root and for an append, and if the earlier call
-    failed and so has no turn."""
+    `forked_from` is a turn, and depends on the kind of the join:
+
+    - retry: the first turn of the prompt
+    - fork because the tools or the system prompt changed: the turn whose history the request continues
+    - other fork: the turn whose request has the longest history in common with this request
+    - root or append: None
+
+    It is also None if the earlier call failed and so has no turn."""
 
     kind: JoinKind
     cause: ForkCause | None
@@ -82,9 +86,9 @@ class Joined(msgspec.Struct, frozen=True):
 
 
 class _HistoryMatch(msgspec.Struct, frozen=True):
-    """A turn that was recorded behind another head, and whose history and reply are in the request. `covered` is the
-    number of the request's messages up to this reply, including the system messages at the beginning. `cause` is the
-    difference between the two heads."""
+    """A turn whose history and reply are in the request, but were recorded after another head (tools and system
+    messages). `covered` is the number of the request's messages up to this reply, including the system messages at the
+    beginning. `cause` is the difference between the two heads."""
 
     turn: TurnNode
     covered: int
@@ -92,9 +96,9 @@ class _HistoryMatch(msgspec.Struct, frozen=True):
 
 
 class _Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's ids: the ids of `parent`, then `delta` (packed). `match` is set if the history was recorded behind
-    another head. If the recorded ids of that history are used, `splice` is also set, and `sampled` has the positions of
-    the history's replies, each with the digest of the reply's reasoning."""
+    """A request's ids: the ids of `parent`, then `delta` (packed). `match` is set if the history was recorded after
+    other tools or system messages. If the recorded ids of that history are used, `splice` is also set, and `sampled`
+    has the positions of the history's replies, each with the digest of the reply's reasoning."""
 
     parent: TurnNode | None
     delta: bytes
@@ -131,11 +135,11 @@ class TokenTree:
         context: int | None = None,
     ) -> Steps[Joined]:
         """Find or make the request's prompt. `thinking` switches the model's reasoning on or off for this turn only;
-        None leaves the family's default.
+        None leaves the family's default. If an error is raised, the tree is unchanged:
 
-        Raises RequestError for an unreadable or unrenderable message and for thinking that cannot be switched here,
-        TooLarge for a text too long to encode and for too many tools, and ContextOverflow for a prompt that leaves no
-        token for a reply in a context of `context` tokens. If an error is raised, the tree is unchanged.
+        - RequestError: a message cannot be read or rendered, or thinking cannot be switched here.
+        - TooLarge: a text is too long to encode, or there are too many tools.
+        - ContextOverflow: the prompt leaves no token for a reply in a context of `context` tokens.
         """
         request = yield from self._index(messages, tools, tools_raw, thinking)
         repeated = self._repeated(request)
@@ -194,8 +198,8 @@ class TokenTree:
 
     def restore(self, turns: Sequence[Turn]) -> Steps[None]:
         """Record the stored turns of an earlier attempt in this empty tree, in the order of their index. Later requests
-        then join as they would have joined in the earlier attempt. The ids are the stored ids; nothing is rendered,
-        except to find how the ids behind a changed head are composed.
+        then join as they would have joined in the earlier attempt. The ids are the stored ids. Only requests whose
+        tools or system prompt changed are rendered, to find how their ids are composed.
 
         The indexes may have gaps: no stored turn continues a turn that was not stored, because no client got its
         reply."""
@@ -320,7 +324,7 @@ class TokenTree:
         return Joined(JoinKind.FORK, cause, prompt, forked_from)
 
     def _lay_out(self, request: IndexedRequest) -> Steps[_Layout]:
-        """Return the request's ids, by rules 2 to 4 of the module's heading."""
+        """Return the request's ids, by rules 2 to 4 of the module's docstring."""
         match = self._histories.find(request)
         if match is not None:
             yield request.size_from(0)
@@ -342,9 +346,9 @@ class TokenTree:
         return pack_ids(request.with_switch(self._renderer.render(request.parse_from(0), request.tools)))
 
     def _spliced(self, request: IndexedRequest, match: _HistoryMatch) -> _Layout | None:
-        """Return the prompt that has the request's own head, then the ids of the history recorded behind another head,
-        then the messages after this history. Returns None if the first messages of the history have different ids
-        behind the two heads, or if the messages after the history cannot be appended."""
+        """Return a prompt of three parts: the request's own head (tools and system messages), the ids of the history as
+        recorded after another head, and the later messages. Returns None if the first messages of the history have
+        different ids after the two heads, or if the later messages cannot be appended."""
         turn = match.turn
         origin = turn.prompt
         while origin.parent is not None:
@@ -372,8 +376,8 @@ class TokenTree:
             splice=Splice(len(split.head), origin),
             sampled=[(at + shift, reasoning) for at, reasoning in recorded_reasoning(turn)],
         )
-        # Two agents may work in turn on the same history. If the ids begin with the ids of the agent's own last turn,
-        # the prompt continues this turn. So the agent's ids remain one row, to which ids are only appended.
+        # Two agents may alternate on the same history. If the ids begin with the ids of the agent's own last turn, the
+        # prompt continues this turn. So the agent's ids remain one row, to which ids are only appended.
         own = request.matched
         if own is not None and ids.startswith(before := own.prompt.ids().tobytes() + own.output):
             return msgspec.structs.replace(layout, parent=own, delta=ids[len(before) :])
@@ -410,7 +414,8 @@ class TokenTree:
 
 
 class _HistoryIndex:
-    """Finds a session's turns by the digest of their history and reply, independent of the head."""
+    """Finds a session's turns by the digest of their history and reply, whatever their tools and system messages
+    are."""
 
     def __init__(self) -> None:
         self._turns: dict[bytes, list[TurnNode]] = {}
@@ -422,12 +427,13 @@ class _HistoryIndex:
 
     def find(self, request: IndexedRequest) -> _HistoryMatch | None:
         """Find the turn whose history and reply cover the most messages from the beginning of the request's history.
-        Returns None if they cover no more messages than are recorded behind the request's own head."""
+        Returns None if they cover no more messages than `request.covered`, which are recorded with the request's own
+        tools and system messages."""
         if not request.is_rewritten:
             return None
-        # Indexing is deferred to this point, because in most sessions every request has only replies that are recorded
-        # behind the request's own head. Turns are taken one by one, because the event loop may commit a turn while this
-        # method runs in the worker thread.
+        # Indexing is deferred to this point, because in most sessions all replies in requests are recorded with the
+        # request's own tools and system messages. Turns are taken one by one, because the event loop may commit a turn
+        # while this method runs in the worker thread.
         while self._unindexed:
             turn = self._unindexed.popleft()
             assert turn.reply_digest is not None
@@ -451,9 +457,8 @@ class _HistoryIndex:
 
 def _newest_agreeing(turns: Sequence[TurnNode], request: IndexedRequest, checked: PromptNode | None) -> TurnNode | None:
     """Return one of several turns with equal conversations. A turn qualifies if the request's reasoning may be an echo
-    of the reasoning recorded on the path to the turn (`reasoning_agrees`). Returns the newest qualifying turn whose
-    call ids are in the request. If there is none, which happens because clients may replace call ids, returns the
-    newest qualifying turn. Returns None if no turn qualifies."""
+    of the recorded reasoning (`reasoning_agrees`). Of the qualifying turns, returns the newest whose call ids are in
+    the request, else the newest, because clients may replace call ids. Returns None if no turn qualifies."""
     agreeing: list[tuple[TurnNode, list[MessageKey]]] = []
     for turn in reversed(turns):
         keys, system_count = request.keys, turn.prompt.system_count
