@@ -1,8 +1,8 @@
 """The protocols of inference engines. An engine takes token ids, and streams the sampled ids and their
 log-probabilities.
 
-Invariants of every stream: the ids and the log-probabilities of a chunk have equal length; only the last chunk has a
-`finish`.
+Invariants of every stream: the ids and the log-probabilities of a chunk have equal length; the last chunk, and no
+other, has a `finish`.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """Newly sampled tokens. Only the last chunk has `versions`: half-open spans over the whole output. `stop_match` is
-    the stop string or stop token id that ended the generation. `cached_tokens` counts the prompt tokens whose keys and
+    """Newly sampled tokens. The last chunk has `versions`, half-open spans over the whole output. `stop_match` is the
+    stop string or stop token id that ended the generation. `cached_tokens` counts the prompt tokens whose keys and
     values were reused. It is None if the engine does not report it."""
 
     ids: list[int]
@@ -115,8 +115,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int] | None = None  # the ids of the prompt as reported by the engine, None if not reported
     prompt_tokens: int | None = None  # the engine's count of the prompt's tokens, in the last chunk
     prompt_images: list[tuple[int, int]] | None = None
-    """The positions [start, end) of the images that the engine has read in the prompt. If a request has images, its
-    first chunk with tokens must have these positions."""
+    """The positions [start, end) of the images that the engine has read in the prompt. For a request with images, the
+    first chunk with tokens must have them."""
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,9 +295,9 @@ class RemembersVersions(Protocol):
 @runtime_checkable
 class HoldsBack(Protocol):
     """An engine that can stop its generations while another process pauses the server with "abort". From `hold_back`
-    until `release` it sends no generation to the server, and aborts generations without a first token. The server would
-    keep such a generation during the pause, and then sample it with the new weights over keys and values of the old
-    weights."""
+    until `release` it sends no generation to the server, and aborts generations without a first token. Otherwise the
+    server would keep such a generation during the pause, and then sample it with the new weights over keys and values
+    of the old weights."""
 
     def hold_back(self) -> None: ...
     def release(self) -> None: ...

@@ -73,9 +73,9 @@ class PauseGate:
 
 
 class GateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a follower's gate. `closings` is the leader's count of closings that the follower has applied last.
-    `in_flight` counts the follower's generations in flight. `whole` counts only those that run to their end in every
-    pause, because no engine could continue them."""
+    """The state of a follower's gate. `closings` is the last value of the leader's `closings` that the follower has
+    applied. `in_flight` counts the follower's generations in flight. `whole` counts only those that run to their end in
+    every pause, because no engine could continue them."""
 
     closings: Annotated[int, msgspec.Meta(ge=0)]
     in_flight: Annotated[int, msgspec.Meta(ge=0)]

@@ -99,8 +99,8 @@ class ModelSampler:
 
 
 class _HuggingFaceForward:
-    """Implements `Forward` for a model of transformers. A call evaluates the model, and restores the training mode that
-    the trainer has set."""
+    """Implements `Forward` for a model of transformers. A call runs the model in evaluation mode, and then restores the
+    mode that the trainer has set."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

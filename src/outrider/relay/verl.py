@@ -6,8 +6,8 @@ The proxy is the recipe's own, or `outrider serve --compat verl` (docs/compat/ve
 worker renders the messages to ids, samples a reply, and parses the reply's tool calls. Invariants:
 
 - A response has the engine's ids and log-probabilities, exactly one log-probability for each id.
-- If the proxy sends the recorded ids of a conversation, the prompt begins with these ids unchanged. The exception is a
-  renderer that cannot append the new messages to them.
+- If the proxy sends the recorded ids of a conversation, the prompt begins with these ids unchanged, unless the renderer
+  cannot append the new messages to them.
 - When a connection ends, its calls end, too.
 """
 
@@ -52,7 +52,7 @@ log = logging.getLogger("outrider.relay")
 
 RECONNECTING = RetryPolicy(first=1.0, longest=60.0)
 CONNECT_SECONDS = 20.0
-"""Maximum seconds to open the connection, and then again maximum seconds until the proxy's acknowledgement."""
+"""Maximum seconds for opening the connection. The proxy's acknowledgement after it has the same limit."""
 CLOSE_SECONDS = 2.0
 PING_SECONDS = 30.0
 SILENT_SECONDS = 90.0

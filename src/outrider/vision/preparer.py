@@ -34,8 +34,8 @@ KEPT_PAGES = 256 << 20
 """Maximum bytes of pages of documents that are kept."""
 KEPT_DOCUMENTS = 256
 IMAGE_SECONDS = 60.0
-"""Maximum seconds of one request. The process is then ended, and the next request starts another one. Processor time is
-limited to 10 s for an image and 20 s for a document (`worker.py`), so the machine is the cause and not the file."""
+"""Maximum seconds of one request. The process is then ended, and the next request starts another one. An image
+has at most 10 s of processor time, and a document 20 s (`worker.py`), so a longer time is the machine's fault."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 MAX_ANSWER = 1 << 30
 ITEM_HEAD = 512

@@ -25,7 +25,7 @@ SHORT = 4096
 
 
 def body_with_ids(body: Mapping[str, Any], name: str, ids: Ids) -> list[bytes | memoryview]:
-    """Return `body` as JSON in consecutive pieces. The field `name` with the ids is added as its last field. `body`
+    """Return `body` as JSON in consecutive pieces. The ids are added as the last field, with the key `name`. `body`
     must not be empty."""
     return [orjson.dumps(body)[:-1], b',"%s":' % name.encode(), ids_json(ids), b"}"]
 

@@ -49,8 +49,8 @@ value is refused."""
 
 
 class ProrlOptions(ServerOptions, frozen=True, kw_only=True):
-    """The options of a server with ProRL's token route. `logprobs_mode` is the server's kind of log-probabilities, by
-    vLLM's names. `context_tokens` is the length of the model's context, which the server does not report."""
+    """The options of a server with ProRL's token route. `logprobs_mode` is the kind of the server's log-probabilities,
+    as vLLM names it. `context_tokens` is the length of the model's context, which the server does not report."""
 
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     context_tokens: int | None = None
@@ -168,8 +168,8 @@ def _finish(ids: list[int], sampling: SamplingParams) -> tuple[FinishReason, int
 
 
 async def kind_of_server(address: str, *, api_key: str | None = None) -> str:
-    """Return the kind of engine for an address that a ProRL client registers. The kind is `vllm` or `sglang` if this is
-    the `owned_by` of every model in the server's list. Otherwise it is `openai` if the address ends in `/v1`, and
+    """Return the kind of engine for an address that a ProRL client registers. The kind is `vllm` or `sglang` if every
+    model in the server's list has this value as `owned_by`. Otherwise it is `openai` if the address ends in `/v1`, and
     `prorl` if not. Raises EngineUnavailable if no server answers, and InvalidField if the address is not a URL."""
     http = HttpClient(address, server_url(EngineOptions(name=address, url=address)), api_key=api_key)
     await http.start()

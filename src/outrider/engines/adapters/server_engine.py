@@ -52,8 +52,8 @@ EventT = TypeVar("EventT", bound=ServerEvent)
 
 
 class ServerReply(Generic[EventT]):
-    """Reads the events of one generation into chunks. `last` returns the chunk with the tokens of the finishing event,
-    and is called only after the whole stream was read. The connection can then be reused, and a later event may have
+    """Reads the events of one generation into chunks. `last` returns the chunk with the tokens of the finishing event.
+    The stream is read to its end first, because the connection can then be reused, and because a later event may have
     the token counts.
 
     `versions` returns the current policy version. It is called when the request is sent, and again when the first token
@@ -146,7 +146,7 @@ class ServerReply(Generic[EventT]):
         self.finish(FinishReason.ABORT)
 
     def unsent(self) -> Chunk | None:
-        """Return the tokens that were read but not yet returned as a chunk, None if there are no such tokens."""
+        """Return a chunk of the tokens that were read and not yet returned, None if there are none."""
         if not self._ids:
             return None
         chunk = Chunk(

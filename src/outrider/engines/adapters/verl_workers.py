@@ -1,9 +1,12 @@
 """The engine for verl's workers. A worker is a program that connects to the service, and answers the model calls that
 the service sends.
 
-Invariants: a call moves to another worker only if no reply has arrived; if a worker is lost, its calls fail at once;
-the ids of a reply are passed on only together with the prompt's ids and one log-probability for each id. Any other
-reply is text, and never used for training. Its ids are only in the worker's report.
+Invariants:
+
+- A call moves to another worker only while no part of its reply has arrived.
+- If a worker is lost, its calls fail at once.
+- The ids of a reply are passed on only together with the prompt's ids and one log-probability for each id. Any other
+  reply is text, and never used for training. Its ids are only in the worker's report.
 """
 
 from __future__ import annotations

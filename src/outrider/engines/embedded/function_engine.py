@@ -66,7 +66,7 @@ class FunctionEngine:
         self._aborts = 0
         self._changed = Broadcast()
         self._steps: set[asyncio.Timeout] = set()
-        """For each generation whose generate function is running: the timeout that aborts the generation."""
+        """The timeouts that abort generations, one for each generate function that is running."""
 
     @property
     def version(self) -> int:

@@ -269,7 +269,7 @@ class PoolReply(Generic[T]):
     def _is_cut(self, attempt: _Attempt, chunk: Any) -> bool:
         """Record the last chunk of an engine's reply. Returns True if the reply was cut off and continues as a new
         request."""
-        # If True, this pool was paused during the generation, so the chunk's version may be old.
+        # `ours` is True if this pool was paused during the generation. The chunk's version may then be old.
         ours = attempt.cuts != self._calls.gate.cuts
         if chunk.finish is FinishReason.ABORT and attempt.member.takes_tokens:
             # If something outside this pool has aborted the generation, it is repeated only if it had no token yet.
@@ -301,7 +301,7 @@ class PoolReply(Generic[T]):
         else:
             calls.health.mark_failed(member, error)
         self._failed += 1
-        if attempt.begun or self._give_up_at is None:  # a first chunk restarts the patience
+        if attempt.begun or self._give_up_at is None:  # a chunk from this engine restarts the patience
             self._give_up_at = now + calls.patience
         ended_it = gate.mode is not None or attempt.cuts != gate.cuts
         if (ended_it or (silent and self._failed <= FAILOVERS)) and self._cuttable is not None:

@@ -154,7 +154,7 @@ class TokenCheck:
         _check_count(self._engine, "prompt tokens", chunk.prompt_tokens)
         _check_count(self._engine, "cached tokens", chunk.cached_tokens)
         if isinstance(chunk.stop_match, str):
-            # If its logits are NaN, SGLang reports "NaN happened" here, and the last id was not sampled.
+            # If its logits are NaN, SGLang sends the stop string "NaN happened", and the last id was not sampled.
             if chunk.stop_match not in self._sampling.stop:
                 raise EngineMisbehaved(
                     f"engine {self._engine!r} stopped at {chunk.stop_match[:100]!r}, which is no requested stop string"

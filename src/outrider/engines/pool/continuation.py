@@ -24,9 +24,9 @@ class ContinuedGeneration:
     """One generation over several requests. `versions` has the spans of the tokens that were sampled before the newest
     request.
 
-    Each new request asks for the remaining tokens only. It has its own seed, so that the engine does not repeat the
-    random numbers of the first part. This class searches for stop strings that began before a cut. `text` makes the
-    decoder for this search. If `text` is None, such stop strings are not found.
+    Each new request asks for the remaining tokens only, with a seed of its own. This class searches for stop strings
+    that began before a cut. `text` makes the decoder for this search. If `text` is None, such stop strings are not
+    found.
     """
 
     def __init__(self, request: GenerateRequest, text: Callable[[], TextStream] | None) -> None:
@@ -137,7 +137,7 @@ class ContinuedGeneration:
     def _echo(self, reported: list[int]) -> list[int]:
         """Return the prompt as reported by the engine, without the ids that were sampled before the cut. An id 0 is
         appended for each of these ids that the engine reports wrongly or not at all. The result is then longer than the
-        prompt, which counts as a difference (drift)."""
+        prompt, and so recorded as drift."""
         length = len(self._request.input_ids)
         behind = reported[length:]
         wrong = sum(map(int.__ne__, behind, self._sampled)) + abs(len(behind) - len(self._sampled))
@@ -149,7 +149,8 @@ class ContinuedGeneration:
         start, count = len(self._sampled), self._given
         spans = list(self.versions)
         for span in versions or (VersionSpan(version, 0, count),):
-            end = min(span.end, count)  # a stop string over the cut may end the reply before the engine's span
+            # a stop string that spans the cut may end the reply earlier than the engine does
+            end = min(span.end, count)
             if end <= span.start:
                 continue
             if spans and spans[-1].version == span.version:

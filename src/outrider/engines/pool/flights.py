@@ -77,7 +77,7 @@ class Flight:
         """Overdue seconds of the wait for the first chunk, if the engine's pace is unknown. The generation is not cut
         off because of these seconds."""
         self.given_up: tuple[float, float] | None = None
-        """Begin and end of the wait for a chunk that the consumer has given up, None if it has given up no wait."""
+        """Begin and end of the wait for a chunk that the consumer has given up, None if there is none."""
         if overdue is not None:
             overdue.add(self.wait)
 

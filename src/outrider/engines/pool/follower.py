@@ -6,7 +6,7 @@ and to resume. `outrider.nodes` connects the processes. Invariants:
 
 - Once this pool has reported a pause to the leader, no generation begins here until the leader resumes. Generations
   still in flight can be cut off, and continue after the pause as new requests.
-- A generation begins only on an engine that the leader uses, by the last state that this pool has applied.
+- A generation begins only on an engine that the leader uses, according to the last applied state.
 """
 
 from __future__ import annotations

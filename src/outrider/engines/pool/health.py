@@ -176,10 +176,10 @@ class HealthChecks:
     async def prove(
         self, member: EngineRecord, request: AnyRequest, seconds: float, *, by_token: bool = False
     ) -> EngineHealth | None:
-        """Check that an engine generates a token within `seconds`, and return its health. An engine whose workers
-        connect to the service needs only a connection, because the workers' model may be slow. If `by_token` is set, it
-        must generate a token, too. Returns None if the policy is paused before the check is complete, because a pause
-        does not wait for this check. Raises EngineError if the check fails."""
+        """Check that an engine generates a token within `seconds`, and return its health. For an engine whose workers
+        connect to the service, a connection is enough unless `by_token` is set, because the workers' model may be slow.
+        Returns None if the policy is paused meanwhile, because a pause does not wait for this check. Raises EngineError
+        if the check fails."""
         gate = self.policy.gate
         closings, engine = gate.closings, member.engine
         if gate.mode is not None:

@@ -33,8 +33,8 @@ def pool_state(pool: EnginePool) -> PoolState:
 def note_uses(pool: EnginePool, follower: str, uses: Mapping[str, EngineUse]) -> None:
     """Record a follower's current use of the engines, by engine name. If `uses` is empty, the follower is gone.
 
-    A newer version in `uses` triggers a check of the engine. It is not adopted, because versions do not decrease, and
-    so a wrong version could not be corrected.
+    A newer policy version in `uses` triggers a check of the engine. It is not adopted, because versions do not
+    decrease, and so a wrong version could not be corrected.
     """
     for name, member in pool.members.items():
         use = uses.get(name)

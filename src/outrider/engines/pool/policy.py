@@ -312,9 +312,8 @@ class Policy:
 
     async def _resume_engines(self, known: KnownPolicy | None, loaded: Sequence[EngineRecord] | None = None) -> None:
         """Set the version if `known` is given, and resume the engines that respond. Engines that must first load the
-        current weights in `catch_up` are left out. Engines that fail are marked as failed. `loaded` are the engines
-        that have loaded the version's weights. If it is given, any other engine has joined since, and is also marked as
-        failed."""
+        current weights in `catch_up` are left out. Engines that fail are marked as failed. `loaded`, if given, are the
+        engines that have loaded the weights. Any other engine has joined later, and is also marked as failed."""
         if known is not None and known.version < self.version:
             self._undone.add(self.version)
         self._known = known or self._known

@@ -271,7 +271,7 @@ class EnginePool:
             try:
                 await engine.start()
                 yield engine
-            except BaseException:  # a cancellation, too, because the engine must be closed then
+            except BaseException:  # also for a cancellation, because the engine must be closed then
                 await shielded(engine.close)
                 raise
         finally:

@@ -64,9 +64,9 @@ class SilenceLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits for silent engines and lost calls, in seconds.
 
     - `least`: minimum length of an overdue wait.
-    - `unknown`: additional seconds for the first token if the engine's pace is unknown, because the engine may have to
-      compile or load a model first. Only then is the engine checked.
-    - `unknown_token`: additional seconds for each later token if the engine's pace is unknown.
+    - `unknown`: additional seconds before an engine of unknown pace is checked because of a call without a token. The
+      engine may have to compile or load a model first.
+    - `unknown_token`: for a call with tokens, additional seconds for each token so far.
     - `check`: seconds in which a silent engine must send one token to pass a check.
     - `first_check`: the same limit for an engine that has sent nothing yet.
     - `longest_check`: upper limit of the time for a check that is extended because of a long prompt.

@@ -306,7 +306,7 @@ class AttachedWorker:
     def handle(self, message: ToService) -> None:
         """Process one message. Raises Nonsense for an invalid message."""
         if isinstance(message, WorkerTokens | Failed):
-            # An unknown generation was given up, and the worker has not yet read the abort.
+            # If the generation is unknown, it was given up, and the worker has not yet read the abort.
             if (generation := self._generations.get(message.generation)) is not None:
                 self._take(generation, message)
         elif isinstance(message, WorkerReply):

@@ -71,8 +71,8 @@ class RelayEngine:
         """The version set on the engine."""
         self._weights: str | None = None
         """The location from which workers can load the weights of `_version`; None if there is none."""
-        # Generation numbers start at random, because a worker may still have generations of an earlier service, which
-        # have other numbers.
+        # The numbers of generations start at random, so that they differ from those of an earlier service: a worker may
+        # still have generations of that service.
         self._numbers = itertools.count(secrets.randbits(48))
         self._closed = False
         self._context: int | None = None
@@ -344,17 +344,16 @@ class RelayEngine:
         return self._too_short(hello.context_tokens)
 
     def _too_short(self, context: int | None) -> str | None:
-        """Return the reason why a worker with this context cannot serve here; None if it can. A worker with a shorter
-        context is refused, because the engine's context would become shorter, and a prompt that does not fit ends its
-        session."""
+        """Return the reason why a worker with this context cannot serve here; None if it can. A shorter context is
+        refused, because it would become the engine's, and a prompt that does not fit the context ends its session."""
         if context is None or self._context is None or context >= self._context:
             return None
         return f"the model's context here is {self._context} tokens, not {context}"
 
     def _choose(self, session_key: str, tried: set[AttachedWorker]) -> AttachedWorker | None:
         """Return a worker, or None if there is none to try. Connected workers come first, then workers that are not
-        `failing`, then the least loaded. A session has an own worker, chosen by hash. It stays there while this worker
-        is as connected and healthy as the best one and has little more load."""
+        `failing`, then the least loaded. Each session has its own worker, chosen by hash. It stays there while this
+        worker is as connected and healthy as the best one and has little more load."""
         workers = [
             worker for worker in self._workers.values() if worker not in tried and worker.version >= self._version
         ]
