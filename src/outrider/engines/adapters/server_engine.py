@@ -306,8 +306,8 @@ class ServerEngine(Generic[ReplyT]):
                 await self._gate.drained()
         await self.order_pause(self.pause_modes[mode])
         if mode == "abort":
-            # Replies that are still in flight are cut off, because a request that reaches the server after the pause
-            # would wait there until the resume.
+            # A request that reaches the server after the pause would wait there until the resume, so the remaining
+            # replies are cut off.
             await self._gate.drained(ABORT_SECONDS)
             self._gate.cut_off()
 

@@ -169,8 +169,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
     session_header = "X-SMG-Routing-Key"  # a header, because routers drop the body's field `routing_key`
     pause_modes: ClassVar[dict[PauseMode, str]] = {"finish": "abort", "abort": "abort", "keep": "retract"}
     """The server's name for each pause mode. "finish" maps to `abort`, because our generations have ended by then.
-    "keep" does not map to `in_place`, because the server would exit if its cache is flushed while any generation is in
-    flight, such as that of a health check."""
+    "keep" does not map to `in_place`: the server would exit if its cache is flushed during any generation, even that of
+    a health check."""
     gated = frozenset({"finish", "abort"})
 
     def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:

@@ -305,9 +305,9 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         values.
 
         The adapter calls `reload_weights`, a method of vLLM's workers, through `/collective_rpc`, because vLLM's own
-        routes for weights do not read from disk. Raises EngineRejected if the server is not in development mode, or if
-        the folder is visible here and has no weights, because vLLM exits on such a folder. Raises EngineUnavailable if
-        the server has exited, or has not dropped its cache.
+        routes for weights do not read from disk. Raises EngineRejected if the server is not in development mode. It is
+        also raised for a folder that is visible here and has no weights, because vLLM would exit. Raises
+        EngineUnavailable if the server has exited, or has not dropped its cache.
         """
         self._check_control()
         if (trouble := await asyncio.to_thread(unreadable_weights, self._servers.urls, weights)) is not None:

@@ -81,8 +81,8 @@ class EmbeddedEngine(FunctionEngine):
             await asyncio.to_thread(self._thread.__exit__, None, None, None)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating. With "finish" the method returns when all generations have ended. "abort" ends all
-        generations with their tokens so far, and "keep" freezes all generations until `resume`."""
+        """Stop generating. With "finish" the method returns when all generations have ended. "abort" ends them with
+        their tokens so far, and "keep" freezes them until `resume`."""
         self._running().freeze(mode == "keep")
         await super().pause(mode)
 

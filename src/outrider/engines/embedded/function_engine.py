@@ -30,9 +30,9 @@ class FunctionEngine:
     `token_check` returns None.
 
     The last chunk may have the `versions` of the whole output. Otherwise tokens have the version that was set
-    (`set_version`, or the attribute `version`) when they arrived. An earlier chunk may also name the versions of its
-    own tokens, as spans over the whole output, because the version may have changed while the chunk waited in a queue.
-    `healthy` returns a description of a fault, or "" if there is none. `changed` is called after each new version.
+    (`set_version`, or the attribute `version`) when they arrived. An earlier chunk may name the versions of its own
+    tokens, as spans over the whole output, if it has waited in a queue while the version may have changed. `healthy`
+    returns a description of a fault, or "" if there is none. `changed` is called after each new version.
     """
 
     mode = TokenMode.TOKENS

@@ -69,10 +69,11 @@ class Cut:
 
 
 class HttpClient:
-    """The connections to one engine server, between `start` and `close`.
+    """The connections to one engine server, between `start` and `close`. Every method raises:
 
-    Every method raises EngineUnavailable if the server cannot be reached or stops responding, StatusFailure for a
-    response with a status of 400 or more, and EngineMisbehaved for a response that is too long or not JSON.
+    - EngineUnavailable: the server cannot be reached or stops responding.
+    - StatusFailure: the response has a status of 400 or more.
+    - EngineMisbehaved: the response is too long or not JSON.
     """
 
     def __init__(self, name: str, url: str, *, api_key: str | None = None, retry: RetryPolicy = DEFAULT_RETRY) -> None:

@@ -151,8 +151,8 @@ class PoolReply(Generic[T]):
     @property
     def served(self) -> ServingEngine:
         """The engine that generates the chunks, available from the first chunk on. The value may change until the last
-        chunk, because another engine may take over, and because a chat reply whose last chunk has no ids gets the mode
-        TEXT. Raises EngineUnavailable before an engine has been assigned."""
+        chunk: another engine may take over, and a chat reply without ids in its last chunk gets the mode TEXT. Raises
+        EngineUnavailable before an engine has been assigned."""
         if self.serving is None:
             raise EngineUnavailable("no engine has answered yet")
         return self.serving
@@ -222,8 +222,8 @@ class PoolReply(Generic[T]):
                 if given.finish is not None:
                     return
                 self._end_part(attempt, cut)
-            # An error that is still a variable of this function when it is raised forms a cycle with its traceback,
-            # which keeps the call's request in memory until a garbage collection.
+            # An error that is raised while a local variable refers to it forms a reference cycle. The cycle would keep
+            # the call's request in memory until a garbage collection.
             except EngineUnavailable as error:
                 if not self._note_failure(attempt, error):
                     raise

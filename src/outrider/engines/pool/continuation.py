@@ -165,7 +165,7 @@ class StopWatch:
     cut. `completed` is the stop string that the last token before the cut has completed, None if there is none.
 
     The first character after the cut is treated as a character before the cut, because its first bytes may belong to a
-    token before the cut. `over` is True once no stop string can span the cut any more.
+    token before the cut. `over` is True once no stop string can still span the cut.
     """
 
     def __init__(self, stops: Sequence[str], text: TextStream, sampled: Sequence[int]) -> None:

@@ -96,7 +96,7 @@ class Flight:
         return self
 
     async def __anext__(self) -> Any:
-        # This method runs once per chunk, so short steps are inlined for speed.
+        # This method runs once per chunk, so short steps are inlined.
         wait, loop = self.wait, self._loop
         wait.since = began = loop.time()
         self._task = task = asyncio.current_task(loop)
@@ -153,8 +153,8 @@ class Flight:
         if self.wait.since is None or self.error is not None or task is None or task.cancelling() > self._cancelling:
             return
         self.error = error
-        # The task is cancelled directly and not by a timer, because when a timer fires, the consumer may no longer wait
-        # for the engine and would be cancelled elsewhere.
+        # The task is cancelled directly and not by a timer. When a timer fires, the consumer may no longer wait for the
+        # engine, and would be cancelled elsewhere.
         task.cancel()
 
     def _raise_if_cut(self) -> None:

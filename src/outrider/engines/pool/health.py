@@ -147,7 +147,7 @@ class HealthChecks:
             await self._check(engine)
 
     async def vet(self, engine: AnyEngine) -> EngineHealth:
-        """Check an engine's health report and run the pool's `check`. Returns the report. Raises EngineUnavailable if
+        """Request an engine's health report and run the pool's `check`. Returns the report. Raises EngineUnavailable if
         the engine is not healthy or does not respond, EngineMisbehaved for impossible numbers, and the errors of
         `check`."""
         try:

@@ -76,9 +76,14 @@ trial up to a minute for its reply."""
 
 
 class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """A description of a session's engine. `engine` is its name, `version` the last known policy version,
-    `context_tokens` the length of the context (None if unknown), `constraints` the supported kinds of constraints, and
-    `image_form` the form of images that it takes. `keeps_ids` is True if it has the capability KEEPS_IDS."""
+    """A description of a session's engine.
+
+    - `engine`: its name.
+    - `version`: the last known policy version.
+    - `context_tokens`: the length of the context, None if unknown.
+    - `constraints`: the supported kinds of constraints.
+    - `keeps_ids`: True if it has the capability KEEPS_IDS.
+    - `image_form`: the form of images that it takes."""
 
     engine: str
     mode: TokenMode

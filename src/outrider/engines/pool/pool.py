@@ -1,8 +1,13 @@
-"""Manages the engines of one model. Engines are added, drained and removed one by one, or follow a router's list.
+"""Manages the engines of one model. Engines are added, drained and removed one by one, or follow a router's list. The
+other modules do parts of this work:
 
-`placement` assigns an engine to a session, `call` runs a call, `health` checks whether the engines work, `silence`
-detects engines that have stopped responding, and `policy` pauses the engines while their weights change. Invariant: the
-pool closes each engine that it has started, exactly once.
+- `placement` assigns an engine to a session.
+- `call` runs a call.
+- `health` checks whether the engines work.
+- `silence` detects engines that have stopped responding.
+- `policy` pauses the engines while their weights change.
+
+Invariant: the pool closes each engine that it has started, exactly once.
 """
 
 from __future__ import annotations
@@ -57,8 +62,7 @@ class EnginePool:
     - `text`: makes a decoder of token ids, which finds stop strings in generations that were cut off and continued.
     - `check`: called whenever an engine joins or returns. It may refuse the engine by raising an EngineError such as
       ModelMismatch.
-    - `patience`: seconds that a request waits while no engine serves, so that no session fails while an engine
-      restarts.
+    - `patience`: seconds that a request waits for an engine, so that no session fails while an engine restarts.
     - `probing`: the waits between probes of a failed engine.
     - `silence`: the limits for silent engines.
     - `look_seconds`: seconds between two readings of a list of engines.

@@ -31,8 +31,8 @@ from outrider.messages import Message, Role
 UNANSWERED_SECONDS = 1.0
 """An engine is not blamed if a client has waited less than this many seconds before it gives up a call."""
 SLOWER = 2.0
-"""Waits that a session gives up in a row are added up if each has at least this multiple of the usual seconds, because
-several such waits are as unlikely as one wait of their total length."""
+"""If a session gives up several long waits in a row, they are added up, because they are as unlikely as one wait of
+their total length. A wait is long if it has at least this multiple of the usual seconds."""
 
 
 class SilenceWatch:

@@ -54,8 +54,8 @@ FIXED_COST_TOKENS = 1024
 """A shorter prompt is treated as a prompt of this many tokens, because the time to its first chunk is mostly a fixed
 cost."""
 WHOLE_TOKENS = 32
-"""If an engine's first chunks usually have more than this number of tokens, it is assumed not to stream, so that its
-first chunk is the whole reply."""
+"""If an engine's first chunks usually have more tokens than this, the engine is assumed to send each reply in one
+chunk."""
 UNKNOWN_TOKEN_SECONDS = 1 / 64
 """The assumed seconds for each token after the first chunk, while an engine's pace is unknown."""
 
