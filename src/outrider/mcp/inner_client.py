@@ -102,4 +102,4 @@ class _InnerResponse(Response):
 
 async def _received(body: bytes) -> AsyncIterator[dict[str, Any]]:
     yield {"type": "http.request", "body": body, "more_body": False}
-    await asyncio.get_running_loop().create_future()  # waits forever: if the caller disconnects, the outer call ends
+    await asyncio.get_running_loop().create_future()  # waits forever, because a disconnect ends the outer call

@@ -17,7 +17,7 @@ from outrider.printable import printable, printable_json
 from outrider.schemas import SessionView, SpanView, TimelineView, TurnView
 
 MAX_RESULT = 24_000
-"""Maximum length of the enclosed part of a result, in characters."""
+"""Maximum length of a result in characters, without the two lines that enclose it."""
 MAX_TEXT = 600
 """Maximum length of one text in a JSON result, in characters."""
 MAX_ITEMS = 100

@@ -36,7 +36,7 @@ class ModelSampler:
 
     - `tokenizer`: the folder of the model's tokenizer.json. Stop strings and the service's check of the tokenizer need
       it.
-    - `name`: the name of the model. The default is the name in the model's config.
+    - `name`: the model's name, by default the name in its config.
     - `context_tokens`: by default the config's `max_position_embeddings`. Raises InvalidField if there is neither.
     - `version`: the policy version of the initial weights.
 

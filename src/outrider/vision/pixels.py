@@ -96,7 +96,8 @@ def pixels_of(data: bytes, settings: ImageSettings) -> Pixels:
     image = scaled(data, settings)
     patch, merge = settings.patch, settings.merge
     rows, columns = image.height // patch, image.width // patch
-    levels = np.asarray(image)  # the shape is (height, width, colour).
+    # The shape is (height, width, colour).
+    levels = np.asarray(image)
     # Patches that are merged into one token are adjacent.
     parts = levels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
     parts = parts.transpose(0, 3, 1, 4, 6, 2, 5)

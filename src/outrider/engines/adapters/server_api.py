@@ -140,7 +140,8 @@ def penalties_and_bias(sampling: SamplingParams) -> dict[str, Any]:
     for name, value in (
         ("presence_penalty", sampling.presence_penalty),
         ("frequency_penalty", sampling.frequency_penalty),
-        ("min_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # servers refuse a minimum above max_tokens
+        # Servers refuse a minimum above max_tokens.
+        ("min_tokens", min(sampling.min_tokens, sampling.max_tokens)),
         # The token ids become strings, because the keys of a JSON object are strings.
         ("logit_bias", {str(token): bias for token, bias in sampling.logit_bias.items()}),
     ):

@@ -45,7 +45,7 @@ from outrider.wire.http_connections import Buffer
 log = logging.getLogger("outrider.engine")
 
 CONSTRAINT_FIELDS = {
-    ConstraintKind.JSON_OBJECT: "json_schema",  # the schema allows any object, as in SGLang's chat route
+    ConstraintKind.JSON_OBJECT: "json_schema",  # with a schema for any object, as in SGLang's chat route
     ConstraintKind.JSON_SCHEMA: "json_schema",
     ConstraintKind.REGEX: "regex",
     ConstraintKind.GRAMMAR: "ebnf",

@@ -54,9 +54,8 @@ class ContinuedGeneration:
             self._watch = StopWatch(stops, self._text(), self._sampled)
 
     def ended(self) -> Chunk | None:
-        """Return the last chunk if the reply was already complete when it was cut off. This is possible because the
-        engine may have sampled the last token without checking whether the reply ends there. Returns None if the reply
-        has to continue."""
+        """Return the last chunk if the reply was already complete when it was cut off: the engine may have sampled the
+        last token without checking whether the reply ends there. Returns None if the reply has to continue."""
         sampling, count = self._request.sampling, len(self._sampled)
         last = self._sampled[-1] if self._sampled else None
         string = self._watch.completed if self._watch is not None else None

@@ -173,8 +173,8 @@ class Flight:
         """End the flight, after a success or a failure. Records its measurements in the engine's pace."""
         if self.overdue is not None:
             self.overdue.remove(self.wait)
-        # Calls without a finish and calls with a slow consumer are not recorded, because they do not show how fast the
-        # engine is.
+        # Calls without a finish and calls with a slow consumer are not recorded, because they do not show the engine's
+        # pace.
         at_once = self._finished is not None and self._finished - self.began <= 2 * self.wait.waited + 1.0
         if self._first is not None and self._finished is not None and at_once:
             self.member.pace.note(

@@ -45,7 +45,7 @@ from outrider.tokens.rendering.tokenizer import ANY_IDS, TextStream, Vocabulary
 
 REMOVAL_SECONDS = 30.0
 DEPARTURE_SECONDS = 600.0
-"""If a router no longer lists an engine, time limit in seconds for the engine's generations in flight."""
+"""Time limit in seconds for generations in flight on an engine that a router no longer lists."""
 
 PROBING = RetryPolicy(first=0.25, longest=15.0)
 

@@ -431,7 +431,7 @@ class Overdue:
 
     @contextmanager
     def waiting(self, what: str, allowance: float = 0.0, *, queued: bool = False) -> Iterator[None]:
-        """Count the time of the block as a wait of one stretch."""
+        """Count the time of the block as one wait (see `SessionWait` for the arguments)."""
         wait = SessionWait(what, allowance, queued=queued)
         wait.begin(self._clock())
         self.add(wait)

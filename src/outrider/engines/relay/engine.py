@@ -52,7 +52,7 @@ class RelayEngine:
 
     mode = TokenMode.TOKENS
     awaits_workers = True
-    capabilities = frozenset({Capability.VERSIONED_CACHE})  # each worker applies the version itself
+    capabilities = frozenset({Capability.VERSIONED_CACHE})  # each worker ensures this itself
 
     def __init__(self, options: EngineOptions) -> None:
         if options.url is not None:

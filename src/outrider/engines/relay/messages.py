@@ -17,8 +17,8 @@ from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
 from outrider.wire.link_protocol import Beat, Nonsense
 
 PROTOCOL = 1
-"""The protocol's version. It is incremented after any change that would make one side misread the other. This includes
-a new field of `SamplingParams`, because an older worker would silently ignore it."""
+"""The protocol's version, incremented after any change that would make one side misread the other. This includes a new
+field of `SamplingParams`, because an older worker would silently ignore it."""
 
 MAX_TO_SERVICE = 8 << 20
 """Maximum bytes of a message from a worker. A chunk of 8 MiB has more than half a million tokens. The event loop is
