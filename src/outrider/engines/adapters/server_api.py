@@ -1,5 +1,5 @@
-"""What the APIs of engine servers have in common: finish reasons, log-probabilities, penalties, structured outputs, the
-list of models.
+"""The common parts of engine servers' APIs: finish reasons, log-probabilities, penalties, structured outputs, the list
+of models.
 
 Invariant: no function of this module returns a placeholder for a missing log-probability.
 """
