@@ -1,8 +1,8 @@
-"""The protocols of inference engines: an engine takes token ids, and streams the sampled ids and their
+"""The protocols of inference engines. An engine takes token ids, and streams the sampled ids and their
 log-probabilities.
 
-Invariant of every stream: the chunks' ids and log-probabilities have equal length, and exactly one chunk, the last, has
-a `finish`.
+Invariants of every stream: the ids and the log-probabilities of a chunk have equal length; the last chunk, and no
+other, has a `finish`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ PauseMode = Literal["finish", "abort", "keep"]
 tokens so far, and "keep" freezes them until the resume."""
 
 MAX_COUNT = (1 << 31) - 1
-"""The largest accepted count or version, because sample files store versions as int32."""
+"""The largest count or version that is accepted, because sample files store versions as int32."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The complete sampling parameters of one turn: an engine adds no default of its own. `top_k` -1 sets no limit.
+    """The complete sampling parameters of one turn. An engine adds no defaults of its own.
 
-    `stop` strings are matched on the decoded output; generation ends with the token that completes the match, which is
-    part of the output ids. A token of `stop_token_ids` also ends the generation and is part of the output ids; it is
-    never sampled among the first `min_tokens` tokens. The repetition penalty counts the tokens of prompt and output,
-    the other two penalties only the tokens of the output. `logit_bias` is added to the logits by token id. A
-    `constraint` is given only to engines that implement `TakesConstraints`.
+    - `top_k`: -1 sets no limit.
+    - `stop`: strings that are matched on the decoded output. Generation ends with the token that completes a match. The
+      output ids include this token.
+    - `stop_token_ids`: tokens that end the generation, and are part of the output ids. They are never sampled among the
+      first `min_tokens` tokens.
+    - `repetition_penalty`: counts the tokens of prompt and output. The other two penalties count only the output.
+    - `logit_bias`: added to the logits, by token id.
+    - `constraint`: given only to engines that implement `TakesConstraints`.
     """
 
     max_tokens: int
@@ -67,17 +70,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def continuable(self) -> bool:
-        """True if a new request that ends with the reply's ids can continue a reply that was cut off, with the same
-        distribution of each token as without the cut.
+        """True if a new request can continue a reply that was cut off, without changing the distribution of any token.
+        The prompt of the new request ends with the reply's ids.
 
-        Constraints and penalties prevent a continuation: an engine applies a constraint from the start of the new
-        output, and computes presence and frequency penalties only from the tokens of the new output.
+        Constraints and penalties prevent this: an engine applies a constraint from the start of the new output, and
+        computes presence and frequency penalties only from the tokens of the new output.
         """
         return self.constraint is None and self.presence_penalty == 0 and self.frequency_penalty == 0
 
 
 class RequestImage(msgspec.Struct, frozen=True, kw_only=True):
-    """An image of a prompt: its `span` in `GenerateRequest.input_ids`, and its pixels as `item`, in the form `form`."""
+    """An image of a prompt. `span` is its place in `GenerateRequest.input_ids`, and `item` has its pixels in the form
+    `form`."""
 
     span: ImageSpan
     item: bytes
@@ -85,9 +89,10 @@ class RequestImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for one generation. `request_id` is unique and of fixed length; `session_key` groups a session's turns
-    for prefix-cache routing. `input_ids` is int32 of shape (prompt length,). `images` are the images of the prompt,
-    in order, and are given only to engines that take their form (`image_form_of`)."""
+    """A request for one generation. `request_id` is unique and of fixed length. Requests of a session have the same
+    `session_key`, so that a router can send them to the server that has cached their prefix. `input_ids` is int32 of
+    shape (prompt length,). `images` are the images of the prompt, in order. They are given only to engines that take
+    them in this form (`image_form_of`)."""
 
     request_id: str
     session_key: str
@@ -97,9 +102,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """Newly sampled tokens. `versions`, half-open spans over the whole output, is part of the last chunk. `stop_match`
-    is the stop string or stop token id that ended the generation. `cached_tokens` counts the prompt tokens whose keys
-    and values were reused, None if not reported."""
+    """Newly sampled tokens. The last chunk has `versions`, half-open spans over the whole output. `stop_match` is the
+    stop string or stop token id that ended the generation. `cached_tokens` counts the prompt tokens whose keys and
+    values were reused. It is None if the engine does not report it."""
 
     ids: list[int]
     logprobs: list[float]
@@ -110,15 +115,15 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int] | None = None  # the ids of the prompt as reported by the engine, None if not reported
     prompt_tokens: int | None = None  # the engine's count of the prompt's tokens, in the last chunk
     prompt_images: list[tuple[int, int]] | None = None
-    """The positions [start, end) of the images that the engine has read in the prompt. If a request has images, its
-    first chunk with tokens must have these positions."""
+    """The positions [start, end) of the images that the engine has read in the prompt. For a request with images, the
+    first chunk with tokens must have them."""
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for one generation by an engine that takes only messages (capture and text mode). `thinking` switches
     the model's reasoning on or off; None leaves the choice to the engine's template. `known_ids` are the captured ids
-    of the conversation up to the last reply in `messages`: the ids of the prompt, then those of the reply. The field is
-    None if the ids are not known, or if the engine does not have `Capability.KEEPS_IDS`."""
+    of the conversation up to the last reply in `messages`: the ids of the prompt, then those of the reply. They are
+    None if unknown, or if the engine does not have `Capability.KEEPS_IDS`."""
 
     request_id: str
     session_key: str
@@ -149,8 +154,9 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's health report. `detail` describes the fault if `ok` is False. `model` is the served name or path, and
-    `context_tokens` the maximum length of prompt and output; each is None if not reported."""
+    """An engine's health report. `detail` describes the fault if `ok` is False. `model` is the served name or path,
+    and `context_tokens` the maximum length of prompt and output together. Both are None if the engine does not
+    report them."""
 
     ok: bool
     detail: str = ""
@@ -162,10 +168,10 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
 class Engine(Protocol):
     """An inference backend that takes token ids.
 
-    `generate` raises an EngineError, such as ContextOverflow, EngineRejected, EngineUnavailable or EngineMisbehaved,
-    before the first chunk or between chunks. Closing the generator aborts the generation on the server. The pool checks
-    every chunk (`pool.checks`). `pause` and `resume` raise an EngineError. `health` never raises. `start` and `close`
-    are called once, by the owner of the engine.
+    `generate` may raise an EngineError at any time, such as ContextOverflow, EngineRejected, EngineUnavailable or
+    EngineMisbehaved. Closing the generator aborts the generation on the server. The pool checks every chunk
+    (`pool.checks`). `pause` and `resume` raise an EngineError. `health` never raises. The owner of the engine calls
+    `start` and `close` once.
     """
 
     name: str
@@ -198,8 +204,8 @@ AnyEngine = Engine | ChatEngine
 
 
 def chunks_of(engine: AnyEngine, request: AnyRequest) -> AsyncGenerator[Any, None]:
-    """Begin a generation. Returns the engine's own stream: of `Chunk` for a `GenerateRequest`, otherwise of
-    `ChatChunk`."""
+    """Begin a generation, and return the engine's own stream. It has `Chunk`s for a `GenerateRequest`, otherwise
+    `ChatChunk`s."""
     if isinstance(request, GenerateRequest):
         return cast(Engine, engine).generate(request)
     return cast(ChatEngine, engine).chat(request)
@@ -207,10 +213,10 @@ def chunks_of(engine: AnyEngine, request: AnyRequest) -> AsyncGenerator[Any, Non
 
 @runtime_checkable
 class TokenizesText(Protocol):
-    """An engine that can tokenise a text with its own tokenizer. Special tokens in the text are recognised; none are
-    added.
+    """An engine that can tokenise a text with its own tokenizer. Special tokens in the text are recognised, and no
+    others are added.
 
-    `token_check` returns the ids, or None if the server has no such route. Raises EngineUnavailable.
+    `token_check` returns the ids, or None if the server has no route for this. Raises EngineUnavailable.
     """
 
     async def token_check(self, text: str) -> list[int] | None: ...
@@ -224,17 +230,19 @@ class SetsVersion(Protocol):
 
 
 class Capability(StrEnum):
-    """An optional property of an engine that no protocol expresses. `capabilities_of` returns an engine's set."""
+    """An optional property of an engine that no protocol expresses. `capabilities_of` returns the capabilities of an
+    engine."""
 
     VERSIONED_CACHE = "versioned_cache"
-    """After `set_version`, no keys or values computed with older weights are used for a new prompt, even if the trainer
-    itself has changed the weights of the server."""
+    """After `set_version`, no keys or values of older weights are reused for a new prompt, even if the trainer itself
+    has changed the weights of the server."""
     KEEPS_IDS = "keeps_ids"
-    """The engine takes messages, and puts `ChatRequest.known_ids` in place of the ids that it renders."""
+    """The engine takes messages. It uses `ChatRequest.known_ids` for the part of the conversation that they cover,
+    instead of rendering it again."""
     READS_PATCHES = "reads_patches"
-    """The engine takes the images of a prompt of ids (`GenerateRequest.images`) as patches."""
+    """The engine takes the images of a prompt (`GenerateRequest.images`) as patches."""
     READS_PNG = "reads_png"
-    """The engine takes the images of a prompt of ids as PNG."""
+    """The engine takes the images of a prompt as PNG."""
 
 
 def capabilities_of(engine: object) -> frozenset[Capability]:
@@ -243,7 +251,7 @@ def capabilities_of(engine: object) -> frozenset[Capability]:
 
 
 def image_form_of(engine: object) -> ImageForm | None:
-    """Return the form in which an engine takes the images of a prompt of ids, None if it takes no images."""
+    """Return the form in which an engine takes `GenerateRequest.images`, None if it takes no images."""
     has = capabilities_of(engine)
     if Capability.READS_PATCHES in has:
         return ImageForm.PATCHES
@@ -271,24 +279,25 @@ class KnownVersions(msgspec.Struct, frozen=True):
 
     @property
     def cache_salt(self) -> str:
-        """The salt of every request. A server reuses keys and values only between requests with the same salt, so keys
-        and values are never reused between versions."""
+        """The cache salt of every request. A server reuses keys and values only between requests with the same salt,
+        and so never between versions."""
         return f"{self.run}-{self.served}"
 
 
 @runtime_checkable
 class RemembersVersions(Protocol):
-    """An engine that records its server's version in `versions`, because not every server can report its version. If
-    several processes use the same server, the process that sets the version sends `versions` to the others."""
+    """An engine that records its server's version in `versions`, because not every server can report it. If several
+    processes use the same server, the process that sets the version sends `versions` to the others."""
 
     versions: KnownVersions
 
 
 @runtime_checkable
 class HoldsBack(Protocol):
-    """An engine whose server another process may pause with "abort". From `hold_back` until `release` this process
-    sends no generation to the server, and aborts generations without a first token: the server would keep such a
-    generation during the pause, and then sample it with the new weights over keys and values of the old weights."""
+    """An engine that can stop its generations while another process pauses the server with "abort". From `hold_back`
+    until `release` it sends no generation to the server, and aborts generations without a first token. Otherwise the
+    server would keep such a generation during the pause, and then sample it with the new weights over keys and values
+    of the old weights."""
 
     def hold_back(self) -> None: ...
     def release(self) -> None: ...
@@ -296,12 +305,12 @@ class HoldsBack(Protocol):
 
 @runtime_checkable
 class LoadsWeights(Protocol):
-    """An engine that can load other weights in place, from a file or folder readable by the engine.
+    """An engine that can load other weights in place, from a file or folder that the engine can read.
 
     `update_weights` is called while the engine generates nothing. Tokens sampled later have the version `version`, and
-    no keys or values of the old weights are reused for a new prompt. The method raises EngineRejected if the weights
-    are refused and the old weights remain, or EngineUnavailable. An engine that cannot load weights at present has an
-    attribute `loads_weights` that is False.
+    no keys or values of the old weights are reused for a new prompt. Raises EngineRejected if the old weights stay in
+    use, otherwise EngineUnavailable. An engine that cannot load weights at present has an attribute `loads_weights`
+    that is False.
     """
 
     async def update_weights(self, weights: str, version: int) -> None: ...
@@ -316,8 +325,8 @@ def weights_loader(engine: object) -> Callable[[str, int], Coroutine[Any, Any, N
 
 @runtime_checkable
 class TakesConstraints(Protocol):
-    """An engine that can constrain a reply. `constraints` are the kinds of constraint that the engine supports. An
-    engine without this attribute supports no constraint."""
+    """An engine that can constrain a reply. `constraints` are the supported kinds of constraint. An engine without this
+    attribute supports none."""
 
     constraints: frozenset[ConstraintKind]
 
@@ -335,7 +344,7 @@ class ListsEngines(Protocol):
     """A list of engines, such as a router's workers. A pool adds the listed engines, and polls the list for changes.
 
     Each spec has a URL, which identifies the engine. `list_engines` raises EngineError, or InvalidField if the server
-    has no such list. `start` and `close` are called once, by the pool.
+    has no list of engines. The pool calls `start` and `close` once.
     """
 
     name: str

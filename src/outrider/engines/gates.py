@@ -17,7 +17,8 @@ from outrider.concurrency.events import wait_for_event
 from outrider.spec import PolicyPause
 
 ANSWER_SECONDS = 30.0
-"""Time limit in seconds for a follower to report that its gate is closed, so that no more generations begin there."""
+"""Time limit in seconds for a follower (another process with engines of this policy) to report that its gate is
+closed."""
 SETTLE_SECONDS = 1800.0
 """Time limit in seconds for a follower's generations to end if a pause does not cut them off. The value is the default
 time limit of an agent."""
@@ -39,8 +40,8 @@ class PauseGate:
 
     @asynccontextmanager
     async def passage(self, cut: Callable[[], None] = lambda: None) -> AsyncGenerator[None, None]:
-        """Enclose one generation: wait until the gate is open, and count the generation as in flight until the block
-        ends. The method `cut_off` ends the generation by calling `cut`."""
+        """Run the block as one generation: wait until the gate is open, and count the generation as in flight until the
+        block ends. `cut_off` ends the generation by calling `cut`."""
         while not self._open.is_set():  # a loop, because the gate may close again before this task runs
             await self._open.wait()
         self.in_flight += 1
@@ -72,9 +73,9 @@ class PauseGate:
 
 
 class GateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a follower's gate. `closings` is the latest value of the leader's `closings` that the follower has
-    applied. `in_flight` counts the follower's generations in flight. `whole` counts only the generations in flight that
-    run to their end in every pause, because no engine could continue them."""
+    """The state of a follower's gate. `closings` is the last value of the leader's `closings` that the follower has
+    applied. `in_flight` counts the follower's generations in flight. `whole` counts only those that run to their end in
+    every pause, because no engine could continue them."""
 
     closings: Annotated[int, msgspec.Meta(ge=0)]
     in_flight: Annotated[int, msgspec.Meta(ge=0)]
@@ -83,7 +84,7 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Follower:
     """A process whose gate follows the leader's. `since` is the time of the latest closing, or of the follower's
-    arrival if later, by the event loop's clock. `report` is the follower's latest report, None before the first."""
+    arrival if later, on the event loop's clock. `report` is the follower's latest report, None before the first."""
 
     def __init__(self, since: float, lost: Callable[[str], None]) -> None:
         self.since = since
@@ -98,16 +99,17 @@ class _Follower:
 class PolicyGate:
     """Admits no generations while the policy is paused, and counts the generations in flight.
 
-    `mode` is None while the gate is open. `cuts` counts the pauses with mode "abort", which cut generations off.
-    `whole` counts the generations in flight that no engine can continue once they are cut off: these run to their end
-    in either mode.
-    `closings` counts the changes of `mode`. `changed` is called after each change, and at the end of a generation while
-    the gate is closed.
+    - `mode`: the mode of the pause, None while the gate is open.
+    - `closings`: number of changes of `mode`.
+    - `cuts`: number of pauses with mode "abort", which cut generations off.
+    - `whole`: number of generations in flight that run to their end in either mode, because no engine could continue
+      them.
+    - `changed`: called after each change of `mode`, and when a generation ends while the gate is closed.
 
-    Gates of other processes may follow this gate. `settled` waits for the generations of the followers, too.
-    `report` records the state of a follower's gate, and `forget` removes a follower. A follower has `answer_seconds` to
-    report that its gate is closed, and `settle_seconds` for its generations to end. A follower that takes longer is
-    removed, and its `lost` callback (see `expect`) is called.
+    Gates of other processes may follow this gate. `settled` waits for the generations of the followers, too. `report`
+    records the state of a follower's gate, and `forget` removes a follower. A follower has `answer_seconds` to report
+    that its gate is closed, and `settle_seconds` for its generations to end. A follower that takes longer is removed,
+    and its `lost` callback (see `expect`) is called.
     """
 
     answer_seconds = ANSWER_SECONDS
@@ -140,7 +142,7 @@ class PolicyGate:
 
     @contextmanager
     def ended_by_closing(self, clock: asyncio.Timeout) -> Iterator[None]:
-        """Let the timeout `clock` expire when the gate closes, so that a pause does not wait for the work in this
+        """Make the timeout `clock` expire when the gate closes, so that a pause does not wait for the work in this
         block."""
         self._clocks.add(clock)
         try:
@@ -174,15 +176,15 @@ class PolicyGate:
             self._notify()
 
     async def settled(self) -> None:
-        """Wait until the generations that are not cut off have ended in all processes, or until the gate is opened.
-        Removes followers that take too long."""
+        """Wait until the generations that are not cut off have ended in all processes, or until the gate opens. Removes
+        followers that take too long."""
         while (self.mode == "finish" and self._flying("in_flight")) or (self.mode == "abort" and self._flying("whole")):
             await wait_for_event(self._changed, self._lose_overdue("in_flight" if self.mode == "finish" else "whole"))
 
     def expect(self, follower: str, lost: Callable[[str], None] = lambda why: None) -> None:
-        """Add a follower, which counts as unsettled until its first report. `lost` is called with the reason if the
-        follower is removed because it takes too long. `lost` must disconnect the follower, because the follower's
-        generations may continue during the pause."""
+        """Add a follower. A pause waits for its first report. If the follower takes too long and is removed, `lost` is
+        called with the reason. `lost` must disconnect the follower, because its generations may continue during the
+        pause."""
         self._followers[follower] = _Follower(asyncio.get_running_loop().time(), lost)
 
     def expects(self, follower: str) -> bool:

@@ -1,4 +1,5 @@
-"""The client of the tools at `/mcp`: calls the control API in the service's own process, for the caller of a request.
+"""The client that the tools at `/mcp` use. It calls the control API in the service's own process, on behalf of the
+caller of a request.
 
 Invariant: a call has the caller's token and address, and passes access control like a call over HTTP.
 """
@@ -18,8 +19,8 @@ KEPT = (b"authorization", b"host", b"origin")
 
 
 class InnerClient(AsyncClient):
-    """A client that calls an application in this process, for the caller of the request `scope`. A call is not repeated
-    if the service is busy."""
+    """A client that calls an application in this process, on behalf of the caller of the request `scope`. A call is not
+    repeated if the service is busy."""
 
     def __init__(self, app: Application, scope: Scope) -> None:
         super().__init__(patience=0)
@@ -101,4 +102,4 @@ class _InnerResponse(Response):
 
 async def _received(body: bytes) -> AsyncIterator[dict[str, Any]]:
     yield {"type": "http.request", "body": body, "more_body": False}
-    await asyncio.get_running_loop().create_future()  # waits for ever: the caller's disconnect ends the outer call
+    await asyncio.get_running_loop().create_future()  # waits forever, because a disconnect ends the outer call

@@ -1,7 +1,7 @@
-"""The server of the Model Context Protocol, on the package `mcp`: lists and calls the tools of `tools.py`.
+"""The MCP server, built on the package `mcp`. It lists and calls the tools of `tools.py`.
 
 The module is imported late, because the package is an extra, and its import takes half a second. Invariant: an error of
-the service is a result that names the error, the field and the hint, never a traceback.
+the service becomes a result that names the error, the field and the hint, never a traceback.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ INSTRUCTIONS = (
 
 
 def mcp_server(client: AsyncClient, may: Callable[[Role], bool] | None = None) -> Server[Any]:
-    """Return a server whose tools call the service through `client`. `may` returns whether the caller may act in a
-    role. A tool with a role that the caller may not act in is not listed, and its calls are refused. If `may` is None,
-    the service reports the caller's roles for the list, and only the service refuses calls."""
+    """Return a server whose tools call the service through `client`. `may` returns True if the caller may act in a
+    role. A tool whose role `may` does not allow is not listed, and its calls are refused. If `may` is None, the list
+    depends on the roles that the service reports, and only the service refuses calls."""
     tools = {tool.name: tool for tool in TOOLS}
 
     async def list_tools(context: Any, asked: Any) -> types.ListToolsResult:
@@ -56,7 +56,7 @@ def mcp_server(client: AsyncClient, may: Callable[[Role], bool] | None = None) -
                 )
             text = enclosed(await tool.call(client, tool.read(asked.arguments or {})), more=tool.more)
         except OutriderError as error:
-            # The message is enclosed, because an error may quote text of a task or of the caller.
+            # The message is marked as untrusted, because an error may quote text of a task or of the caller.
             return types.CallToolResult(
                 content=[
                     types.TextContent(type="text", text=enclosed(error_text(error.record()), more="ask for less"))
@@ -93,9 +93,9 @@ def mcp_server(client: AsyncClient, may: Callable[[Role], bool] | None = None) -
 
 
 async def _roles(client: AsyncClient) -> frozenset[Role]:
-    """Return the roles that the caller of the service may act in. If the roles are unknown, because the service does
-    not reply, is old or refuses the token, the tools that only read are listed. A call of such a tool then returns the
-    error with its hint."""
+    """Return the roles that the caller may act in, as the service reports them. Returns only `read` if the service
+    does not reply, is too old or refuses the token. A call of a listed tool then returns the service's error with
+    its hint."""
     reading: frozenset[Role] = frozenset({"read"})
     with suppress(OutriderError):
         return reading | frozenset((await client.status()).may)
@@ -105,8 +105,8 @@ async def _roles(client: AsyncClient) -> frozenset[Role]:
 async def serve_http(
     control: Application, may: Callable[[Role], bool], scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Reply to one POST of the streamable HTTP transport with JSON. The tools call the application `control` for the
-    caller of the request. There is no state between requests, so each request has a server of its own."""
+    """Reply to one POST of the streamable HTTP transport with JSON. The tools call the application `control` on behalf
+    of the request's caller. There is no state between requests, so each request has a server of its own."""
     async with InnerClient(control, scope) as client:
         manager = StreamableHTTPSessionManager(mcp_server(client, may), json_response=True, stateless=True)
         async with manager.run():

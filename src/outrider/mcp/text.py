@@ -1,7 +1,7 @@
 """Results of the MCP tools as text of a bounded size.
 
 The module depends on the schemas only. Invariant: text that agents, tasks or programs may have written is between two
-lines with a random number, which this text cannot contain.
+lines with a random number. The text cannot contain this number, because its authors could not know it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.printable import printable, printable_json
 from outrider.schemas import SessionView, SpanView, TimelineView, TurnView
 
 MAX_RESULT = 24_000
-"""Maximum length of the enclosed part of a result, in characters."""
+"""Maximum length of a result in characters, without the two lines that enclose it."""
 MAX_TEXT = 600
 """Maximum length of one text in a JSON result, in characters."""
 MAX_ITEMS = 100
@@ -42,7 +42,8 @@ def json_text(value: Any) -> str:
 
 
 def clipped(text: str, limit: int) -> str:
-    """Return a text, or its beginning and its end with the number of characters between them."""
+    """Shorten a text of more than `limit` characters: return its beginning and its end, with the number of characters
+    between them."""
     if len(text) <= limit:
         return text
     head, tail = limit * 2 // 3, limit // 3
@@ -75,7 +76,8 @@ def session_text(session: SessionView, turns: Iterable[TurnView], *, first: int,
 
 
 def timeline_text(timeline: TimelineView, kinds: frozenset[str], *, first: int) -> str:
-    """Return the spans of some kinds (all kinds if empty) as lines: start and length in seconds, kind, name, data."""
+    """Return the spans from number `first` as lines: start and length in seconds, kind, name, data. If `kinds` is
+    empty, spans of all kinds are included."""
     begin = timeline.spans[0].start if timeline.spans else timeline.now
     lines = [
         f"session {timeline.session_id} · attempt {timeline.attempt} · {timeline.state.value}"

@@ -1,8 +1,8 @@
-"""The tools of the MCP server: for each, its arguments, the role that it needs, and the call of the service that it
-makes.
+"""The tools of the MCP server. Each tool has arguments, a role that the caller needs, and a function that calls the
+service.
 
-The tools use the client of the control API only, so that the service checks the token, role and tenant of each call
-like those of any other call. The module does not depend on the package `mcp`.
+The tools use only the client of the control API, so the service checks the token, role and tenant as for any other
+call. The module does not depend on the package `mcp`.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ async def _undrain(client: AsyncClient, wanted: NodeArguments) -> str:
 
 
 class McpTool(NamedTuple):
-    """A tool. `role` is the role that the service requires for the call behind the tool. `more` is the advice for a
-    result that is cut. `destroys` is true for a tool whose effect cannot be undone."""
+    """A tool. `role` is the role that the service requires for the tool's call. `more` advises how to get the rest of a
+    result that was cut. `destroys` is True if the tool's effect cannot be undone."""
 
     name: str
     role: Role

@@ -1,8 +1,8 @@
-"""The worker's end of a relay. A worker is a program whose model the service cannot reach: the worker connects to the
-service, and generates when the service requests it.
+"""The worker's side of a relay, for a model that the service cannot connect to. A worker is a program that has the
+model: it connects to the service, and generates when the service requests it.
 
 `Worker` holds the connection, `FunctionEngine` makes an engine from any generate function, and `hf` samples from a
-Hugging Face model in training. The service's end is `outrider.engines.relay`.
+Hugging Face model in training. The service's side is `outrider.engines.relay`.
 """
 
 from outrider.engines.embedded.function_engine import FunctionEngine

@@ -1,10 +1,12 @@
-"""The generations of a worker: each generation runs once, and its messages are kept until the service has acknowledged
-them.
+"""Runs the generations of a worker. Each generation runs once, and its messages are kept until the service has
+acknowledged them.
 
-This module sends messages over the connection and does not read from it. A window is the maximum number of messages
-that the service has not acknowledged: one window holds for each generation, and another for all generations together.
-Invariants: a generation's messages are numbered from 1 without a gap; the engine's next chunk is requested only while
-both windows have room or none of the generation's messages is kept, so the number of kept messages is bounded.
+This module sends messages over the connection and does not read from it. The service sets two windows, which limit the
+unacknowledged messages: one for each generation, and one for all generations together. Invariants:
+
+- The messages of a generation are numbered from 1 without a gap.
+- The engine's next chunk is requested only if both windows have room, or if the generation has no unacknowledged
+  message. So the number of kept messages is bounded.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from outrider.wire.link_protocol import encode
 
 
 class _Generation:
-    """One generation. `produced` and `acknowledged` are message numbers; `kept` are the encoded messages after
-    `acknowledged`."""
+    """One generation. `produced` and `acknowledged` are the numbers of the last message and of the last acknowledged
+    one. `kept` has the encoded messages between them."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -39,7 +41,7 @@ class _Generation:
 
 
 class Generations:
-    """The generations of one worker. The sizes of the windows are in the service's `WorkerWelcome`."""
+    """The generations of one worker. The service's `WorkerWelcome` sets the sizes of the windows."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

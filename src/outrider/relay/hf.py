@@ -6,8 +6,8 @@
                 train(model, batch)
                 worker.set_version(step)
 
-Invariant: a token's log-probability is that of the model with the weights of the token's policy version, given all
-tokens before it.
+Invariant: a token's log-probability is computed with the weights of the token's policy version, given all tokens before
+it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ if TYPE_CHECKING:
 
 
 class ModelSampler:
-    """A sampler for `model`, a causal language model of transformers (or with the same interface), on any device. Use
+    """Samples from `model`, a causal language model of transformers or one with the same interface, on any device. Use
     the sampler as a context manager: inside the block a thread samples up to `rows` generations at once, with
     continuous batching.
 
-    `tokenizer` is the folder of the model's tokenizer.json, needed for stop strings and for the service's check of the
-    tokenizer. `name` is the name of the model, by default the config's. `context_tokens` is by default the config's
-    `max_position_embeddings`; raises InvalidField without either. `version` is the policy version of the weights at the
-    start. Log-probabilities are RAW: log-softmax of the logits, before temperature and truncation. Structured output is
-    not supported.
+    - `tokenizer`: the folder of the model's tokenizer.json. Stop strings and the service's check of the tokenizer need
+      it.
+    - `name`: the model's name, by default the name in its config.
+    - `context_tokens`: by default the config's `max_position_embeddings`. Raises InvalidField if there is neither.
+    - `version`: the policy version of the initial weights.
+
+    Log-probabilities are RAW: log-softmax of the logits, before temperature and truncation. Structured output is not
+    supported.
     """
 
     def __init__(
@@ -86,9 +89,9 @@ class ModelSampler:
         self._thread.__exit__(kind, error, trace)
 
     def weights(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the model exclusively inside the block, which begins between two steps of sampling. A block that
-        changes the weights must set the version (`Worker.set_version`): running generations then continue with the new
-        weights. Between two blocks the sampler gets at least one step, if it has work."""
+        """Return a context manager that stops sampling while its block runs. If the block changes the weights, it must
+        set the version (`Worker.set_version`): running generations then continue with the new weights. Between two
+        blocks the sampler gets at least one step, if it has work."""
         return self._thread.weights()
 
     async def _trouble(self) -> str:
@@ -96,14 +99,14 @@ class ModelSampler:
 
 
 class _HuggingFaceForward:
-    """`Forward` for a model of transformers. A call leaves the model in the mode (training or evaluation) that the
-    trainer has set."""
+    """Implements `Forward` for a model of transformers. A call runs the model in evaluation mode, and then restores the
+    mode that the trainer has set."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         named = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in named else {}
-        # The parameter's name since transformers 5.24, which warns of the older name.
+        # transformers 5.24 renamed `past_key_values` to `cache`, and warns if the old name is used.
         self._cache_parameter = "cache" if "cache" in named else "past_key_values"
 
     def __call__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
@@ -128,6 +131,6 @@ class _HuggingFaceForward:
         finally:
             if training:
                 self._model.train()
-        # The model itself adds the columns of the new tokens to the cache.
+        # The model itself has added the keys and values of the new tokens to `past`.
         layers = [(layer.keys, layer.values) for layer in past.layers]
         return output.logits[:, -1].float().cpu(), layers

@@ -1,13 +1,14 @@
-"""`ProxyWorker`: serves an engine that takes token ids to the session proxy of verl's recipe, over a WebSocket that the
-worker opens.
+"""`ProxyWorker` connects an engine to the session proxy of verl's recipe, over a WebSocket that the worker opens.
 
     await ProxyWorker("http://proxy:8080", engine, renderer, worker_id="worker-0").run()
 
 The proxy is the recipe's own, or `outrider serve --compat verl` (docs/compat/verl.md). The proxy sends messages; the
-worker renders the messages to ids, samples a reply, and parses the reply's tool calls. Invariants: the ids and
-log-probabilities of a response are those of the engine, and a response has exactly one log-probability for each id; if
-the proxy sends the ids of earlier replies, the prompt contains these ids unchanged; when a connection ends, its calls
-end, too.
+worker renders the messages to ids, samples a reply, and parses the reply's tool calls. Invariants:
+
+- A response has the engine's ids and log-probabilities, exactly one log-probability for each id.
+- If the proxy sends the recorded ids of a conversation, the prompt begins with these ids unchanged, unless the renderer
+  cannot append the new messages to them.
+- When a connection ends, its calls end, too.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ log = logging.getLogger("outrider.relay")
 
 RECONNECTING = RetryPolicy(first=1.0, longest=60.0)
 CONNECT_SECONDS = 20.0
-"""Maximum seconds from the start of a connection to the proxy's acknowledgement."""
+"""Maximum seconds for opening the connection. The proxy's acknowledgement after it has the same limit."""
 CLOSE_SECONDS = 2.0
 PING_SECONDS = 30.0
 SILENT_SECONDS = 90.0
@@ -66,8 +67,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""The error that `run` raises, by close code or HTTP status. The table has only codes and statuses after which another
-connection would fail again."""
+"""The error that `run` raises for a close code or an HTTP status. After any other code or status the worker connects
+again."""
 HINTS = {
     NOT_SERVED: "start the proxy in its relay mode",
     401: "give the proxy's token: ProxyWorker(..., token=...)",
@@ -108,11 +109,13 @@ class _Ended(Exception):
 class ProxyWorker:
     """A worker for the proxy at `url` (`http://host:port`, or `https`).
 
-    `engine` takes token ids; the caller starts and closes the engine. `renderer` renders messages for the engine's
-    model. `max_tokens` is the limit of a reply if the proxy sets no limit. `facts` are further values of every
-    response: `node_id`, `gpu_id` and `rank_info` of the protocol. `token` is a bearer token for a proxy that requires
-    one, and `ca` a PEM file with the authority of the proxy's certificate. `reconnecting` are the waits between
-    attempts to connect.
+    - `engine`: takes token ids. The caller starts and closes it.
+    - `renderer`: renders messages for the engine's model.
+    - `max_tokens`: the limit of a reply if the proxy sets no limit.
+    - `facts`: further values of every response, such as the protocol's `node_id`, `gpu_id` and `rank_info`.
+    - `token`: a bearer token, if the proxy requires one.
+    - `ca`: a PEM file with the authority of the proxy's certificate.
+    - `reconnecting`: the waits between attempts to connect.
     """
 
     def __init__(
@@ -145,11 +148,13 @@ class ProxyWorker:
         self._reconnecting = reconnecting
 
     async def run(self) -> None:
-        """Serve until cancelled, and connect again after every lost connection.
+        """Serve until cancelled, and connect again after every lost connection. Raises:
 
-        Raises Unauthorized for a wrong token, Forbidden for a token that is not an admin's, NotFound for an address
-        without such a proxy, Conflict for a proxy that takes no workers, and EngineMisbehaved for a proxy that does not
-        take the worker's first message.
+        - Unauthorized: the token is wrong.
+        - Forbidden: the token is not an admin's.
+        - NotFound: there is no such proxy at the address.
+        - Conflict: the proxy accepts no workers.
+        - EngineMisbehaved: the proxy does not accept the worker's first message.
         """
         connector = aiohttp.TCPConnector(ssl=self._trusted or True)
         failed = 0
@@ -185,7 +190,7 @@ class ProxyWorker:
                     self.attached.clear()
                     for task in running:
                         task.cancel()
-        except ExceptionGroup as group:  # each of these errors ends only the connection
+        except ExceptionGroup as group:  # one error is enough, because all of them only end the connection
             raise group.exceptions[0] from None
         finally:
             await shielded(partial(socket.close))
@@ -225,7 +230,7 @@ class ProxyWorker:
             await self._send(socket, {"type": "ping"})
 
     async def _frame(self, socket: aiohttp.ClientWebSocketResponse) -> str | bytes:
-        """Return the next message. Raises _Ended, and TimeoutError if none comes for SILENT_SECONDS."""
+        """Return the next message. Raises _Ended, and TimeoutError after SILENT_SECONDS without a message."""
         async with asyncio.timeout(SILENT_SECONDS):
             message = await socket.receive()
         if message.type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
@@ -239,7 +244,7 @@ class ProxyWorker:
         await socket.send_str(msgspec.json.encode(message).decode())
 
     async def _answer(self, socket: aiohttp.ClientWebSocketResponse, request_id: str, data: str | bytes) -> None:
-        """Answer one call. Every failure of the call is the response's `error`."""
+        """Answer one call. If the call fails, the response has the reason as `error`."""
         times = {"worker_received_at": time.time()}
         try:
             try:
@@ -253,7 +258,7 @@ class ProxyWorker:
         except OutriderError as error:
             answer = {"error": error.message, "error_code": error.code}
         times["worker_response_sent_at"] = time.time()
-        # The protocol has all of these keys in every response.
+        # The protocol requires all of these keys in every response.
         empty = dict.fromkeys(("completion_text", "content_text", "tool_calls", "finish_reason", "error"))
         ids: dict[str, Any] = {"token_ids": None, "log_probs": None}
         facts = {"worker_id": self.worker_id, **self._facts, "timing": times}
@@ -262,8 +267,8 @@ class ProxyWorker:
         )
 
     async def _completion(self, call: _Call, times: dict[str, float]) -> dict[str, Any]:
-        """Return the response's keys. Raises RequestError for messages that cannot be rendered, EngineUnavailable for a
-        reply that was cut off, and the errors of the engine."""
+        """Sample a reply, and return the keys of the response. Raises RequestError for messages that cannot be
+        rendered, EngineUnavailable for a reply that was cut off, and the errors of the engine."""
         messages = [parse_message(raw, f"messages[{index}]") for index, raw in enumerate(call.messages)]
         if any(message.parts for message in messages):
             raise InvalidField("this worker takes text only", field="messages", hint="leave the images out")
@@ -316,7 +321,8 @@ class ProxyWorker:
         return self._renderer.render(messages, tools)
 
     def _sampling(self, call: _Call) -> SamplingParams:
-        """Return the sampling parameters of a call. Missing parameters have the protocol's defaults."""
+        """Return the sampling parameters of a call. A call without `max_tokens` gets the worker's limit. Other missing
+        parameters have the defaults of `SamplingParams`."""
         stop = (call.stop,) if isinstance(call.stop, str) else tuple(call.stop or ())
         given: dict[str, Any] = {
             "temperature": call.temperature,
@@ -359,8 +365,9 @@ def _decoded(data: str | bytes) -> _Frame:
 
 
 def _versions(spans: tuple[VersionSpan, ...]) -> dict[str, Any]:
-    """Return the keys with the policy versions of a reply: the lowest version, and all spans if there are several. If
-    the engine reports no version, `weight_version` is None, and the proxy determines the version."""
+    """Return the response's keys for the policy versions of a reply: the lowest version, and also all spans if the
+    versions differ. If the engine reports no version, `weight_version` is None, and the proxy determines the
+    version."""
     if not spans:
         return {"weight_version": None}
     lowest = {"weight_version": min(span.version for span in spans)}

@@ -1,9 +1,12 @@
-"""`Worker`: serves an engine to a service that cannot reach it, over a connection that the worker opens.
+"""`Worker` serves an engine to a service. The worker opens the connection, because the service cannot connect to it.
 
     async with Worker("http://service:8700", generate, engine="trainer", token=TOKEN): ...
 
-Invariants: the messages of a generation are kept until the service has acknowledged them or no longer waits for them; a
-generation runs once, over any number of connections; a call of the service is executed once.
+Invariants:
+
+- The messages of a generation are kept until the service has acknowledged them or no longer waits for them.
+- A generation runs once, even if the worker has to reconnect.
+- A call of the service is executed once, even if the service repeats it.
 """
 
 from __future__ import annotations
@@ -67,7 +70,8 @@ log = logging.getLogger("outrider.relay")
 RECONNECTING = RetryPolicy(first=0.5, longest=20.0)
 CONNECT_SECONDS = 20.0
 REMEMBERED_ANSWERS = 256
-"""Number of replies kept, for calls that the service repeats because the connection broke before the reply arrived."""
+"""Number of replies kept. If the connection breaks before a reply arrives, the service repeats the call and gets the
+kept reply."""
 
 REFUSALS: dict[int, type[OutriderError]] = {
     Close.NONSENSE: EngineMisbehaved,
@@ -78,8 +82,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""The error that `Worker.run` raises, by close code or HTTP status. The table has only codes and statuses after which
-reconnecting would fail again."""
+"""The error that `Worker.run` raises for a close code or an HTTP status. After any other code or status the worker
+reconnects."""
 
 HINTS: dict[int, str] = {
     Close.REMOVED: "the engine was removed from the service; a new worker adds it again",
@@ -92,14 +96,19 @@ HINTS: dict[int, str] = {
 class Worker:
     """A worker for the relay engine `engine` of the service at `url` (`http://host:port`).
 
-    `generate` is an `Engine`, started and closed by the caller, or a function (see `FunctionEngine` for its form and
-    options). `update_weights(weights, version)` is a coroutine function that loads the weights at a path, and raises on
-    failure; an engine that loads weights itself needs no such function. `name` is shown in the service's logs and
-    errors. `ca` is a PEM file with the authority of the service's certificate, for a machine that does not trust this
-    authority. `reconnecting` are the waits between attempts to connect.
+    - `generate`: an `Engine`, started and closed by the caller, or a function (see `FunctionEngine` for its form and
+      options).
+    - `update_weights(weights, version)`: a coroutine function that loads the weights at the path `weights`, and raises
+      on failure. An engine that loads weights itself does not need it.
+    - `name`: shown in the service's logs and errors.
+    - `ca`: a PEM file with the authority of the service's certificate, if this machine does not trust the authority.
+    - `reconnecting`: the waits between attempts to connect.
 
-    Run a worker in one of three ways, one at a time: `await worker.run()`; `async with worker` beside other work of the
-    event loop; `with worker.in_thread()` beside code that blocks. All three raise the errors of `run`.
+    Run a worker in one of three ways. All three raise the errors of `run`:
+
+    - `await worker.run()`
+    - `async with worker`, beside other work of the event loop
+    - `with worker.in_thread()`, beside code that blocks
     """
 
     def __init__(
@@ -141,11 +150,14 @@ class Worker:
         return self._loop is not None
 
     async def run(self) -> None:
-        """Serve until cancelled, reconnecting after every lost connection.
+        """Serve until cancelled, reconnecting after every lost connection. Raises:
 
-        Raises Unauthorized for a wrong token, Forbidden for a token that is not an admin's, Conflict if the service
-        does not accept this worker (another model, an engine of another kind, another version of the protocol),
-        EngineMisbehaved if the worker sent invalid messages, and NotFound for a service without a relay.
+        - Unauthorized: the token is wrong.
+        - Forbidden: the token is not an admin's.
+        - NotFound: the service has no relay.
+        - Conflict: the service does not accept this worker, for example because its model, its engine or its protocol
+          version differs.
+        - EngineMisbehaved: the worker has sent invalid messages.
         """
         if self.running:
             raise Conflict("this worker is running already", hint="make another one")
@@ -196,9 +208,8 @@ class Worker:
             yield self
 
     def set_version(self, version: int) -> None:
-        """Mark tokens with this policy version from now on, and report the version to the service. Can be called from
-        any thread. Raises TypeError unless the engine is a `FunctionEngine`: another engine has its own
-        `set_version`."""
+        """Give new tokens this policy version, and report the version to the service. Can be called from any thread.
+        Raises TypeError if the engine is not a `FunctionEngine`, because other engines have their own `set_version`."""
         if not isinstance(self.engine, FunctionEngine):
             raise TypeError("this worker's engine has versions of its own: call the engine's set_version")
         self.engine.version = version
@@ -219,7 +230,7 @@ class Worker:
                 task = group.create_task(self.run(), name=f"relay worker {self.name}")
                 try:
                     yield
-                except Exception as error:  # the task group would wrap this error of the caller's block
+                except Exception as error:  # raised below, because the task group would wrap it
                     failure = error
                 finally:
                     task.cancel()
@@ -241,7 +252,8 @@ class Worker:
             if (kind := REFUSALS.get(code)) is not None:
                 raise kind(f"{self.url} refuses this worker: {getattr(end, 'reason', '') or end}", hint=HINTS.get(code))
             if self.connections > before:
-                # After SILENT the waits go on growing, because each new connection may end in this way.
+                # A connection that ended with SILENT does not reset the waits, because the next one may end in this
+                # way, too.
                 if code != Close.SILENT:
                     failed = 0
                 # `resume` is the number of seconds for which the service waits for a worker to reconnect. After this
@@ -323,7 +335,7 @@ class Worker:
 
     async def _done(self, call: WorkerCall) -> WorkerReply:
         if call.action == "pause":
-            self._paused = True  # recorded before the reply is sent, because the reply may be lost
+            self._paused = True  # recorded first: if the reply is lost, the next hello reports it
             await self.engine.pause(call.mode)
         elif call.action == "resume":
             await self.engine.resume()
@@ -342,8 +354,8 @@ class Worker:
         return WorkerReply(call=call.call)
 
     async def _update_weights(self, weights: str, version: int) -> None:
-        """Load weights. Updates run one after another, because a service that has stopped waiting for one update may
-        request the next while the first one still runs."""
+        """Load weights, one update at a time. The service may stop waiting for an update, and request the next one
+        while the first still runs."""
         if self._load is None:
             raise EngineRejected(f"worker {self.name!r} cannot load weights")
         async with self._loading:

@@ -1,8 +1,8 @@
 """Reads the pages of a PDF document, as texts or as pictures.
 
 The module needs pypdfium2 (the extra `documents`), and for pictures also Pillow. PDFium is native code that reads an
-agent's bytes, so only the confined process (`worker.py`) reads documents. Invariant: the pages depend on the bytes of
-the document, the settings of the images and the version of pypdfium2 only.
+agent's bytes, so documents are read only in the confined process (`worker.py`). Invariant: the pages depend only on the
+document's bytes, the image settings and the version of pypdfium2.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MAX_TEXT = 2_000_000
 MAX_PICTURES = 256 << 20
 """Maximum bytes of the pictures of all pages together."""
 DOTS_PER_POINT = 200 / 72
-"""Resolution of the picture of a page: 200 dots per inch. A large page has a lower resolution, because its picture must
-not have more pixels than an image of the model."""
+"""Resolution of the picture of a page: 200 dots per inch. A large page has a lower resolution, because the model limits
+the number of pixels of an image."""
 UNPRINTABLE = {code: None for code in range(32) if chr(code) not in "\n\t"} | {0xFFFE: None, 0xFFFF: None}
 """Characters that are removed from a page's text. PDFium writes some of them, such as U+0002 for a hyphen at the end of
 a line."""
@@ -38,15 +38,15 @@ class UnreadableDocument(Exception):
 
 
 class Pages(msgspec.Struct, frozen=True):
-    """The texts, or else the pictures (PNG), of the pages of a document."""
+    """The pages of a document, either as texts or as pictures (PNG)."""
 
     texts: list[str] = []
     pictures: list[bytes] = []
 
 
 def pages_of(data: bytes, settings: ImageSettings | None) -> Pages:
-    """Return the pages of a document: their pictures if the model reads images with these settings, otherwise their
-    texts. Raises UnreadableDocument."""
+    """Return the pages of a document: as pictures for a model with these image settings, or as texts if `settings` is
+    None. Raises UnreadableDocument."""
     import pypdfium2
 
     if len(data) > MAX_BYTES:

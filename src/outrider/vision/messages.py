@@ -11,7 +11,7 @@ from outrider.tokens.rendering.image_grids import Grid, ImageForm, ImageSettings
 from outrider.vision.documents import Pages
 
 LENGTH = 8
-"""Number of bytes in which a message's length is written."""
+"""Number of bytes of the length before each message."""
 
 
 class ImageRequest(msgspec.Struct, frozen=True, tag="image"):
@@ -21,7 +21,8 @@ class ImageRequest(msgspec.Struct, frozen=True, tag="image"):
 
 
 class DocumentRequest(msgspec.Struct, frozen=True, tag="document"):
-    """A PDF. Its pages are read as pictures if the model reads images with `settings`, and otherwise as texts."""
+    """A PDF. Its pages are read as pictures for a model with these image settings, or as texts if `settings` is
+    None."""
 
     data: bytes
     settings: ImageSettings | None
@@ -35,7 +36,8 @@ class DocumentAnswer(msgspec.Struct, frozen=True):
 
 
 class ImageAnswer(msgspec.Struct, frozen=True):
-    """The image in the requested form and its grid, or the reason why the image cannot be read."""
+    """The image in the requested form (patches or PNG) and its grid. If the image cannot be read, `fault` is the
+    reason."""
 
     grid: Grid | None = None
     item: bytes = b""

@@ -1,8 +1,8 @@
-"""Decodes an image and divides it into the patches of a model of the Qwen-VL families.
+"""Decodes an image and divides it into patches for models of the Qwen-VL families.
 
 The module needs Pillow (the extra `images`). The results equal those of the image processor in `transformers` (a test
 compares them). As in vLLM, transparent pixels become white, and an image is turned by its EXIF orientation. Invariant:
-`pixels_of` returns patches whose grid follows from the size of the turned image by `ImageSettings.size_of`.
+the grid of patches depends only on the settings and on the size of the turned image (`ImageSettings.size_of`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""The formats that are decoded. Others are refused, because every decoder is code that reads an agent's bytes."""
+"""The formats that are decoded. Other formats are refused, because an agent's file may exploit a fault in any
+decoder."""
 MAX_PIXELS = 50_000_000
-"""Maximum number of pixels of an image before it is scaled. A file of a few kilobytes may have billions."""
+"""Maximum number of pixels of an image before it is scaled. A file of a few kilobytes may decode to billions of
+pixels."""
 RAW_VIEW = 3
 """The number of the MessagePack extension type in which vLLM sends the bytes of a tensor."""
 
@@ -35,14 +37,14 @@ class UnreadableImage(Exception):
 
 
 class Pixels(msgspec.Struct, frozen=True):
-    """The patches of an image before normalisation. `levels` are the values of the colours, from 0 to 255, as uint8 of
-    shape (patches, colours x frames x patch x patch)."""
+    """The patches of an image before normalisation. `levels` has the colour values, from 0 to 255, in the shape
+    (patches, colours x frames x patch x patch)."""
 
     grid: Grid
     levels: npt.NDArray[np.uint8]
 
     def values(self, settings: ImageSettings) -> npt.NDArray[np.float32]:
-        """Return the normalised pixel values, which the model's first layer reads. The shape is that of `levels`."""
+        """Return the normalised pixel values for the model's first layer, in the shape of `levels`."""
         per_colour = self.levels.reshape(len(self.levels), 3, -1) / np.float64(255)
         mean, std = (np.asarray(colours).reshape(1, 3, 1) for colours in (settings.mean, settings.std))
         normalised: npt.NDArray[np.float32] = ((per_colour - mean) / std).astype(np.float32)
@@ -61,7 +63,7 @@ def decoded(data: bytes) -> Picture:
                 if width * height > MAX_PIXELS:
                     raise UnreadableImage(f"the image has {width}x{height} pixels, more than {MAX_PIXELS:,}")
                 image.load()
-                with suppress(Exception):  # damaged EXIF data turns nothing, as in vLLM
+                with suppress(Exception):  # with damaged EXIF data, the image is not turned, as in vLLM
                     ImageOps.exif_transpose(image, in_place=True)
                 if image.mode == "RGB" and "transparency" not in image.info:
                     return image.copy()
@@ -78,7 +80,7 @@ def decoded(data: bytes) -> Picture:
 
 
 def scaled(data: bytes, settings: ImageSettings) -> Picture:
-    """Return the image as the model reads it, before its colours are normalised. Raises UnreadableImage."""
+    """Decode an image and scale it to the size that the model reads. Raises UnreadableImage."""
     from PIL import Image
 
     image = decoded(data)
@@ -94,7 +96,8 @@ def pixels_of(data: bytes, settings: ImageSettings) -> Pixels:
     image = scaled(data, settings)
     patch, merge = settings.patch, settings.merge
     rows, columns = image.height // patch, image.width // patch
-    levels = np.asarray(image)  # the shape is (height, width, colour).
+    # The shape is (height, width, colour).
+    levels = np.asarray(image)
     # Patches that are merged into one token are adjacent.
     parts = levels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
     parts = parts.transpose(0, 3, 1, 4, 6, 2, 5)
@@ -103,9 +106,9 @@ def pixels_of(data: bytes, settings: ImageSettings) -> Pixels:
 
 
 def png_item(data: bytes, settings: ImageSettings) -> tuple[Grid, bytes]:
-    """Return the grid of an image, and in base64 a PNG of the pixels that the model reads. A server whose image
-    processor has the same settings scales this PNG no further, so that the server's patches are those of `pixels_of`.
-    Raises UnreadableImage, also for an image that such a server would scale again."""
+    """Return an image's grid, and a PNG of the scaled image in base64. A server with the same image settings does not
+    scale the PNG again, so the server's patches equal those of `pixels_of`. Raises UnreadableImage, also if the server
+    would scale the PNG again."""
     image = scaled(data, settings)
     try:
         again = settings.size_of(*image.size)
@@ -119,8 +122,8 @@ def png_item(data: bytes, settings: ImageSettings) -> tuple[Grid, bytes]:
 
 
 def vllm_item(pixels: Pixels) -> bytes:
-    """Return an image in the form of vLLM's `features.kwargs_data`: base64 of its `MultiModalKwargsItem`. The levels
-    are sent as they are, and vLLM normalises them (`--mm-device-do-normalize`, the default since 0.32)."""
+    """Return an image in the format of vLLM's `features.kwargs_data`: a `MultiModalKwargsItem` in base64. The colour
+    values are not normalised here, because vLLM does this (`--mm-device-do-normalize`, the default since 0.32)."""
     levels = pixels.levels
     grid = np.asarray(pixels.grid, dtype=np.int64)
     item = {

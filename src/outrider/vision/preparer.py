@@ -1,7 +1,7 @@
-"""Has images decoded and documents read in a separate process, and keeps the results of recent files.
+"""Decodes images and reads documents through a separate process, and caches the results of recent files.
 
-Invariants: a file is decoded by a confined process and never here; a failure of the process that the file did not cause
-is a ServiceError, and no fault of the agent.
+Invariants: a file is decoded only in the confined process and never here; if the process fails and the file is not the
+cause, the error is a ServiceError, which does not count against the agent.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ KEPT_PAGES = 256 << 20
 """Maximum bytes of pages of documents that are kept."""
 KEPT_DOCUMENTS = 256
 IMAGE_SECONDS = 60.0
-"""Seconds after which the process is restarted. An image has at most 10 s of processor time, and a document 20 s
-(`worker.py`), so a longer time is the fault of the machine and not of the file."""
+"""Maximum seconds of one request. The process is then ended, and the next request starts another one. An image
+has at most 10 s of processor time, and a document 20 s (`worker.py`), so a longer time is the machine's fault."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 MAX_ANSWER = 1 << 30
 ITEM_HEAD = 512
@@ -51,12 +51,12 @@ for name in ("outrider" + package for package in packages):
 from outrider.vision.worker import main
 main()
 """
-"""Program of the process. Empty modules replace the parent packages, because the real packages import many modules that
-decoding does not need."""
+"""The program that the process runs. Empty modules replace the parent packages, because the real packages import many
+modules that decoding does not need."""
 
 
 class PreparedImage(msgspec.Struct, frozen=True):
-    """`item` is the image in the requested form, in base64."""
+    """A decoded image. `item` has its patches or its PNG, in base64."""
 
     grid: Grid
     item: bytes
@@ -72,8 +72,8 @@ AnswerT = TypeVar("AnswerT", ImageAnswer, DocumentAnswer)
 
 
 class DecodingProcess:
-    """The confined process. The first request starts the process, and `close` ends it. `ask` may be called only within
-    `async with turns.take(owner)`."""
+    """The confined process that decodes files. The first request starts the process, and `close` ends it. Call `ask`
+    only within `async with turns.take(owner)`, because the process handles one request at a time."""
 
     def __init__(self) -> None:
         self.turns = Turns(1)
@@ -85,12 +85,12 @@ class DecodingProcess:
 
     @property
     def id(self) -> int | None:
-        """The id of the process, None while there is none."""
+        """The id of the process, None if no process runs."""
         return None if self._process is None else self._process.pid
 
     async def ask(self, request: msgspec.Struct, answer: type[AnswerT], noun: str) -> AnswerT:
-        """Have a file decoded. `noun` is the kind of file, for error messages. Raises ServiceError if the process fails
-        and the file is not the cause."""
+        """Send a file to the process, and return the answer. `noun` names the file in errors, such as "an image".
+        Raises ServiceError if the process fails and the file is not the cause."""
         process = self._process or await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -112,7 +112,7 @@ class DecodingProcess:
             status = await self._end()
             if -status == signal.SIGPROF:
                 return answer(fault=f"the {noun.split()[1]} takes too long to decode")
-            if -status in CRASHES:  # the file is the cause, because the same process has decoded others
+            if -status in CRASHES:  # the decoder crashed, so the file is the cause
                 fault = f"the {noun.split()[1]} makes its decoder crash ({signal.Signals(-status).name})"
                 return answer(fault=fault)
             raise ServiceError(
@@ -151,7 +151,7 @@ class DecodingProcess:
 
 
 class ImagePreparer:
-    """Has the images for one model decoded by `process`."""
+    """Decodes images for one model through `process`."""
 
     def __init__(self, settings: ImageSettings, process: DecodingProcess) -> None:
         self.settings = settings
@@ -160,14 +160,14 @@ class ImagePreparer:
         self._bytes = 0
 
     def kept(self, digest: str, form: ImageForm) -> PreparedImage | None:
-        """Return the result for an image if it is kept."""
+        """Return the decoded image if it is in the cache."""
         return self._kept.get((digest, form))
 
     async def prepare(
         self, image: Image, form: ImageForm = ImageForm.PATCHES, owner: str = ""
     ) -> PreparedImage | UnreadImage:
-        """Return the image as the model reads it. Owners (sessions) take turns. Raises ServiceError if the process
-        fails."""
+        """Decode an image for the model, or return it from the cache. Owners (sessions) take turns. Raises ServiceError
+        if the process fails."""
         key = image.digest, form
         if (known := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
@@ -190,7 +190,7 @@ class ImagePreparer:
 
 
 class DocumentReader:
-    """Has PDF documents read by `process`, for one model. `settings` are those of the model's images, None if the model
+    """Reads PDF documents for one model through `process`. `settings` are the model's image settings, None if the model
     reads no images."""
 
     def __init__(self, settings: ImageSettings | None, process: DecodingProcess) -> None:
@@ -200,8 +200,8 @@ class DocumentReader:
         self._bytes = 0
 
     def pages(self, digest: str, *, pictures: bool) -> DocumentPages | str | None:
-        """Return the pages of a document, or the reason why it cannot be read, if the result is kept. `pictures` is
-        True for the pictures of the pages, and False for their texts."""
+        """Return a document's pages, or the reason why it cannot be read. Returns None if the result is not in the
+        cache. `pictures` is True for the pictures of the pages, and False for their texts."""
         return self._kept.get((digest, pictures))
 
     async def read(self, document: Document, owner: str = "", *, pictures: bool) -> None:

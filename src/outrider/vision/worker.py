@@ -1,11 +1,10 @@
 """The process that decodes images and reads documents. It reads requests from standard input and writes one answer to
 each.
 
-Image decoders and PDFium are native code that reads an agent's bytes. So the process is confined like a check of an
-answer: it can read Python's files, and cannot write a file, open a socket, start a program or send a signal; its memory
-is limited. The kernel kills the process with SIGPROF if an image or a document takes more than its maximum processor
-time. `messages.py` has the messages. Invariant: the process ends when its standard input ends, and so also when its
-parent process is killed.
+Image decoders and PDFium are native code that reads an agent's bytes, so the process is confined. It can read Python's
+files, but it cannot write a file, open a socket, start a program or send a signal, and its memory is limited. The
+kernel kills the process with SIGPROF if a file takes more than its maximum processor time. `messages.py` has the
+messages. Invariant: the process ends when its standard input ends, and so also when its parent process is killed.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from outrider.vision.pixels import UnreadableImage, pixels_of, png_item, vllm_it
 MAX_MEMORY = 3 << 30
 """Maximum address space in bytes. An image of MAX_PIXELS pixels takes half a gigabyte."""
 IMAGE_CPU_SECONDS = 10.0
-"""Maximum processor time of an image in seconds. A JPEG of 200 KB may have thousands of scans of all pixels, and take
-minutes; a photograph of MAX_PIXELS pixels takes about one second."""
+"""Maximum processor time of an image in seconds. A photograph of MAX_PIXELS pixels takes about one second. But a JPEG
+of 200 KB may scan all pixels thousands of times, and take minutes."""
 DOCUMENT_CPU_SECONDS = 20.0
-"""Maximum processor time of a document in seconds. A hundred pages with a line of text take less than one."""
+"""Maximum processor time of a document in seconds. A hundred pages with a line of text take less than one second."""
 
 
 def main() -> None:

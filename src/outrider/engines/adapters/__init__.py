@@ -1,2 +1,2 @@
-"""Adapters for engine servers. vLLM, SGLang and OpenAI-compatible servers have one module each; the other modules are
-shared by these adapters."""
+"""Adapters for engine servers. vLLM, SGLang and OpenAI-compatible servers have one module each. The adapters share the
+other modules."""

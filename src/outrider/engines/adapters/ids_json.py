@@ -1,7 +1,7 @@
 """Writes token ids as JSON by table lookup. Each id takes 8 bytes: seven characters, padded with spaces, and a comma.
 
-Every turn sends a long prompt. The lookup takes half the time of converting each number to digits, and the JSON array
-has the same value. Invariant: the ids of a long prompt are written once, into the bytes that are sent.
+Every turn sends a long prompt, and table lookup takes half the time of converting each number to digits. Invariant: the
+ids of a long prompt are written once, into the bytes that are sent.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from outrider.trajectory import Ids
 
 DIGITS = 7
 TABLED = 1 << 20
-"""A prompt with an id of at least this value is written by the JSON encoder instead of table lookup. Vocabularies are
+"""Prompts with an id of this value or more are written by the JSON encoder instead of table lookup. Vocabularies are
 smaller, and a larger table would take much time and memory."""
 SHORT = 4096
 """A prompt of fewer ids is written by the JSON encoder, because table lookup is not faster for short prompts."""
 
 
 def body_with_ids(body: Mapping[str, Any], name: str, ids: Ids) -> list[bytes | memoryview]:
-    """Return the JSON of `body`, with the ids added as the last field `name`, in consecutive pieces. `body` must not be
-    empty."""
+    """Return `body` as JSON in consecutive pieces. The ids are added as the last field, with the key `name`. `body`
+    must not be empty."""
     return [orjson.dumps(body)[:-1], b',"%s":' % name.encode(), ids_json(ids), b"}"]
 
 

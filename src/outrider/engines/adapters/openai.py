@@ -1,8 +1,8 @@
-"""The adapter for any OpenAI-compatible server, as an engine of messages that streams `/v1/chat/completions`.
+"""The adapter for any OpenAI-compatible server. It sends messages to `/v1/chat/completions` and streams the reply.
 
-The server renders the messages, so the prompt's ids are available only if the server reports ids, as vLLM does: such a
-reply is captured. Any other reply is text and never trainable. An SGLang server refuses to report ids in a stream:
-attach it as kind `sglang`. Invariant: ids are passed on only with exactly one log-probability for each id.
+The server renders the messages, so ids are available only if the server reports them, as vLLM does. A reply without ids
+is text, and never used for training. An SGLang server refuses to report ids in a stream, so attach it as kind `sglang`.
+Invariant: ids are passed on only with exactly one log-probability for each id.
 """
 
 from __future__ import annotations
@@ -41,17 +41,19 @@ from outrider.trajectory import FinishReason, LogprobKind, TokenMode
 
 ROUTE = "/v1/chat/completions"
 LARGE_IMAGE = 256 << 10
-"""A request that has an image of more than this number of bytes is encoded in a thread, because encoding the image as
-base64 and JSON would block the event loop."""
+"""A request with an image of more than this many bytes is encoded in a thread, because the encoding as base64 and JSON
+would block the event loop."""
 _OPENAI_ALTERS = ("presence_penalty", "frequency_penalty", "logit_bias")
 _OPENAI_CONSTRAINTS = frozenset({ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA, ConstraintKind.TOOL_CALLS})
 
 
 class OpenAIOptions(ServerOptions, frozen=True, kw_only=True):
-    """The options of an OpenAI-compatible server. If `ids` is False, requests have only fields of OpenAI's own API, and
-    the replies are text. `logprobs_mode` is the `--logprobs-mode` of a vLLM server. `nemo_rl`: the server is one of
-    NeMo RL's vLLM workers, which list no models, and replace the beginning of a prompt by
-    `required_prefix_token_ids`."""
+    """The options of an OpenAI-compatible server.
+
+    - `ids`: if False, requests have only fields of OpenAI's own API, and the replies are text.
+    - `logprobs_mode`: the `--logprobs-mode` of a vLLM server.
+    - `nemo_rl`: the server is one of NeMo RL's vLLM workers. These list no models, and replace the beginning of a
+      prompt by `required_prefix_token_ids`."""
 
     ids: bool = True
     nemo_rl: bool = False
@@ -274,7 +276,8 @@ class _ChatReader:
 
     def last(self) -> ChatChunk:
         """Return the last chunk, with the whole reply. Raises EngineUnavailable if the stream ended without a finish
-        reason, and EngineMisbehaved if log-probabilities are missing or spans do not tile the reply."""
+        reason, and EngineMisbehaved if log-probabilities are missing or version spans do not cover the reply
+        exactly."""
         if self._finish is None:
             raise EngineUnavailable(f"engine {self._engine!r} ended its stream before the reply's end")
         reply = Message(
@@ -317,8 +320,8 @@ class _PartialCall:
 
 
 def _constraint(constraint: Constraint) -> dict[str, Any]:
-    """Return the request fields for a constraint. Constraints to JSON and to tool calls use OpenAI's fields.
-    Constraints of all other kinds use vLLM's field `structured_outputs`."""
+    """Return the request fields for a constraint. OpenAI has fields for JSON and for tool calls. The other kinds of
+    constraint use vLLM's field `structured_outputs`."""
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
             return {"response_format": {"type": "json_object"}}
@@ -332,8 +335,8 @@ def _constraint(constraint: Constraint) -> dict[str, Any]:
 
 
 def written_message(message: Message, *, reasoning: bool) -> dict[str, Any]:
-    """Return a message in OpenAI's format. This format has no field for reasoning, but servers that report ids read
-    `reasoning_content`."""
+    """Return a message in OpenAI's format. If `reasoning` is True, the model's reasoning is added as
+    `reasoning_content`: OpenAI has no field for it, but servers that report ids read this one."""
     written = message_object(message)
     if message.parts:
         written["content"] = [*map(_part, message.parts)]

@@ -1,6 +1,6 @@
 """Checks an engine's own options and its URL when the engine is constructed.
 
-Invariant: a misspelt option raises an InvalidField that names the option.
+Invariant: a misspelled option raises InvalidField with the name of the option.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def server_url(options: EngineOptions) -> str:
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the URL has an open bracket, or its port is no number or too large
+    except ValueError:  # an unclosed bracket, or an invalid port number
         usable = False
     if not usable:
         raise InvalidField(

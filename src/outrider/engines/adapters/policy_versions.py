@@ -1,7 +1,7 @@
-"""Translates policy versions from and to the engines' format: a text label for the weights, and labelled spans of a
-reply.
+"""Converts policy versions to and from the format of the engines. An engine has a text label for its weights, and a
+reply may have a label for each span of tokens.
 
-Invariant: the spans of a reply tile its output tokens, without gap or overlap.
+Invariant: the spans of a reply cover its output tokens, without gap or overlap.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from outrider.trajectory import VersionSpan
 
 MAX_DIGITS = 10
 UNLABELLED = "default"
-"""The label that vLLM and SGLang report until a label is set. It means policy version 0, or the version that was set
+"""The label that vLLM and SGLang report until a label is set. It stands for version 0, or for the version that was set
 for unlabelled weights."""
 
 
 class LabelSpan(msgspec.Struct, frozen=True):
-    """A span in the engines' format: the output tokens [start, end) were sampled with the weights labelled
-    `version`."""
+    """A span in the engines' format: weights with the label `version` have sampled the output tokens [start, end)."""
 
     version: str
     start: int
@@ -48,10 +47,10 @@ def label_of(version: int) -> str:
 def spans_of(
     labels: Sequence[LabelSpan] | None, *, length: int, version: int, unlabelled: int = 0
 ) -> tuple[VersionSpan, ...]:
-    """Return the version spans of a reply of `length` tokens: the engine's spans or, if the engine sent none, one span
-    of `version`. `unlabelled` is the version for the label `UNLABELLED`.
+    """Return the version spans of a reply of `length` tokens. These are the engine's spans or, if the engine sent none,
+    one span of `version`. `unlabelled` is the version for the label `UNLABELLED`.
 
-    Raises EngineMisbehaved if the engine's spans do not tile the reply, or if a label is not a version.
+    Raises EngineMisbehaved if the engine's spans do not cover the reply exactly, or if a label is not a version.
     """
     if not length:
         return ()

@@ -1,5 +1,5 @@
-"""The adapter for servers with ProRL Agent's token route, and the choice of an adapter for an address that a ProRL
-client registers.
+"""The adapter for servers with ProRL Agent's token route. Also chooses the adapter for an address that a ProRL client
+registers.
 
 The route is `POST URL/generate` with `prompt_ids` and sampling parameters. The reply is one JSON object with
 `response_ids` and `logprobs`, so nothing is streamed. Invariant: ids are passed on only with exactly one
@@ -44,12 +44,13 @@ NEUTRAL: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "logit_bias": {},
 }
-"""For each sampling parameter that the route does not have, the value that leaves the sampling unchanged."""
+"""The sampling parameters that the route does not have, with the values that leave the sampling unchanged. Any other
+value is refused."""
 
 
 class ProrlOptions(ServerOptions, frozen=True, kw_only=True):
-    """The options of a server with ProRL's token route. `logprobs_mode` is the kind of log-probabilities, as vLLM names
-    the kinds. `context_tokens` is the length of the model's context, which the server does not report."""
+    """The options of a server with ProRL's token route. `logprobs_mode` is the kind of the server's log-probabilities,
+    as vLLM names it. `context_tokens` is the length of the model's context, which the server does not report."""
 
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     context_tokens: int | None = None
@@ -62,8 +63,8 @@ class _Reply(msgspec.Struct):
 
 class ProrlEngine:
     """Implements `Engine` and `SetsVersion` over one server. The server has no routes for pauses and weights. So a
-    pause with "finish" waits for the generations in flight, and a pause with another mode is refused. The server does
-    not report the version of its weights, so each generation has the version that was set last."""
+    pause with mode "finish" waits for the generations in flight, and other modes are refused. The server does not
+    report the version of its weights, so a generation gets the version that was set last."""
 
     mode = TokenMode.TOKENS
 
@@ -109,7 +110,8 @@ class ProrlEngine:
         yield Chunk(ids=[], logprobs=[], finish=finish, stop_match=match, versions=versions)
 
     def _body(self, sampling: SamplingParams) -> dict[str, Any]:
-        """Return the body without the ids. Raises EngineRejected for a parameter that the route does not have."""
+        """Return the request body without the ids. Raises EngineRejected for a parameter that the route does not
+        have."""
         for name, neutral in NEUTRAL.items():
             if getattr(sampling, name) != neutral:
                 raise EngineRejected(
@@ -158,8 +160,8 @@ class ProrlEngine:
 
 
 def _finish(ids: list[int], sampling: SamplingParams) -> tuple[FinishReason, int | None]:
-    """Return the reason why a generation ended, and the stop token if there is one. Both come from the ids, because the
-    reply has neither."""
+    """Return the reason why a generation ended, and the stop token if there is one. Both are derived from the ids,
+    because the reply does not report them."""
     if ids and ids[-1] in sampling.stop_token_ids:
         return FinishReason.STOP, ids[-1]
     return (FinishReason.LENGTH if len(ids) >= sampling.max_tokens else FinishReason.STOP), None
@@ -167,9 +169,8 @@ def _finish(ids: list[int], sampling: SamplingParams) -> tuple[FinishReason, int
 
 async def kind_of_server(address: str, *, api_key: str | None = None) -> str:
     """Return the kind of engine for an address that a ProRL client registers. The kind is `vllm` or `sglang` if every
-    model in the server's list has this word as `owned_by`. For any other server the kind is `openai` if the address
-    ends in `/v1`, and `prorl` if it does not. Raises EngineUnavailable if no server answers, and InvalidField for an
-    address that is no URL."""
+    model in the server's list has this value as `owned_by`. Otherwise it is `openai` if the address ends in `/v1`, and
+    `prorl` if not. Raises EngineUnavailable if no server answers, and InvalidField if the address is not a URL."""
     http = HttpClient(address, server_url(EngineOptions(name=address, url=address)), api_key=api_key)
     await http.start()
     models: Any = None

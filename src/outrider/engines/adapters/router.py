@@ -1,9 +1,9 @@
-"""Routers in front of engine servers: lists a router's workers, and sends orders to each worker.
+"""Routers in front of engine servers: lists a router's workers, and sends orders (such as a pause) to each worker.
 
-A router forwards a generation to one worker, or to two if prefill and decode are separate. A router forwards an order,
-such as a pause, to at most one worker, so orders are sent to the workers directly. Tested with vllm-router 0.1.17 and
-sglang-router 0.3.2. Invariant: when an order returns without an error, every listed worker that accepts connections has
-executed the order, and there is at least one such worker.
+A router forwards a generation to one worker, or to two if prefill and decode are separate. A router forwards an order
+to at most one worker, so orders are sent to the workers directly. Tested with vllm-router 0.1.17 and sglang-router
+0.3.2. Invariant: when an order returns without an error, every listed worker that accepts connections has executed the
+order, and there is at least one such worker.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _RANK = re.compile(r"@\d+$")
 
 
 class ListedWorker(msgspec.Struct, frozen=True):
-    """A worker in a router's list. `worker_type` is `prefill` or `decode` if the router has separate workers for these
-    two steps, otherwise `regular`."""
+    """A worker in a router's list. `worker_type` is `prefill` or `decode` if separate workers do these two steps,
+    otherwise `regular`."""
 
     url: str
     worker_type: str = "regular"
 
     @property
     def server(self) -> str:
-        """The URL of the worker's server, without a rank. A router lists each rank of a server with data parallelism
-        as a worker, such as `http://host:port@1`."""
+        """The URL of the worker's server, without the rank at its end. If a server uses data parallelism, a router
+        lists each rank as a worker, such as `http://host:port@1`."""
         return _RANK.sub("", self.url).rstrip("/")
 
 
@@ -53,8 +53,7 @@ class WorkersOutOfReach(EngineRejected):
 
 
 class Servers:
-    """The servers behind an engine's URL. If the URL is a router's, these are all workers of the router, otherwise only
-    the server at the URL."""
+    """The servers behind an engine's URL: all workers of a router, or the one server at the URL."""
 
     def __init__(self, engine: str, front: HttpClient, connect: Callable[[str], HttpClient]) -> None:
         self.routed = False
@@ -75,7 +74,7 @@ class Servers:
             await self._workers.popitem()[1].close()
 
     async def find(self) -> None:
-        """Query whether the URL is a router's, and connect to the router's current workers. Raises EngineError and
+        """Check whether the URL is a router's, and connect to the router's current workers. Raises EngineError and
         StatusFailure."""
         workers = await _listed_workers(self._front)
         self.routed = workers is not None
@@ -122,7 +121,7 @@ class Servers:
         return answers
 
     async def query_all(self, question: Callable[[HttpClient], Awaitable[T]]) -> list[T]:
-        """Send one query to all servers, like `order_all`. If no worker has ever been reachable from this process, the
+        """Send one query to all servers, like `order_all`. If this process has never reached any of the workers, the
         query is sent to the router instead."""
         try:
             return await self.order_all(question)
@@ -154,8 +153,8 @@ class Router:
         await self._http.close()
 
     async def list_engines(self) -> list[EngineSpec]:
-        """Return a spec for each worker's server. Raises EngineError, and InvalidField if there is no router at the
-        URL, or if prefill and decode are separate."""
+        """Return an engine spec for each worker's server. Raises EngineError, and InvalidField if there is no router at
+        the URL, or if prefill and decode are separate."""
         try:
             workers = await _listed_workers(self._http)
         except StatusFailure as failure:

@@ -1,8 +1,8 @@
-"""The common part of the adapters for vLLM and SGLang: one server, or a router of servers, that takes token ids.
+"""The common part of the adapters for vLLM and SGLang: one server that takes token ids, or a router of such servers.
 
-An adapter is a subclass with the server's routes, request bodies, events and labels. `ServerEngine` is a base class
-with state, although the project avoids these, because generations, pauses and versions are the same for both servers.
-Invariant: if the version changes between a request and its first token, the reply is cut off before this token.
+Each adapter is a subclass with the server's routes, request bodies, events and labels. Generations, pauses and versions
+are the same for both servers, so the base class `ServerEngine` has their state. Invariant: if the policy version
+changes between a request and its first token, the reply is cut off before this token.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from outrider.wire.http_connections import Buffer
 
 WEIGHTS_SECONDS = 600.0
 ABORT_SECONDS = 1.0
-"""Time limit in seconds for the ends of aborted replies to arrive, after a pause with mode "abort". The adapter then
+"""After a pause with mode "abort", the adapter waits up to this many seconds for the aborted replies to end. Then it
 cuts off the replies that are still in flight."""
 
 
 class ServerEvent(msgspec.Struct):
-    """The common part of all servers' events. `error` is the value of an error event, None for any other event."""
+    """The common part of all servers' events. `error` is None unless this is an error event."""
 
     error: Any = None
 
@@ -52,14 +52,14 @@ EventT = TypeVar("EventT", bound=ServerEvent)
 
 
 class ServerReply(Generic[EventT]):
-    """Reads the events of one generation into chunks. The chunk `last` has the tokens of the finishing event. It is
-    made only when the stream was read to its end: the connection can then be reused, and a later event may have the
-    token counts.
+    """Reads the events of one generation into chunks. `last` returns the chunk with the tokens of the finishing event.
+    The stream is read to its end first, because the connection can then be reused, and because a later event may have
+    the token counts.
 
-    `versions` is called when the request is sent, and again when the first token arrives. If the version has changed
-    between the two calls, WasCut is raised, because the server may have delayed the request and may sample it with new
-    weights over old keys and values. `begun` is True once an event has arrived. `unfinished` is True if the stream has
-    ended without an error and without a finish.
+    `versions` returns the current policy version. It is called when the request is sent, and again when the first token
+    arrives. If the version has changed in between, WasCut is raised: the server may have delayed the request, and may
+    sample it with new weights over old keys and values. `begun` is True once an event has arrived. `unfinished` is True
+    if the stream has ended without an error and without a finish.
     """
 
     event: ClassVar[msgspec.json.Decoder[Any]]
@@ -83,7 +83,7 @@ class ServerReply(Generic[EventT]):
         return self._last is not None
 
     def ask(self) -> str:
-        """Record the version for which the request is sent, and return the request's cache salt. Called right before
+        """Record the version with which the request is sent, and return the request's cache salt. Called right before
         each attempt."""
         self._asked = self._current_versions()
         return self._asked.cache_salt
@@ -141,12 +141,12 @@ class ServerReply(Generic[EventT]):
         )
 
     def abort(self) -> None:
-        """Finish the reply with the tokens so far, because the server has aborted the request or the request was cut
-        off here."""
+        """Finish the reply with the tokens so far, because the server has aborted the request or this adapter has cut
+        it off."""
         self.finish(FinishReason.ABORT)
 
     def unsent(self) -> Chunk | None:
-        """Return a chunk of the tokens that were read but not yet returned, None if there are no such tokens."""
+        """Return a chunk of the tokens that were read and not yet returned, None if there are none."""
         if not self._ids:
             return None
         chunk = Chunk(
@@ -180,9 +180,11 @@ ReplyT = TypeVar("ReplyT", bound=ServerReply[Any])
 class ServerEngine(Generic[ReplyT]):
     """Implements `Engine`, `TokenizesText`, `SetsVersion` and `HoldsBack` over one server, or a router of such servers.
 
-    `route` is the route for generations, and `label_route` the route that reports the label of the weights.
-    `pause_modes` maps our pause modes to the server's names. `gated` are the modes in which this adapter closes its own
-    gate. `hint` is the hint of the error for a server that has no routes for pauses and weights.
+    - `route`: the route for generations.
+    - `label_route`: the route that reports the label of the weights.
+    - `pause_modes`: the server's name for each of our pause modes.
+    - `gated`: the pause modes in which this adapter holds back new requests by its own gate.
+    - `hint`: the hint of the error for a server without routes for pauses and weights.
     """
 
     mode = TokenMode.TOKENS
@@ -260,8 +262,8 @@ class ServerEngine(Generic[ReplyT]):
             return
 
     def body(self, request: GenerateRequest, route: str, salt: Callable[[], str], attempt: int) -> list[Buffer]:
-        """Return the body of attempt number `attempt` (from 0) of a request, in consecutive pieces. `salt` returns the
-        cache salt, and is called once for each attempt."""
+        """Return a request's body in consecutive pieces. `attempt` is the number of the attempt, from 0. `salt` returns
+        the cache salt, and is called once for each attempt."""
         raise NotImplementedError
 
     def aborted(self, error: Exception, reply: ReplyT, *, paused: bool) -> bool:
@@ -304,15 +306,15 @@ class ServerEngine(Generic[ReplyT]):
                 await self._gate.drained()
         await self.order_pause(self.pause_modes[mode])
         if mode == "abort":
-            # A request that reaches the server after the pause would wait there until the resume, so such requests are
-            # cut off here.
+            # A request that reaches the server after the pause would wait there until the resume, so the remaining
+            # replies are cut off.
             await self._gate.drained(ABORT_SECONDS)
             self._gate.cut_off()
 
     async def resume(self) -> None:
         try:
             await self.order_resume()
-        finally:  # the gate opens even after an error: a server that is still paused itself holds back generations
+        finally:  # even after an error, because a server that is still paused holds back generations itself
             self._gate.open()
 
     async def order_pause(self, mode: str) -> None:
@@ -333,7 +335,7 @@ class ServerEngine(Generic[ReplyT]):
         labels, or if no worker of a router is reachable, `version` is only recorded here."""
 
         async def label(server: HttpClient) -> bool:
-            # Without the second field, SGLang would abort all generations.
+            # Without `abort_all_requests`, SGLang would abort all generations.
             body = {"new_version": str(version), "abort_all_requests": False}
             try:
                 await server.post("/update_weight_version", body)
@@ -370,8 +372,8 @@ class ServerEngine(Generic[ReplyT]):
             raise (error.replace(hint=self.hint) if failure.status == 404 and self.hint else error) from None
 
     async def _served_version(self, server: HttpClient) -> int:
-        """Return the version of the weights that a server serves. If the server reports no label, this is the last
-        known version."""
+        """Return the version of the weights that a server serves, or the last known version if the server reports no
+        label."""
         try:
             answer = await server.get(self.label_route)
         except StatusFailure as failure:

@@ -1,9 +1,9 @@
 """The adapter for SGLang servers. Sends and receives token ids through `/generate`.
 
-The adapter was written from SGLang's sources (0.5.23) and tested with a server of 0.5.17 on a GPU. The replies of this
-server are golden tests. Images were never sent to a real server: their part follows the sources of 0.5.15 to 0.5.23.
-The events of a stream may be cumulative (the default) or incremental, as the counts in each event show. Invariant: an
-id is passed on only with the log-probability that the server sent for the same id.
+The adapter was written from SGLang's sources (0.5.23) and tested with a server of 0.5.17 on a GPU. Tests use recorded
+replies of this server. The code for images follows the sources of 0.5.15 to 0.5.23, and was never tested with a real
+server. The events of a stream are cumulative (the default) or incremental, as the counts in each event show. Invariant:
+an id is passed on only with the log-probability that the server sent for the same id.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from outrider.wire.http_connections import Buffer
 log = logging.getLogger("outrider.engine")
 
 CONSTRAINT_FIELDS = {
-    ConstraintKind.JSON_OBJECT: "json_schema",  # the schema allows any object, as in SGLang's chat route
+    ConstraintKind.JSON_OBJECT: "json_schema",  # with a schema for any object, as in SGLang's chat route
     ConstraintKind.JSON_SCHEMA: "json_schema",
     ConstraintKind.REGEX: "regex",
     ConstraintKind.GRAMMAR: "ebnf",
     ConstraintKind.TOOL_CALLS: "structural_tag",
 }
 ABORTED = 499
-"""The code of the error event that the server sends after it has aborted a request because of a pause."""
+"""The code of the error event that the server sends if a pause has aborted a request."""
 ABORTED_WORDS = re.compile(rb"Request \w{32} was aborted")
 OLD_IMAGES = (
     "may keep what its image encoder made of images with earlier weights: if the image encoder is trained, start SGLang"
@@ -90,13 +90,13 @@ class _Event(ServerEvent):
     output_ids: list[int] = msgspec.field(default_factory=list)
     meta_info: _Meta | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
-    """The ids of the prompt, which every event has if the request asks for ids. Only the first event's ids are
+    """The ids of the prompt. If the request asks for them, every event repeats them, so only the first event's ids are
     decoded."""
 
 
 class _SGLangReply(ServerReply[_Event]):
-    """Reads the events of `/generate`. `repeats` is True if events repeat the tokens of earlier events, and None until
-    a second event with tokens has arrived."""
+    """Reads the events of `/generate`. `repeats` is True if events repeat the tokens of earlier events. It is None
+    until a second event with tokens has arrived."""
 
     event = msgspec.json.Decoder(_Event)
     events = msgspec.json.Decoder(list[_Event])
@@ -115,8 +115,8 @@ class _SGLangReply(ServerReply[_Event]):
             raise EngineMisbehaved(f"engine {self._engine!r} sent an event without meta_info")
         if (finish := meta.finish_reason) and finish.type == "abort" and (finish.status_code or 0) >= 400:
             raise StatusFailure(finish.status_code or 0, orjson.dumps({"message": finish.message}))
-        # An event is cumulative if its number of ids is `total`, and incremental if the number is `new`. For the first
-        # event both are equal.
+        # `total` counts the tokens so far, and `new` those since the last event. A cumulative event has `total` ids,
+        # and an incremental event `new`. For the first event both are equal.
         total, new = meta.completion_tokens, meta.completion_tokens - self._length
         ids, entries = event.output_ids, meta.output_token_logprobs
         if new:
@@ -124,7 +124,7 @@ class _SGLangReply(ServerReply[_Event]):
             if not self._length and event.prompt_token_ids:
                 self._prompt_ids = decode_ids(event.prompt_token_ids, self._engine)
         if finish is not None and finish.type == "abort" and len(ids) == 1 < total:
-            # After requeuing a request, the server sends only the request's last id.
+            # If the aborted request was requeued before, `output_ids` has only its last id.
             ids = [entry[1] for entry in entries]
         if new < 0 or len(ids) not in (total, new) or len(entries) not in (total, new):
             raise EngineMisbehaved(
@@ -157,8 +157,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
     """A `ServerEngine` that also implements `LoadsWeights`.
 
     The server computes log-probabilities after temperature and before truncation, so their kind is SAMPLING. SGLang has
-    no pause mode "finish". Instead, `pause("finish")` closes this adapter's gate, waits until the adapter's generations
-    have ended, and then pauses the server.
+    no pause mode "finish". Instead, `pause("finish")` closes this adapter's gate, waits until its generations have
+    ended, and then pauses the server.
     """
 
     reply = _SGLangReply
@@ -168,9 +168,9 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
     label_route = "/model_info"
     session_header = "X-SMG-Routing-Key"  # a header, because routers drop the body's field `routing_key`
     pause_modes: ClassVar[dict[PauseMode, str]] = {"finish": "abort", "abort": "abort", "keep": "retract"}
-    """The server's name for each pause mode. "finish" maps to `abort`, because our generations have ended before the
-    server is paused. "keep" maps to `retract` and not to `in_place`, because the server exits if its cache is flushed
-    while any generation is in flight, such as a health check's."""
+    """The server's name for each pause mode. "finish" maps to `abort`, because our generations have ended by then.
+    "keep" does not map to `in_place`: the server would exit if its cache is flushed during any generation, even that of
+    a health check."""
     gated = frozenset({"finish", "abort"})
 
     def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
@@ -182,9 +182,9 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
         return self._generate_with_images(request) if request.images else super().generate(request)
 
     async def _generate_with_images(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Generate, and check the ids of the prompt, which the server reports with the first token. The server itself
-        makes the placeholders of an image, one for each token of the grid that it computes for the image. So if the
-        reported ids equal the request's ids, the server has read each image at its place and with the same grid."""
+        """Generate, and check the ids of the prompt that the server reports with the first token. For each image, the
+        server inserts one placeholder for each token of the grid that it computes. So if the reported ids equal the
+        request's ids, the server has read each image at the right position and with the same grid."""
         read = False
         async with aclosing(super().generate(request)) as chunks:
             async for chunk in chunks:
@@ -248,8 +248,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
         return [*_image_data(request.images), b"," + orjson.dumps(body)[1:-1] + b',"input_ids":', ids_json(ids), b"}"]
 
     def aborted(self, error: Exception, reply: _SGLangReply, *, paused: bool) -> bool:
-        """Return True if the server has aborted the request, whether or not this adapter has paused the server. In a
-        stream the error code shows the abort. In a response that is not a stream, only the message shows it."""
+        """Return True if the server has aborted the request, even if this adapter has not paused the server. In a
+        stream the error code shows the abort. In any other response only the message shows it."""
         return isinstance(error, StatusFailure) and (
             error.status == ABORTED or (error.status == 400 and ABORTED_WORDS.search(error.body) is not None)
         )
@@ -260,9 +260,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
             self._advise(reply.repeats)
 
     async def check(self) -> None:
-        """Find the servers, and check a router at the URL. A server's own `/health` is not used, because this route
-        samples a token, which takes a second, or 20 s while the server is paused. The routes used here respond at any
-        time."""
+        """Find the servers, and check a router at the URL. A server's own `/health` is not used, because it samples a
+        token. This takes a second, or 20 s while the server is paused. The routes used here respond at any time."""
         await self._servers.find()
         if self._servers.routed:
             await self._http.check("/health")
@@ -295,8 +294,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
         self._warn_of_images()
 
     def _warn_of_images(self) -> None:
-        """Log once that new weights may be combined with old images: no request clears the server's cache of encoded
-        images, and the cache has no salt."""
+        """Log a warning once: the server may combine new weights with its encodings of images by the old weights. No
+        request clears its cache of encoded images, and the cache has no salt."""
         if self._read_images and not self._warned:
             self._warned = True
             log.warning("engine %s %s", self.name, OLD_IMAGES)
@@ -307,8 +306,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
         self.advice = INCREMENTAL if repeats else ""
 
     async def _request_settings(self) -> None:
-        """Query once whether the servers stream incrementally, and set `advice` if one does not. If the query fails,
-        `note` sets `advice` from the replies."""
+        """Query the servers' settings once, and set `advice` if a server does not stream incrementally. If the query
+        fails, `note` sets `advice` from the replies."""
         if self._requested_settings:
             return
         self._requested_settings = True
@@ -322,7 +321,7 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
 
 
 def collapsed(ids: Ids, images: Sequence[RequestImage], engine: str) -> Ids:
-    """Return the ids of a prompt with a single placeholder for each image. The server replaces it by one placeholder
+    """Return the ids of a prompt with a single placeholder for each image. The server replaces this placeholder by one
     for each token of the image. Raises EngineRejected if there is a placeholder outside of the images, because the
     server would read it as one more image."""
     kept = np.ones(len(ids), dtype=np.bool_)
@@ -339,8 +338,8 @@ def collapsed(ids: Ids, images: Sequence[RequestImage], engine: str) -> Ids:
 
 
 def _image_data(images: Sequence[RequestImage]) -> list[Buffer]:
-    """Return the first part of a request body, which has the images of the prompt. The part consists of several pieces,
-    because the images are many megabytes."""
+    """Return the first part of a request body, with the images of the prompt. It has several pieces, because the images
+    are many megabytes."""
     pieces: list[Buffer] = [b'{"image_data":']
     for at, image in enumerate(images):
         pieces += [b',"data:image/png;base64,' if at else b'["data:image/png;base64,', image.item, b'"']

@@ -1,8 +1,12 @@
-"""The engine of verl's workers: programs that dial the service and answer the model calls that the service sends.
+"""The engine for verl's workers. A worker is a program that connects to the service, and answers the model calls that
+the service sends.
 
-Invariants: a call moves to another worker only while no part of its reply is known, and a worker that is lost fails its
-calls at once. The ids of a reply are passed on only together with the prompt's ids and one log-probability for each id.
-Any other reply is text and never trainable; its ids are only in the worker's report.
+Invariants:
+
+- A call moves to another worker only while no part of its reply has arrived.
+- If a worker is lost, its calls fail at once.
+- The ids of a reply are passed on only together with the prompt's ids and one log-probability for each id. Any other
+  reply is text, and never used for training. Its ids are only in the worker's report.
 """
 
 from __future__ import annotations
@@ -42,8 +46,8 @@ REFUSED: dict[str, Any] = {
     "logit_bias": {},
     "constraint": None,
 }
-"""Sampling parameters for which the workers' protocol has no key. A request with another value than the one listed is
-refused."""
+"""Sampling parameters for which the workers' protocol has no key. A request is refused if it has a value other than the
+one listed."""
 
 FINAL: dict[str, type[EngineError]] = {
     ContextOverflow.code: ContextOverflow,
@@ -51,12 +55,12 @@ FINAL: dict[str, type[EngineError]] = {
     RequestError.code: EngineRejected,
     InvalidField.code: EngineRejected,
 }
-"""The error that a call raises, by the `error_code` in a worker's reply. The table has only errors that another worker
-would repeat."""
+"""The error that a call raises for the `error_code` in a worker's reply. For these codes the call is not sent to
+another worker, because it would fail in the same way."""
 
 
 class VerlWorkersOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`call_seconds`: maximum seconds of a call. `logprobs`: the distribution of the workers' log-probabilities."""
+    """`call_seconds`: maximum seconds of a call. `logprobs`: the kind of the workers' log-probabilities."""
 
     call_seconds: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     logprobs: LogprobKind = LogprobKind.SAMPLING
@@ -96,8 +100,8 @@ class CompletionResponse(msgspec.Struct, tag_field="type", tag="completion_respo
 
 
 class VerlWorker:
-    """One connection of a worker. `send` queues a message for the worker. `keeps_ids` is True if the worker begins the
-    prompt of a call with the call's `required_prefix_token_ids`."""
+    """One connection of a worker. `send` queues a message for the worker. `keeps_ids` is True if the worker uses
+    `required_prefix_token_ids` as the beginning of a call's prompt."""
 
     def __init__(self, worker_id: str, send: Callable[[dict[str, Any]], None], *, keeps_ids: bool = False) -> None:
         self.worker_id = worker_id
@@ -119,7 +123,7 @@ class VerlWorker:
 
 
 class VerlWorkersEngine:
-    """Implements `ChatEngine`, `SetsVersion` and `AwaitsWorkers`. The least loaded worker gets a call."""
+    """Implements `ChatEngine`, `SetsVersion` and `AwaitsWorkers`. A call goes to the least loaded worker."""
 
     mode = TokenMode.CAPTURE
     awaits_workers = True
@@ -152,7 +156,7 @@ class VerlWorkersEngine:
         self._workers.append(worker)
 
     def detach(self, worker: VerlWorker) -> None:
-        """Give no more calls to a worker, and fail its open calls."""
+        """Send no more calls to a worker, and fail its open calls."""
         if worker in self._workers:
             self._workers.remove(worker)
         worker.lost()
@@ -186,11 +190,10 @@ class VerlWorkersEngine:
             return
 
     async def _answer(self, worker: VerlWorker, request: ChatRequest) -> CompletionResponse:
-        """Send a request to a worker and return the reply. The times of sending and of the round trip are added to the
-        reply's `timing`.
+        """Send a request to a worker and return the reply. The time of sending and the duration of the round trip are
+        added to the reply's `timing`.
 
-        Raises EngineUnavailable for a worker that is lost, fails or does not answer in time, and the errors of
-        FINAL."""
+        Raises EngineUnavailable if the worker is lost, fails or does not answer in time, and the errors of FINAL."""
         number = f"{request.request_id}-{next(self._numbers)}"
         answer: asyncio.Future[CompletionResponse] = asyncio.get_running_loop().create_future()
         worker.calls[number] = answer
@@ -265,7 +268,7 @@ class VerlWorkersEngine:
 
 
 def check_sampling(request: ChatRequest) -> None:
-    """Raise EngineRejected for a parameter that the workers' protocol cannot carry."""
+    """Raise EngineRejected for a parameter that the workers' protocol does not have."""
     sampling: SamplingParams = request.sampling
     for name, usual in REFUSED.items():
         if getattr(sampling, name) != usual:
@@ -295,7 +298,7 @@ def call_of(request: ChatRequest, number: str) -> dict[str, Any]:
 
 
 def _packed(ids: list[int], engine: str) -> bytes:
-    """Pack the ids of a worker's reply. Raises EngineMisbehaved for a number that is no id."""
+    """Pack the ids of a worker's reply. Raises EngineMisbehaved for a number that is not an id."""
     if min(ids) < 0:
         raise EngineMisbehaved(f"engine {engine!r}: a worker sent the id {min(ids)}")
     try:

@@ -1,10 +1,10 @@
 """The adapter for vLLM servers. Sends and receives token ids through `/inference/v1/generate`.
 
-Some servers have no such route (before 0.11, or started without `--enable-scale-out`), or their route does not stream
-(before 0.20). For these servers the adapter sends ids to `/v1/completions`. The first request shows which route a
-server has. The adapter reads both formats of log-probabilities of the generate route: with ids as text (up to 0.31),
-and with ids as integers (after 0.31). Structured output needs a server of 0.11 or later. Invariant: an id is passed on
-only together with the log-probability that the server sent for the same id.
+Before 0.11, or without `--enable-scale-out`, a server has no such route. Before 0.20 the route does not stream. In
+these cases the adapter sends ids to `/v1/completions`. The first request shows which route a server has. The adapter
+reads both formats of the route's log-probabilities: with ids as text (up to 0.31) and with ids as integers (after
+0.31). Structured output needs a server of 0.11 or later. Invariant: an id is passed on only together with the
+log-probability that the server sent for the same id.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ UNCOUNTED = "does not say how many tokens of a prompt it had cached: start vLLM 
 
 class VLLMOptions(ServerOptions, frozen=True, kw_only=True):
     """The options of a vLLM server. `logprobs_mode` is the server's `--logprobs-mode`, which no route reports. If
-    `control` is False, the server's owner pauses the server and changes its weights, and the adapter calls no route for
-    pauses or weights."""
+    `control` is False, the adapter calls no route for pauses or weights, because the server's owner pauses the server
+    and changes its weights."""
 
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     control: bool = True
@@ -115,8 +115,8 @@ class _Event(ServerEvent):
 
 
 class _VLLMReply(ServerReply[_Event]):
-    """Reads the events of the generate route and of `/v1/completions`. The token counts arrive after the finish, in a
-    later event."""
+    """Reads the events of the generate route and of `/v1/completions`. The token counts arrive in a later event than
+    the finish."""
 
     event = msgspec.json.Decoder(_Event)
     events = msgspec.json.Decoder(list[_Event])
@@ -153,9 +153,9 @@ class _VLLMReply(ServerReply[_Event]):
 class VLLMEngine(ServerEngine[_VLLMReply]):
     """A `ServerEngine` that also implements `LoadsWeights`.
 
-    Log-probabilities are passed on as the server sends them. The option `logprobs_mode` gives their kind, RAW by
-    default, and must be equal to the server's `--logprobs-mode`. Pausing and loading weights need a server in
-    development mode.
+    Log-probabilities are passed on as the server sends them. The option `logprobs_mode` gives their kind (RAW by
+    default), and must equal the server's `--logprobs-mode`. Pausing and loading weights need a server in development
+    mode.
     """
 
     reply = _VLLMReply
@@ -186,9 +186,9 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
                 yield chunk
 
     async def _check_pixel_form(self) -> None:
-        """Check the form in which the servers' models take pixels, by letting the servers prepare a small image. A
-        model that got pixels in another form would read another image, without an error. Raises EngineRejected if the
-        form is not that of `RequestImage.item`."""
+        """Check that the servers take pixels in the form of `RequestImage.item`, by having them prepare a small image.
+        A model would read pixels in another form as a different image, without an error. Raises EngineRejected if the
+        form differs."""
         part = {"type": "image_url", "image_url": {"url": PROBE_IMAGE}}
         body: dict[str, Any] = {"messages": [{"role": "user", "content": [part]}]}
         if self._model is not None:
@@ -211,8 +211,8 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
 
     def body(self, request: GenerateRequest, route: str, salt: Callable[[], str], attempt: int) -> list[Buffer]:
         sampling = request.sampling
-        # Every field that could change the sampling is sent, so that the model's generation_config.json cannot change
-        # the sampling.
+        # Every field that affects the sampling is sent, because the server would use the model's generation_config.json
+        # for a missing field.
         params: dict[str, Any] = {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -284,7 +284,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         await self.control(f"/pause?mode={mode}", seconds=None)
 
     async def order_resume(self) -> None:
-        if self._control:  # otherwise the owner pauses and resumes the server
+        if self._control:  # otherwise the server's owner resumes it
             await self.control("/resume")
 
     async def set_version(self, version: int) -> None:
@@ -304,10 +304,10 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         """Load weights from a folder in Hugging Face layout that the server can read, and drop all cached keys and
         values.
 
-        The adapter calls `reload_weights`, a method of vLLM's workers, through `/collective_rpc`, because no route for
-        weight transfer reads from disk. Raises EngineRejected if the server is not in development mode, and also if the
-        folder is visible here and has no weights, because vLLM exits on such a folder. Raises EngineUnavailable if the
-        server has exited, or has not dropped its cache.
+        The adapter calls `reload_weights`, a method of vLLM's workers, through `/collective_rpc`, because vLLM's own
+        routes for weights do not read from disk. Raises EngineRejected if the server is not in development mode. It is
+        also raised for a folder that is visible here and has no weights, because vLLM would exit. Raises
+        EngineUnavailable if the server has exited, or has not dropped its cache.
         """
         self._check_control()
         if (trouble := await asyncio.to_thread(unreadable_weights, self._servers.urls, weights)) is not None:
@@ -327,7 +327,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
                 f"engine {self.name!r} has ended itself over the weights in {weights}: {error.message}",
                 hint="start it again; vLLM ends when it cannot read a folder of weights",
             ) from error
-        # If this route has not reset the cache, its response has status 200 and reports the failure in the body.
+        # If this route could not reset the cache, it responds with status 200 and reports the failure in the body.
         answers = await self.control("/reset_prefix_cache?reset_running_requests=true")
         if any(isinstance(answer, dict) and answer.get("success") is False for answer in answers):
             raise EngineUnavailable(f"engine {self.name!r} has new weights, and keeps the prefix cache of the old ones")
@@ -335,7 +335,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
 
 
 def pixel_form(rendered: Any) -> str:
-    """Return the type of the pixel values in a reply of the route for rendering, "unknown" if there are none."""
+    """Return the type of the pixel values in a reply of the render route, or "unknown" if there are none."""
     try:
         [item] = (rendered[0] if isinstance(rendered, list) else rendered)["features"]["kwargs_data"]["image"]
         return str(msgspec.msgpack.decode(base64.b64decode(item))["pixel_values"]["data"][0])
@@ -344,9 +344,9 @@ def pixel_form(rendered: Any) -> str:
 
 
 def _features(images: Sequence[RequestImage], salt: str) -> list[Buffer]:
-    """Return the first part of a request body, which has the images of the prompt. The part consists of several pieces,
-    because the pixel values are many megabytes and are sent without a copy. The server keeps the output of its image
-    encoder by the hash of an image. The hashes depend on the cache salt, so the output of older weights is not used."""
+    """Return the first part of a request body, with the images of the prompt. It has several pieces, because the pixel
+    values are many megabytes and are sent without a copy. The server caches the output of its image encoder by the
+    image's hash. The hashes depend on the cache salt, so output of older weights is not reused."""
     hashes = [hashlib.sha256(f"{salt}/{image.span.digest}".encode()).hexdigest() for image in images]
     placed = {
         "mm_hashes": {"image": hashes},
@@ -359,11 +359,11 @@ def _features(images: Sequence[RequestImage], salt: str) -> list[Buffer]:
 
 
 def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
-    """Return a description of the fault of a weights folder. Returns None for a good folder, and for a folder that is
-    not visible from here.
+    """Return what is wrong with a folder of weights. Returns None for a good folder, and for a folder that is not
+    visible from here.
 
-    `servers` are URLs. The folder counts as visible if one of the servers is on this machine and the parent folder
-    exists here. The parent is checked because a server in a container sees other folders.
+    The folder counts as visible if one of `servers` (URLs) is on this machine and the parent folder exists here. The
+    parent is checked because a server in a container sees other folders.
     """
     path = Path(weights)
     local = any(urlsplit(url).hostname in LOCAL_HOSTS for url in servers)
@@ -376,7 +376,7 @@ def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
             return "it is no folder"
         if not any(file.name.endswith(WEIGHT_FILES) for file in list(path.iterdir())):
             return f"it holds no file {', '.join(WEIGHT_FILES)}"
-    except OSError:  # an unreadable folder is no fault: the server's process may have other permissions
+    except OSError:  # unreadable here, but the server's process may have other permissions
         return None
     return None
 
@@ -389,7 +389,7 @@ def _logprobs(given: _Logprobs | None, ids: list[int], engine: str) -> list[floa
     if given.token_logprobs is not None:
         return checked_logprobs(ids, given.token_logprobs, engine)
     entries = given.content or []
-    if len(entries) == len(ids) == 1:  # shortcut for an event of one token, as most events are
+    if len(entries) == len(ids) == 1:  # shortcut for an event of one token, the usual case
         value = entries[0].logprob
         if entries[0].token_id == ids[0] and value is not None and value > MISSING_LOGPROB:
             return [value]

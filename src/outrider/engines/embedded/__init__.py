@@ -1,6 +1,6 @@
-"""A small language model served inside the service process, for demos, tests and machines without an engine. The parts
-that work with any model are also here: continuous batching (`batch`), and an engine made from a generate function
-(`function_engine`)."""
+"""A small language model served inside the service process, for demos, tests and machines without an engine. Two
+modules work with any model: `batch` has continuous batching, and `function_engine` makes an engine from a generate
+function."""
 
 from outrider.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 

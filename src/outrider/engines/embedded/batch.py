@@ -1,10 +1,9 @@
 """Continuous batching: generations join and leave a running batch, and each step samples one token for each of them.
 
-The module is independent of event loops and threads, and of the kind of model: the owner of the batch calls `step`
-repeatedly. Eight concurrent generations take a quarter of the time of the same generations one after another, and 32
-about a seventh (measured on one core with the demo's policy). Invariant: each token is sampled over keys and values
-computed with the weights of the token's version. All keys and values are therefore computed again when the weights
-change.
+The module is independent of event loops, threads and the kind of model. The owner of the batch calls `step` repeatedly.
+Compared with one generation after another, a batch of 8 takes a quarter of the time and a batch of 32 about a seventh
+(measured on one core with the demo's policy). Invariant: each token is sampled over keys and values that were computed
+with the weights of the token's version. So all keys and values are computed again when the weights change.
 """
 
 from __future__ import annotations
@@ -28,9 +27,13 @@ Cache = list[tuple[Tensor, Tensor]]
 
 
 class Forward(Protocol):
-    """One call of a model, on any device. `ids` and `positions` have the shape (rows, tokens). `mask`, of shape (rows,
-    columns), is 0 for padding, and covers the columns of the cache and of `ids`. Returns the logits after the last
-    column of `ids`, float32 on the CPU, of shape (rows, vocab); and the cache with the new columns."""
+    """One call of a model, on any device.
+
+    - `ids` and `positions`: shape (rows, tokens).
+    - `mask`: shape (rows, columns), 0 for padding. The columns are those of the cache, then those of `ids`.
+
+    Returns the logits after the last column of `ids`, as float32 on the CPU of shape (rows, vocab), and the cache with
+    the new columns."""
 
     def __call__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> tuple[Tensor, Cache]: ...
 
@@ -51,8 +54,8 @@ RowT = TypeVar("RowT", bound=Row)
 
 class RowBatch(Generic[RowT]):
     """The running generations with their keys and values, padded on the left so that all rows end in the same column.
-    Not thread-safe. The keys and values of the `kept` rows that left the batch last are stored, and reused for later
-    prompts that begin with the same ids."""
+    The batch also stores the keys and values of the last `kept` rows that have left, and reuses them for prompts that
+    begin with the same ids. Not thread-safe."""
 
     def __init__(self, forward: Forward, *, kept: int = 0) -> None:
         self.rows: list[RowT] = []
@@ -65,7 +68,7 @@ class RowBatch(Generic[RowT]):
     @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not type-checked
     def step(self, new: list[RowT], version: int, *, stale: bool = False) -> list[tuple[RowT, Chunk]]:
         """Sample one token for each row, new rows included, with the weights of `version`. `stale` is True if the
-        weights have changed since the previous step. Returns the chunk of each row. A row whose chunk has a `finish`
+        weights have changed since the previous step. Returns the chunk of each row. If a chunk has a `finish`, its row
         has left the batch."""
         # The decorator is no_grad and not inference_mode, because a model may store buffers computed here, and training
         # cannot use inference tensors.
@@ -130,9 +133,8 @@ class RowBatch(Generic[RowT]):
         return logits
 
     def _prefix(self, row: RowT) -> Cache:
-        """Find the longest prefix of the row's ids whose keys and values are stored. Return these keys and values, and
-        set `row.cached` to the prefix's length. The prefix never includes the last id, because its logits are needed
-        for sampling."""
+        """Find the longest stored prefix of the row's ids. Return the prefix's keys and values, and set `row.cached` to
+        its length. The prefix never includes the last id, because its logits are needed for sampling."""
         limit = len(row.ids) - 1
         asked = np.asarray(row.ids[:limit])
         best: Cache = []

@@ -81,8 +81,8 @@ class EmbeddedEngine(FunctionEngine):
             await asyncio.to_thread(self._thread.__exit__, None, None, None)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating. With "finish" the method returns when all generations have ended. "abort" ends all
-        generations with their tokens so far, and "keep" freezes all generations until `resume`."""
+        """Stop generating. With "finish" the method returns when all generations have ended. "abort" ends them with
+        their tokens so far, and "keep" freezes them until `resume`."""
         self._running().freeze(mode == "keep")
         await super().pause(mode)
 
@@ -91,11 +91,11 @@ class EmbeddedEngine(FunctionEngine):
         await super().resume()
 
     async def update_weights(self, weights: str | Path | Mapping[str, Any], version: int) -> None:
-        """Serve other weights, and mark every token sampled from now on with the policy version `version`.
+        """Serve other weights. Tokens sampled from now on have the policy version `version`.
 
         `weights` is a safetensors file, a folder of such files, or a mapping of published (Hugging Face) names to
-        tensors, and must have every tensor of the model. The keys and values of running generations are computed again.
-        Raises EngineRejected, in which case the old weights stay in use.
+        tensors. It must have every tensor of the model. The keys and values of running generations are computed again.
+        Raises EngineRejected if the weights are refused. The old weights then stay in use.
         """
         thread = self._running()
 
@@ -111,7 +111,7 @@ class EmbeddedEngine(FunctionEngine):
         await asyncio.to_thread(update)
 
     def _load(self) -> SamplerThread:
-        """Load the model and make its sampler thread, which is not started. Blocks, so call this in a thread. Raises
+        """Load the model, and make its sampler thread without starting it. Blocks, so call this in a thread. Raises
         InvalidField if `context_tokens` exceeds the model's context."""
         from outrider.engines.embedded.batch import RowBatch
         from outrider.engines.embedded.sampler_thread import QueuedRow, SamplerThread

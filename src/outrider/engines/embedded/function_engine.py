@@ -1,7 +1,7 @@
 """Makes an `Engine` from one generate function, and adds pausing, aborting and policy versions.
 
-Invariant: every token is marked with the version named by its chunk or, for a chunk without versions, with the version
-set when the chunk arrived.
+Invariant: a token has the policy version that its chunk names. If the chunk names none, the token has the version that
+was set when the chunk arrived.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class FunctionEngine:
     """Implements `Engine`, `SetsVersion`, `TakesConstraints` and `TokenizesText` over `generate`. Without `tokenize`,
     `token_check` returns None.
 
-    A last chunk without versions gets the versions that were set (`set_version`, or the attribute `version`) while the
-    tokens arrived. An earlier chunk may name the versions of its own tokens, as spans over the whole output, because
-    the version may have changed while the chunk waited in a queue. `healthy` returns a description of a fault, or "" if
-    there is none. `changed` is called after each new version.
+    The last chunk may have the `versions` of the whole output. Otherwise tokens have the version that was set
+    (`set_version`, or the attribute `version`) when they arrived. An earlier chunk may name the versions of its own
+    tokens, as spans over the whole output, if it has waited in a queue while the version may have changed. `healthy`
+    returns a description of a fault, or "" if there is none. `changed` is called after each new version.
     """
 
     mode = TokenMode.TOKENS
@@ -66,7 +66,7 @@ class FunctionEngine:
         self._aborts = 0
         self._changed = Broadcast()
         self._steps: set[asyncio.Timeout] = set()
-        """For each generation whose generate function is running: the timeout that aborts the generation."""
+        """The timeouts that abort generations, one for each generate function that is running."""
 
     @property
     def version(self) -> int:
@@ -122,7 +122,7 @@ class FunctionEngine:
         )
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause generations. With "finish" and "abort", the generate function is not running when this method returns.
+        """Pause generations. With "finish" and "abort", the generate function no longer runs when this method returns.
         With "keep", the current step of each generation continues, and its chunk is yielded after `resume`."""
         self._gate.close()
         if mode == "finish":
@@ -133,7 +133,7 @@ class FunctionEngine:
             self._aborts += 1
             self._changed.send()
             for step in self._steps:
-                if not step.expired():  # a step whose timeout has expired is already being aborted
+                if not step.expired():  # an expired step is already being aborted
                     step.reschedule(0)
             changed = self._changed.next()
             while self._steps:
@@ -174,7 +174,8 @@ class FunctionEngine:
 
     async def _next(self, chunks: AsyncGenerator[Chunk, None], aborts: int) -> Chunk:
         """Return the next chunk, or an empty last chunk with the finish ABORT if the generation is aborted first.
-        Raises EngineUnavailable if the function ends early, EngineMisbehaved if it yields anything but a `Chunk`."""
+        Raises EngineUnavailable if the function ends early, and EngineMisbehaved if it yields anything but a
+        `Chunk`."""
         aborted = Chunk(ids=[], logprobs=[], finish=FinishReason.ABORT)
         if self._aborts != aborts:
             return aborted

@@ -1,8 +1,8 @@
 """A decoder-only transformer of the Llama family (Llama, Qwen2), in plain torch.
 
-The model is independent of requests: attention is a callable given to `hidden`, so the same module serves (with
-attention over a cache) and trains (with attention over the whole sequence). Invariant: parameters are float32, query,
-key and value are fused into one matrix, and gate and up into another.
+The caller of `hidden` chooses the attention, so the same module serves (with attention over a cache) and trains (with
+attention over the whole sequence). Invariant: parameters are float32. The weights for query, key and value are one
+matrix, and those for gate and up another.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attend(Protocol):
-    """Attention of one layer. The shape of query is (batch, heads, tokens, dim), and of key and value (batch, kv heads,
-    tokens, dim). All three hold only the new tokens. The result has query's shape."""
+    """Attention of one layer over the new tokens. The shape of query is (batch, heads, tokens, dim), and of key and
+    value (batch, kv heads, tokens, dim). The result has query's shape."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
 
@@ -114,8 +114,7 @@ class CausalAttention:
 
 class CachedAttention:
     """Attention of new tokens over cached tokens and themselves. The attribute `cache` begins as a copy of the
-    argument. Each call adds the keys and values of the new tokens to `cache`. `mask`, of shape (rows, columns), is 0
-    for padding."""
+    argument. Each call adds the keys and values of its tokens. `mask`, of shape (rows, columns), is 0 for padding."""
 
     def __init__(self, shape: ModelShape, mask: Tensor, tokens: int, cache: list[tuple[Tensor, Tensor]]) -> None:
         self.cache = list(cache)
@@ -135,7 +134,8 @@ class CachedAttention:
 
 
 class Layer(nn.Module):  # type: ignore[misc]  # torch is not type-checked
-    """One block: attention and a gated MLP, each behind an RMS norm and added to its input."""
+    """One block: attention, then a gated MLP. Each reads an RMS norm of its input, and its result is added to the
+    input."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Samples one token for each sequence from its logits, with the sequence's own parameters and random numbers.
 
-Invariant: the reported log-probability is always the log-softmax of the raw logits, before penalties, bias, temperature
-and truncation, although these change the distribution from which the token is drawn.
+Invariant: the reported log-probability is always the log-softmax of the raw logits. Penalties, bias, temperature and
+truncation change the distribution from which the token is drawn, but not this value.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class SampledToken(msgspec.Struct, frozen=True):
 
 
 class SamplingState:
-    """One sequence's sampling parameters, its random numbers, and its counts of earlier tokens for the penalties. The
-    same seed gives the same random numbers."""
+    """The sampling parameters of one sequence, its random numbers, and its counts of earlier tokens for the penalties.
+    The same seed gives the same random numbers."""
 
     def __init__(self, params: SamplingParams, *, prompt: Iterable[int] = ()) -> None:
         self.params = params

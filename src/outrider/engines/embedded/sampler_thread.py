@@ -22,8 +22,8 @@ from outrider.engines.embedded.sequence import RequestChecker
 from outrider.errors import EngineUnavailable
 
 MAX_WAITING = 4096
-"""Maximum number of generations, running or waiting. A further generation is refused with EngineUnavailable, and the
-caller retries it."""
+"""Maximum number of generations, running or waiting. More generations are refused with EngineUnavailable, and the
+caller retries them."""
 
 
 class QueuedRow(Row):
@@ -41,8 +41,8 @@ class QueuedRow(Row):
 
 
 class SamplerThread:
-    """Samples up to `rows` generations of `batch` at once, between `__enter__` and `__exit__`. The generate function of
-    `engine` must be `generate`, and tokens are marked with the version of `engine`. `threads` is the number of torch's
+    """Samples up to `rows` generations of `batch` at once, between `__enter__` and `__exit__`. `engine` must have this
+    thread's `generate` as its generate function, and gives the tokens their version. `threads` is the number of torch's
     threads, None for torch's default."""
 
     def __init__(
@@ -94,9 +94,9 @@ class SamplerThread:
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
-        """Hold the model exclusively inside the block. The block begins between two steps of the sampler. Between two
-        blocks the sampler runs at least one step, if it has work. Raises RuntimeError inside another block of the same
-        thread."""
+        """Stop sampling while the block runs, so that the block can use the model alone. The block begins between two
+        steps of the sampler. Between two blocks the sampler runs at least one step, if it has work. Raises RuntimeError
+        inside another block of the same thread."""
         with self._state:
             if self._holder == threading.get_ident():
                 raise RuntimeError("this thread has the weights already")
@@ -113,7 +113,7 @@ class SamplerThread:
                 self._state.notify_all()
 
     def weights_changed(self) -> None:
-        """Let the next step compute all keys and values again before it samples a token."""
+        """Make the next step compute all keys and values again, before it samples a token."""
         with self._state:
             self._stale = True
 
@@ -154,7 +154,7 @@ class SamplerThread:
                 torch.set_num_threads(self._threads)
             while self._step():
                 """Each step samples one token for each running generation."""
-        except Exception as error:  # the model may raise any error, which waiting generations must receive
+        except Exception as error:  # the model may raise any error, and waiting generations must receive it
             end = f"the model failed: {type(error).__name__}: {error}"
         with self._state:
             self.end = end

@@ -49,8 +49,8 @@ class StopChecker:
             found = [(at, string) for string in self._strings if (at := seen.find(string)) >= 0]
             if found:
                 return SequenceStop(FinishReason.STOP, min(found, key=lambda match: match[0])[1])
-            # A stop string may span several tokens. So the last characters of the text are stored, one fewer than the
-            # longest stop string has.
+            # A stop string may span several tokens, so the end of the text is kept: one character less than the longest
+            # stop string.
             self._tail = seen[-self._keep :] if self._keep else ""
         return SequenceStop(FinishReason.LENGTH) if self._left == 0 else None
 

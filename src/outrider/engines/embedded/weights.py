@@ -86,7 +86,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def apply_weights(model: Llama, state: StateDict) -> None:
     """Copy published tensors into the model's parameters, converting to float32.
 
-    Raises EngineRejected if a tensor is missing, of another shape, or not finite; no parameter is changed then.
+    Raises EngineRejected if a tensor is missing, has another shape, or is not finite. No parameter is changed then.
     """
     targets = {part.name: _target(model, part) for part in fused_slices(model.shape)}
     for name, target in targets.items():

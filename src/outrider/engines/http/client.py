@@ -24,22 +24,22 @@ CONNECTION_ERRORS = (OSError, TimeoutError)
 CONTROL_SECONDS = 30.0
 MAX_ERROR_BODY = 64 << 10
 MAX_ANSWER = 8 << 20
-"""Maximum size in bytes of a response that is not a stream, and of one event of a stream. An event of SGLang may hold a
-whole reply: the limit allows a reply of 200,000 tokens."""
+"""Maximum bytes of a response that is not a stream, and of one event of a stream. An event of SGLang may have a whole
+reply: the limit allows a reply of 200,000 tokens."""
 DONE = b"[DONE]"
 
 
 DEFAULT_RETRY = RetryPolicy(first=0.2, longest=10.0, attempts=4)
-"""The default retry policy for generations that have not begun. A server's Retry-After, limited to `longest` seconds,
-replaces the policy's own wait."""
+"""The default retry policy for generations that have not begun. If the server sends Retry-After, it replaces the
+policy's own wait, up to `longest` seconds."""
 
 
 class WasCut(Exception):
-    """Raised by an exchange with the server if its `Cut` ends the exchange before the response has begun."""
+    """Raised by a request to the server if its `Cut` ends it before the response has begun."""
 
 
 class Cut:
-    """Lets another task end an exchange whose response has not begun, even while the exchange waits for a retry."""
+    """Lets another task end a request whose response has not begun, even while the request waits for a retry."""
 
     def __init__(self) -> None:
         self.begun = False
@@ -48,7 +48,7 @@ class Cut:
         self._response: Response | None = None
 
     def now(self) -> None:
-        """Make the exchange raise WasCut. Has no effect once the response has begun."""
+        """Make the request raise WasCut. Has no effect once the response has begun."""
         if not self.begun:
             self._made.set()
             if self._response is not None:
@@ -69,10 +69,11 @@ class Cut:
 
 
 class HttpClient:
-    """The connections to one engine server, between `start` and `close`.
+    """The connections to one engine server, between `start` and `close`. Every method raises:
 
-    Every method raises EngineUnavailable if the server cannot be reached or stops responding, StatusFailure for a
-    response with a status of 400 or more, and EngineMisbehaved for a response that is too long or not JSON.
+    - EngineUnavailable: the server cannot be reached or stops responding.
+    - StatusFailure: the response has a status of 400 or more.
+    - EngineMisbehaved: the response is too long or not JSON.
     """
 
     def __init__(self, name: str, url: str, *, api_key: str | None = None, retry: RetryPolicy = DEFAULT_RETRY) -> None:
@@ -88,7 +89,7 @@ class HttpClient:
         self._connections = Connections(self.url, self._headers)
 
     async def close(self) -> None:
-        """End every exchange in flight; each exchange raises EngineUnavailable."""
+        """Close all connections. Each request in flight raises EngineUnavailable."""
         connections, self._connections = self._connections, None
         if connections is not None:
             connections.close()
@@ -116,12 +117,12 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         cut: Cut | None = None,
     ) -> AsyncGenerator[list[bytes], None]:
-        """POST the pieces of `body(attempt)` and yield the payloads of the response's server-sent events, up to
-        `[DONE]` or the end of the response. Each list holds the payloads of one read and is never empty.
+        """POST the pieces of `body(attempt)`, and yield the payloads of the response's server-sent events, up to
+        `[DONE]` or the end of the response. Each list has the payloads of one read, and is never empty.
 
         Connection failures and transient statuses are retried until the first payload has arrived. Closing the
-        generator closes the connection, so the server aborts its work. Before the first payload, `cut.now` also closes
-        the connection, and this method raises WasCut.
+        generator closes the connection, so the server aborts its work. `cut.now` does the same before the first
+        payload, and this method then raises WasCut.
         """
         cut = cut or Cut()
         attempts = self._retry.attempts or 1

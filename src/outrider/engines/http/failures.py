@@ -1,7 +1,7 @@
 """Translates an engine server's statuses and error bodies to Outrider's errors.
 
-A context overflow is recognised by an error code, or by the status and the numbers in the message, because the wording
-differs between engines, routes and versions.
+The wording of errors differs between engines, routes and versions. So a context overflow is recognised by an error
+code, or by the status and the numbers in the message.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StatusFailure(Exception):
 
     `HttpClient` raises this failure. The adapter turns it into an EngineError with `translate`, because only the
     adapter has the request's sizes. `retryable` is True if the server reports the failure as retryable. `retry_after`
-    is the wait in seconds that the server requests, None if the server requests none.
+    is the wait in seconds that the server requests, or None.
     """
 
     def __init__(self, status: int, body: bytes, *, retryable: bool = False, retry_after: float | None = None) -> None:
@@ -69,8 +69,8 @@ class StatusFailure(Exception):
 
 
 def failure_of_event(error: Any) -> StatusFailure:
-    """Return the failure for an `{"error": ...}` event of a stream. `error` is the event's value. Its `code` or
-    `status_code`, if numeric, becomes the status."""
+    """Return the failure for an `{"error": ...}` event of a stream. `error` is the event's value. The status is its
+    `code` or `status_code`, if numeric."""
     status, retryable = UNKNOWN_STATUS, False
     if isinstance(error, dict):
         code = error.get("code", error.get("status_code"))
@@ -88,7 +88,7 @@ def translate(failure: StatusFailure, engine: str, sizes: Sizes = UNSIZED) -> En
         content = orjson.loads(failure.body)
     except orjson.JSONDecodeError:
         message = failure.body[:MAX_QUOTED].decode(errors="replace").strip() or "(no body)"
-    else:  # engines use several formats for the message and the symbolic code
+    else:  # engines differ in where they put the message and the error code
         inner = content.get("error", content) if isinstance(content, dict) else content
         words = inner
         if isinstance(inner, dict):

@@ -1,8 +1,8 @@
 """Runs one call on the engines of a pool: chooses an engine, sends the request, checks each chunk, and retries after
 failures.
 
-Another engine takes over if the session's engine fails or misbehaves before the first chunk. A generation that is cut
-off by a pause of the policy, or because its engine is silent, continues as a new request if possible
+Another engine takes over if the session's engine fails or misbehaves before the first chunk. A generation may be cut
+off by a pause of the policy, or because its engine is silent. It then continues as a new request if possible
 (`ContinuedGeneration`). Invariant: a generation that cannot continue is retried only if its consumer has received no
 token.
 """
@@ -42,8 +42,8 @@ from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpa
 T = TypeVar("T", bound=Chunk | ChatChunk)
 
 FAILOVERS = 3
-"""Maximum retries of a request. After more failures the request itself may be the cause. If engines are unavailable and
-the pool has more engines than this number, the maximum is the number of engines."""
+"""Maximum retries of a request. After more failures the request itself may be the cause. If engines are unavailable,
+and the pool has more engines than this, the maximum is the number of engines."""
 
 
 class EngineCalls:
@@ -87,8 +87,8 @@ class EngineCalls:
     def generate(self, request: GenerateRequest, overdue: Overdue | None = None) -> PoolReply[Chunk]:
         """Generate on the session's engine. Another engine takes over if this engine fails or misbehaves before the
         first chunk. A reply that is cut off later, by a pause of the policy or because its engine stops responding, is
-        continued if the request's sampling allows a continuation (`SamplingParams.continuable`). `overdue` records the
-        overdue seconds of the session's waits.
+        continued if the request's sampling allows it (`SamplingParams.continuable`). `overdue` counts the seconds by
+        which the session's waits are too long.
 
         Raises the errors of `Engine.generate` and of `check_ids`, EngineUnavailable if no engine serves within
         `patience` seconds, and EngineMisbehaved for an impossible reply.
@@ -102,8 +102,8 @@ class EngineCalls:
     async def engine_for(
         self, session_key: str, kinds: tuple[bool, ...], overdue: Overdue | None, avoid: str | None = None
     ) -> EngineRecord:
-        """Return the session's engine (`Placement.pick`), waiting for an engine if none serves. Raises
-        EngineUnavailable if no engine serves within the pool's patience."""
+        """Return the session's engine (`Placement.pick`). Waits if no engine serves, and raises EngineUnavailable after
+        the pool's patience."""
         if (member := self.placement.pick(session_key, kinds, avoid)) is not None:
             return member
         try:
@@ -113,7 +113,7 @@ class EngineCalls:
                         await self.placement.arrivals.next().wait()
                     return member
         except TimeoutError:
-            # Seconds of a pause do not count, because engines may be down during a pause.
+            # A pause does not use up the patience, because engines may be down during a pause.
             if self.gate.mode is not None:
                 await self.gate_opened(overdue)
                 return await self.engine_for(session_key, kinds, overdue, avoid)
@@ -130,8 +130,8 @@ class EngineCalls:
 
 
 class PoolReply(Generic[T]):
-    """One call: an async iterator over the checked chunks of its reply. The consumer must close it like a generator,
-    with `contextlib.aclosing`. `serving` is the engine of the next chunks, None before an engine has been assigned."""
+    """One call. The reply is an async iterator over checked chunks. The consumer must close it like a generator, with
+    `contextlib.aclosing`. `serving` is the engine of the next chunks, None before an engine has been assigned."""
 
     def __init__(self, calls: EngineCalls, request: AnyRequest, overdue: Overdue | None) -> None:
         self.serving: ServingEngine | None = None
@@ -151,8 +151,8 @@ class PoolReply(Generic[T]):
     @property
     def served(self) -> ServingEngine:
         """The engine that generates the chunks, available from the first chunk on. The value may change until the last
-        chunk, because another engine may take over, and because a chat reply whose last chunk has no ids gets the mode
-        TEXT. Raises EngineUnavailable before an engine has been assigned."""
+        chunk: another engine may take over, and a chat reply without ids in its last chunk gets the mode TEXT. Raises
+        EngineUnavailable before an engine has been assigned."""
         if self.serving is None:
             raise EngineUnavailable("no engine has answered yet")
         return self.serving
@@ -222,8 +222,8 @@ class PoolReply(Generic[T]):
                 if given.finish is not None:
                     return
                 self._end_part(attempt, cut)
-            # An error that is still a variable of this function when it is raised forms a cycle with its traceback,
-            # which keeps the call's request in memory until a garbage collection.
+            # An error that is raised while a local variable refers to it forms a reference cycle. The cycle would keep
+            # the call's request in memory until a garbage collection.
             except EngineUnavailable as error:
                 if not self._note_failure(attempt, error):
                     raise
@@ -253,8 +253,8 @@ class PoolReply(Generic[T]):
                 asked = self._continued.request()
 
     def _check_same_kind(self, member: EngineRecord) -> None:
-        """Raise EngineUnavailable if the reply so far has log-probabilities of another kind than the engine's, or if
-        the engine does not take the images of the request."""
+        """Raise EngineUnavailable if the engine's kind of log-probabilities differs from that of the reply so far, or
+        if the engine does not take the images of the request."""
         images = self._request.images if isinstance(self._request, GenerateRequest) else ()
         if images and (form := serving(member).image_form) is not images[0].form:
             takes = "no images" if form is None else f"images as {form}, and not as {images[0].form}"
@@ -267,12 +267,12 @@ class PoolReply(Generic[T]):
             )
 
     def _is_cut(self, attempt: _Attempt, chunk: Any) -> bool:
-        """Note the last chunk of an engine's reply. Returns True if the reply was cut off and goes on as a new
+        """Record the last chunk of an engine's reply. Returns True if the reply was cut off and continues as a new
         request."""
-        # This pool was paused meanwhile, so the chunk's version may be old.
+        # `ours` is True if this pool was paused during the generation. The chunk's version may then be old.
         ours = attempt.cuts != self._calls.gate.cuts
         if chunk.finish is FinishReason.ABORT and attempt.member.takes_tokens:
-            # If the generation was aborted from outside this pool, the request is repeated only if no token is lost.
+            # If something outside this pool has aborted the generation, it is repeated only if it had no token yet.
             again = self._cuttable is not None if ours else not attempt.generated and self._dropped < FAILOVERS
             if again:
                 self._dropped += not ours
@@ -288,20 +288,20 @@ class PoolReply(Generic[T]):
         return self._continued
 
     def _end_part(self, attempt: _Attempt, last: Chunk | None) -> None:
-        """Record the tokens of an engine whose reply goes on as a new request. `last` is the engine's last chunk."""
+        """Record the tokens of an engine whose reply continues as a new request. `last` is the engine's last chunk."""
         self._to_continue().cut(cast(TokenCheck, attempt.check).ids, last, attempt.version)
 
     def _note_failure(self, attempt: _Attempt, error: EngineUnavailable) -> bool:
-        """Note that the engine has failed. Returns True if another engine can take over."""
+        """Record the engine's failure. Returns True if another engine can take over."""
         calls, member, gate, now = self._calls, attempt.member, self._calls.gate, loop_time()
         silent = isinstance(error, EngineSilent)
-        if silent:  # if the whole engine is silent, the silence watch marks it as failed
+        if silent:  # not marked as failed, because SilenceWatch does this if no call of the engine gets a chunk
             calls.placement.leave(self._request.session_key, member)
             self._avoid = member.name
         else:
             calls.health.mark_failed(member, error)
         self._failed += 1
-        if attempt.begun or self._give_up_at is None:  # after the first chunk of an engine the patience begins anew
+        if attempt.begun or self._give_up_at is None:  # a chunk from this engine restarts the patience
             self._give_up_at = now + calls.patience
         ended_it = gate.mode is not None or attempt.cuts != gate.cuts
         if (ended_it or (silent and self._failed <= FAILOVERS)) and self._cuttable is not None:
@@ -317,7 +317,7 @@ class PoolReply(Generic[T]):
         return mistake
 
     def _note_misbehaviour(self, attempt: _Attempt, fault: EngineMisbehaved) -> bool:
-        """Note that the engine has misbehaved. Returns True if another engine can take over."""
+        """Record the engine's misbehaviour. Returns True if another engine can take over."""
         calls, member = self._calls, attempt.member
         calls.health.mark_suspect(member, fault, self._request)
         self._failed += 1
@@ -325,10 +325,12 @@ class PoolReply(Generic[T]):
 
 
 class _Attempt:
-    """One request of a call to one engine. `new_tokens` is the number of prompt tokens that are not in the session's
-    context on this engine, and `generated` the number of tokens received. `begun` is True once a chunk has passed the
-    checks. `version` is the engine's policy version at the beginning of the request, and `cuts` the gate's number of
-    cuts at that time."""
+    """One request of a call to one engine.
+
+    - `generated`: number of tokens received.
+    - `begun`: True once a chunk has passed the checks.
+    - `new_tokens`: number of prompt tokens that are not in the session's context on this engine.
+    - `version`, `cuts`: the engine's policy version and the gate's number of cuts when the request began."""
 
     def __init__(self, calls: EngineCalls, member: EngineRecord, asked: AnyRequest, *, whole: bool) -> None:
         self.member = member

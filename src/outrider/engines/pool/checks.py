@@ -27,11 +27,11 @@ from outrider.trajectory import VersionSpan
 ROUNDING = 1e-3
 """The largest value that is accepted as a log-probability. Values slightly above 0 are rounding errors: engines
 subtract two float32 numbers, a token's logit and the log of the sum over all tokens. For a nearly certain token the two
-numbers differ only by their rounding, which is 2.4e-4 at 2,048. An accepted value is recorded as received."""
+numbers are equal except for their rounding, which is 2.4e-4 at 2,048. An accepted value is recorded as received."""
 
 LOWEST = -9999.0
-"""The number that vLLM sends in place of a missing log-probability, -inf and NaN. Log-probabilities of sampled tokens
-must be greater."""
+"""The number that vLLM sends in place of a missing log-probability, -inf and NaN. The log-probabilities of sampled
+tokens must be greater."""
 
 MAX_QUOTED = 1000
 """The maximum number of characters that an error quotes from an engine's own message."""
@@ -54,8 +54,8 @@ MESSAGE_TOKENS = 64
 
 def check_ids(request: GenerateRequest, vocabulary: Vocabulary) -> None:
     """Check that a prompt has ids, and that all token ids of a request are in the vocabulary. Raises InvalidField for
-    an id of `logit_bias` or `stop_token_ids`, because an agent may have sent the id. Raises EngineRejected for the
-    prompt, because the renderer and the engines have produced its ids."""
+    an id of `logit_bias` or `stop_token_ids`, because the id may come from an agent. Raises EngineRejected for an id of
+    the prompt, because it comes from the renderer or an engine."""
     sampling, end = request.sampling, vocabulary.end
     for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
         for token in ids:
@@ -81,13 +81,13 @@ def max_characters(sampling: SamplingParams) -> int:
 def overflow_fault(
     engine: str, request: AnyRequest, context: int | None, error: ContextOverflow
 ) -> EngineMisbehaved | None:
-    """Return the error of an engine that has refused a prompt as too long although the prompt fits the model's context.
+    """Return an error if an engine has refused a prompt as too long although the prompt fits the model's context.
     Returns None if the refusal may be right. The check is needed because a prompt that is too long counts as the
     agent's fault, and ends the session with a grade.
 
-    `context` is the model's context in tokens, from the settings or else from the engine's report, None if unknown. The
-    number of bytes of a message is an upper bound of its tokens. Images have no such bound, so a refusal of a request
-    with images is always accepted.
+    `context` is the model's context in tokens, from the settings or else from the engine's report, None if unknown. A
+    message has at most as many tokens as bytes. There is no such limit for images, so a refusal of a request with
+    images is always accepted.
     """
     if isinstance(request, GenerateRequest):
         most = len(request.input_ids)
@@ -154,7 +154,7 @@ class TokenCheck:
         _check_count(self._engine, "prompt tokens", chunk.prompt_tokens)
         _check_count(self._engine, "cached tokens", chunk.cached_tokens)
         if isinstance(chunk.stop_match, str):
-            # SGLang reports "NaN happened" here, and the last id is then not the sampled id.
+            # If its logits are NaN, SGLang sends the stop string "NaN happened", and the last id was not sampled.
             if chunk.stop_match not in self._sampling.stop:
                 raise EngineMisbehaved(
                     f"engine {self._engine!r} stopped at {chunk.stop_match[:100]!r}, which is no requested stop string"
@@ -174,8 +174,8 @@ class ChatCheck:
         self._finished = False
 
     def take(self, chunk: ChatChunk) -> int:
-        """Check the next chunk. For the last chunk, returns the number of tokens of the whole reply, or 0 if the engine
-        does not report this number. For any other chunk, returns 0. Raises EngineMisbehaved for an impossible chunk."""
+        """Check the next chunk. Returns the number of tokens of the whole reply if this is the last chunk and the
+        engine reports the number, otherwise 0. Raises EngineMisbehaved for an impossible chunk."""
         if self._finished:
             raise EngineMisbehaved(f"engine {self._engine!r} went on after the end of its reply")
         self._characters += len(chunk.text) + len(chunk.reasoning)
@@ -240,7 +240,7 @@ def _too_many(engine: str, tokens: int, sampling: SamplingParams) -> EngineMisbe
 
 
 def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary: Vocabulary) -> None:
-    alone = len(ids) == len(logprobs) == 1  # shortcut for a chunk of one token, as most chunks are
+    alone = len(ids) == len(logprobs) == 1  # shortcut for a chunk of one token, the usual case
     if alone and vocabulary.contains(ids[0]) and LOWEST < logprobs[0] <= ROUNDING:
         return
     if len(ids) != len(logprobs):
@@ -255,8 +255,8 @@ def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary
             f"engine {engine!r} sampled the id {wrong}, for which the tokenizer has no token",
             hint="if its model is larger than its vocabulary, have it mask the padding; else it serves another model",
         )
-    # `max` and `sum` are faster than a loop, which runs only if one of them fails. No value is above `ROUNDING`, so a
-    # value that is too low makes the sum too low. Every comparison with NaN is false.
+    # `max` and `sum` are faster than a loop, which runs only if one of these two checks fails. No value is above
+    # `ROUNDING`, so a value that is too low makes the sum too low. Every comparison with NaN is false.
     if not (max(logprobs) <= ROUNDING and sum(logprobs) > LOWEST):
         for value in logprobs:
             if not LOWEST < value <= ROUNDING:
@@ -269,8 +269,8 @@ def _check_prompt(engine: str, ids: list[int]) -> None:
 
 
 def _check_versions(engine: str, versions: Sequence[VersionSpan], tokens: int) -> None:
-    """Check that the spans tile the output of `tokens` tokens, and that the versions are from 0 to `MAX_COUNT`. Accepts
-    a reply without spans. Raises EngineMisbehaved."""
+    """Check that the spans cover the output of `tokens` tokens without gap or overlap, and that the versions are from 0
+    to `MAX_COUNT`. Accepts a reply without spans. Raises EngineMisbehaved."""
     if not versions:
         return
     edge = 0

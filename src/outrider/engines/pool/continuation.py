@@ -21,11 +21,12 @@ MAX_SEED = (1 << 31) - 1
 
 
 class ContinuedGeneration:
-    """One generation over several requests. `versions` holds the spans of the tokens sampled before the newest request.
+    """One generation over several requests. `versions` has the spans of the tokens that were sampled before the newest
+    request.
 
-    Each new request is for the remaining tokens only, and has its own seed, so that the engine does not repeat the
-    random numbers of the first part. This class searches for stop strings that began before a cut. `text` makes the
-    decoder for this search. If `text` is None, such stop strings are not found.
+    Each new request asks for the remaining tokens only, with a seed of its own. This class searches for stop strings
+    that began before a cut. `text` makes the decoder for this search. If `text` is None, such stop strings are not
+    found.
     """
 
     def __init__(self, request: GenerateRequest, text: Callable[[], TextStream] | None) -> None:
@@ -39,8 +40,8 @@ class ContinuedGeneration:
         self._watch: StopWatch | None = None
 
     def cut(self, ids: Sequence[int], last: Chunk | None, version: int) -> None:
-        """Record that the newest request has sampled `ids` and was cut off. `last` is the engine's last chunk, None if
-        the engine sent none. If `last` has no spans, the tokens have the version `version`."""
+        """Record that the newest request has sampled `ids` and was cut off. `last` is the engine's last chunk, or None
+        if the engine sent none. If there are no spans in `last`, the tokens have the version `version`."""
         self._given = len(ids)
         self.versions = self._joined(last.versions if last else (), version)
         if last is not None:
@@ -115,8 +116,8 @@ class ContinuedGeneration:
             self._cached = min(last.cached_tokens, len(self._request.input_ids))
 
     def _stopped(self, chunk: Chunk, watch: StopWatch) -> Chunk:
-        """Return the chunk or, if one of its tokens completes a stop string that began before the cut, a last chunk
-        that ends after this token."""
+        """Return the chunk, shortened if one of its tokens completes a stop string that began before the cut. It is
+        then the last chunk, and ends after this token."""
         before = len(self._sampled) + self._given
         for number, token_id in enumerate(chunk.ids, start=1):
             match = watch.push(token_id)
@@ -133,21 +134,22 @@ class ContinuedGeneration:
         return chunk
 
     def _echo(self, reported: list[int]) -> list[int]:
-        """Return the prompt as reported by the engine, without the ids that were sampled before the cut. For each of
-        these ids that the engine reports wrongly or not at all, an additional id 0 is appended: the result is then
-        longer than the prompt, and counts as drift."""
+        """Return the prompt as reported by the engine, without the ids that were sampled before the cut. An id 0 is
+        appended for each of these ids that the engine reports wrongly or not at all. The result is then longer than the
+        prompt, and so recorded as drift."""
         length = len(self._request.input_ids)
         behind = reported[length:]
         wrong = sum(map(int.__ne__, behind, self._sampled)) + abs(len(behind) - len(self._sampled))
         return reported[:length] + [0] * wrong
 
     def _joined(self, versions: tuple[VersionSpan, ...], version: int) -> tuple[VersionSpan, ...]:
-        """Return the version spans of the reply so far. `versions` are the spans of the newest request. Without spans,
-        its tokens have the version `version`."""
+        """Return the version spans of the reply so far. `versions` are the spans of the newest request. If they are
+        empty, its tokens have the version `version`."""
         start, count = len(self._sampled), self._given
         spans = list(self.versions)
         for span in versions or (VersionSpan(version, 0, count),):
-            end = min(span.end, count)  # if a stop string spans the cut, the reply ends before the engine's span
+            # a stop string that spans the cut may end the reply earlier than the engine does
+            end = min(span.end, count)
             if end <= span.start:
                 continue
             if spans and spans[-1].version == span.version:
@@ -161,8 +163,8 @@ class StopWatch:
     """Searches for a stop string that began before a cut. The engine itself finds stop strings that begin after the
     cut. `completed` is the stop string that the last token before the cut has completed, None if there is none.
 
-    The first character after the cut counts as a character before the cut, because its first bytes may belong to a
-    token before the cut. `over` is True once a stop string that spans the cut is no longer possible.
+    The first character after the cut is treated as a character before the cut, because its first bytes may belong to a
+    token before the cut. `over` is True once no stop string can still span the cut.
     """
 
     def __init__(self, stops: Sequence[str], text: TextStream, sampled: Sequence[int]) -> None:
@@ -188,9 +190,8 @@ class StopWatch:
         searched = len(self._seen)
         self._seen += self._text.push((token_id,))
         for stop in self._stops:
-            # A match must end in the new token's text, so the search starts at the first position where such a match
-            # can begin. The engine has searched the text before the cut, and earlier calls have searched the text of
-            # earlier tokens.
+            # A match must end in the new token's text. So the search starts at the first position where such a match
+            # can begin. The text before it was searched by the engine or by earlier calls.
             if 0 <= self._seen.find(stop, max(0, searched - len(stop) + 1)) <= self._before:
                 return stop
         return None

@@ -1,7 +1,7 @@
 """The generations in flight of one pool. Measures how long each consumer waits for its engine, and can cut a generation
 off.
 
-The module does not choose engines, send requests or decide which engine is silent (`call.py`, `silence.py`). Invariant:
+Choosing engines and sending requests is the work of `call.py`. `silence.py` decides which engine is silent. Invariant:
 a generation is cut off only while its consumer waits for the engine.
 """
 
@@ -17,14 +17,14 @@ from outrider.engines.pool.waits import PREFILL_TOKENS_PER_SECOND, Overdue, Sess
 from outrider.errors import EngineSilent
 
 CHARACTERS_PER_TOKEN = 4
-"""A rough ratio for estimating the tokens of texts. The estimate is used for an engine's load and for the time that a
-reply may take."""
+"""A rough ratio for estimating the number of tokens of a text. The estimate is used for an engine's load and for the
+time that a reply may take."""
 
 
 class Flights:
-    """The generations in flight of one pool. `all` has the generations, and the event `some` is set while
-    `SilenceWatch` has to check them. `given_up` is called at the end of a generation whose consumer has stopped waiting
-    for a chunk."""
+    """The generations in flight of one pool. The set `all` has the generations. The event `some` is set while
+    `SilenceWatch` has to check them. `given_up` is called when a generation ends because its consumer has stopped
+    waiting for a chunk."""
 
     def __init__(self, limits: SilenceLimits, given_up: Callable[[Flight], None]) -> None:
         self.limits = limits
@@ -38,8 +38,7 @@ class Flight:
 
     The consumer iterates over the chunks with `async for` within `with flight:`. `new_tokens` is the number of prompt
     tokens that are not in the session's context on this engine. Iteration raises the engine's errors, and EngineSilent
-    if `SilenceWatch` has cut the generation off. Invariant: a generation is cut off only while its consumer waits for
-    the engine.
+    if `SilenceWatch` has cut the generation off.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Flight:
         """Overdue seconds of the wait for the first chunk, if the engine's pace is unknown. The generation is not cut
         off because of these seconds."""
         self.given_up: tuple[float, float] | None = None
-        """Begin and end of the wait for a chunk that the consumer has given up, None if it has given up no wait."""
+        """Begin and end of the wait for a chunk that the consumer has given up, None if there is none."""
         if overdue is not None:
             overdue.add(self.wait)
 
@@ -110,16 +109,15 @@ class Flight:
             self._end_stretch(now)
             self._raise_if_cut()
             if isinstance(error, asyncio.CancelledError):
-                # The wait begins only after the last chunk of the session's earlier calls, which the engine serves
-                # first.
+                # The engine serves the session's earlier calls first, so this wait begins only after their last chunk.
                 began = max(began, 0.0 if self.overdue is None else self.overdue.behind(wait))
                 self.given_up = began, now
             raise
         now = loop.time()
         seconds = now - began
-        # The session's `Overdue` is updated if this stretch is overdue. It is also updated after a long stretch,
-        # because a later call of the session, queued behind this call, may be overdue. A later call cannot be overdue
-        # within `least` seconds after a chunk of this call.
+        # If this wait for a chunk was overdue, the session's `Overdue` is updated. It is also updated after a long
+        # wait, because a later call of the session may be overdue while it is queued behind this call. A later call
+        # cannot be overdue within `least` seconds after a chunk of this call.
         if seconds > self._least or seconds > wait.allowance - wait.waited:
             self._end_stretch(now)
         else:
@@ -139,7 +137,8 @@ class Flight:
             self._first, self._first_tokens = wait.waited, tokens
             self._token_due = member.pace.token_due()
             self.forgiven = 0.0 if self._known else wait.overdue
-            wait.allowance = wait.waited + self._least  # a fast first chunk leaves no seconds for later chunks
+            # later chunks do not get the unused seconds of a fast first chunk
+            wait.allowance = wait.waited + self._least
         self.tokens += tokens
         wait.allowance += tokens * self._token_due
         if chunk.finish is not None:
@@ -154,8 +153,8 @@ class Flight:
         if self.wait.since is None or self.error is not None or task is None or task.cancelling() > self._cancelling:
             return
         self.error = error
-        # The task is cancelled directly and not by a timer, because when a timer fires, the consumer may no longer wait
-        # for the engine and would be cancelled elsewhere.
+        # The task is cancelled directly and not by a timer. When a timer fires, the consumer may no longer wait for the
+        # engine, and would be cancelled elsewhere.
         task.cancel()
 
     def _raise_if_cut(self) -> None:
@@ -164,17 +163,18 @@ class Flight:
             raise self._take_error() from None
 
     def _take_error(self) -> EngineSilent:
-        """Remove the error from the flight and return it. If the flight kept the error, both would form a cycle."""
+        """Remove the error from the flight and return it. If the flight kept the error, the two would form a reference
+        cycle."""
         assert self.error is not None
         error, self.error = self.error, None
         return error
 
     def land(self) -> None:
-        """End the flight, after a success or a failure, and record the measurements in the engine's pace."""
+        """End the flight, after a success or a failure. Records its measurements in the engine's pace."""
         if self.overdue is not None:
             self.overdue.remove(self.wait)
-        # Calls without a finish and calls with a slow consumer are not recorded, because their times do not show the
-        # engine's pace.
+        # Calls without a finish and calls with a slow consumer are not recorded, because they do not show the engine's
+        # pace.
         at_once = self._finished is not None and self._finished - self.began <= 2 * self.wait.waited + 1.0
         if self._first is not None and self._finished is not None and at_once:
             self.member.pace.note(
@@ -189,7 +189,7 @@ class Flight:
 
     @property
     def longest_wait(self) -> float:
-        """The call may count as lost after its consumer has waited for this number of seconds in total."""
+        """Total seconds of waiting after which the call may be treated as lost."""
         if self.begun:
             return self.wait.allowance + self.grace
         whole = self.member.pace.whole_reply(self.request.sampling.max_tokens)
@@ -197,7 +197,7 @@ class Flight:
 
     @property
     def grace(self) -> float:
-        """Additional seconds before the engine is checked if its pace is unknown; 0 if the pace is known."""
+        """Additional seconds before the engine is checked, if its pace is unknown. 0 if the pace is known."""
         if self._known:
             return 0.0
         if self.begun:

@@ -1,11 +1,12 @@
 """A pool that follows another process's pool. The follower has the leader's engines and policy, and generates on these
 engines directly.
 
-The leading pool sends `PoolState`s. The leader has checked the engines, and only the leader orders engines to pause, to
-load weights and to resume. `outrider.nodes` connects the processes. Invariants: once this pool has reported a pause to
-the leader, no generation begins here until the leader resumes. Generations still in flight can be cut off, and continue
-after the pause as new requests. A generation begins only on an engine that the leader uses, by the last state that this
-pool has applied.
+The leading pool sends its `PoolState`. Only the leader checks new engines, and orders engines to pause, to load weights
+and to resume. `outrider.nodes` connects the processes. Invariants:
+
+- Once this pool has reported a pause to the leader, no generation begins here until the leader resumes. Generations
+  still in flight can be cut off, and continue after the pause as new requests.
+- A generation begins only on an engine that the leader uses, according to the last applied state.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ log = logging.getLogger("outrider.engine")
 
 
 ADOPT_SECONDS = 30.0
-"""Timeout in seconds for starting an engine in this process and applying the leader's state."""
+"""Timeout in seconds for starting an engine in this process and applying the leader's state to it."""
 AGAIN_SECONDS = 1.0
 """Seconds until the next attempt to use an engine that could not be started."""
 
 
 class Leader(Protocol):
-    """Receives the reports that a following pool makes to the leading pool. `settled` reports the state of the
-    follower's gate, and `engine_failed` reports an engine that has failed in the follower's process."""
+    """Receives the reports of a following pool. `settled` reports the state of the follower's gate. `engine_failed`
+    reports an engine that has failed in the follower's process."""
 
     def settled(self, report: GateReport) -> None: ...
     def engine_failed(self, engine: str) -> None: ...
 
 
 class FollowedPolicy(Policy):
-    """The follower's copy of the leader's policy. It sends no orders to engines. After each change of the gate, and
-    when a generation ends during a pause, the gate's state is reported to the leader."""
+    """The follower's copy of the leader's policy. It sends no orders to engines. It reports the gate's state to the
+    leader after each change of the gate, and when a generation ends during a pause."""
 
     def __init__(
         self,
@@ -75,8 +76,8 @@ class FollowedPolicy(Policy):
         self._report()
 
     def _report(self) -> None:
-        # The cut is counted before the report, because the leader orders the engines to abort their generations as soon
-        # as it has the report.
+        # The cut is counted before the report, because the leader has the engines abort their generations as soon as it
+        # gets the report.
         if self.gate.mode == "abort" and not self.gate.whole and self._cut != self._closings:
             self._cut = self._closings
             self.gate.cuts += 1
@@ -155,7 +156,7 @@ class PoolFollower:
                 self.pool.placement.refresh(member)
 
     def follow(self, state: PoolState) -> None:
-        """Apply the leader's new state. A pause takes effect immediately, everything else in the background."""
+        """Apply the leader's new state: a pause immediately, and everything else in the background."""
         self._state = state
         if state.paused is not None:
             self._policy.follow(state)
@@ -194,7 +195,7 @@ class PoolFollower:
         self._followed[engine.name] = engine
         if engine.spec is None:
             cast(Forwarded, self.pool.engine(engine.name)).apply_state(engine)
-        # If the leader's versions have not changed, the versions here may be newer, and are kept.
+        # If the leader's versions are the same as before, this process may have newer ones, which are kept.
         if engine.versions is not None and (known is None or known.versions != engine.versions):
             own: object = self.pool.engine(engine.name)
             if isinstance(own, RemembersVersions):
@@ -216,12 +217,12 @@ class PoolFollower:
 
 
 def apply_state(pool: EnginePool, state: EngineState, known: EngineState | None = None) -> None:
-    """Apply the leader's state of an engine to the engine with the same name in a following pool. `known` is the last
-    state applied to the engine, None if there is none."""
+    """Apply the leader's state of an engine to this pool's engine of the same name. `known` is the state that was
+    applied before, None if there is none."""
     member = pool.members[state.name]
     member.health, member.draining = state.health, state.draining
-    # This process may have received a newer version than the leader. Only if the leader has gone back to an older
-    # version is the newer version replaced.
+    # This process may have received a newer version than the leader. The newer version is replaced only if the leader
+    # has gone back to an older version.
     gone_back = known is not None and state.version < known.version
     member.version = state.version if gone_back else max(member.version, state.version)
     member.read_constraints()

@@ -1,7 +1,7 @@
 """Checks whether each engine of a pool works: by health reports, probes of failed engines, and trials of suspect
 engines.
 
-A failed engine gets no work, and is probed until it responds and has the policy's weights. An engine that has sent an
+A failed engine gets no work. It is probed until it responds and has the policy's weights. An engine that has sent an
 impossible reply is suspect until it has passed several trials. A suspect engine gets new sessions only if there is no
 other engine. Invariant: after an engine has joined, only this module and the engine's removal change whether the engine
 serves.
@@ -40,9 +40,9 @@ EngineCheck = Callable[[AnyEngine], Awaitable[None]]
 log = logging.getLogger("outrider.engine")
 
 GOOD_REPLIES = 3
-"""A suspect engine is no longer suspect after it has passed this number of trials in a row."""
+"""Number of trials that a suspect engine must pass in a row, before it is trusted again."""
 HEALTH_SECONDS = 60.0
-"""Timeout in seconds for an engine's health report and the pool's `check` together."""
+"""Timeout in seconds for an engine's health report and the pool's `check`, both together."""
 TRIAL_SECONDS = 60.0
 TRIAL_TOKENS = 16
 """Maximum number of tokens of a trial's reply."""
@@ -59,9 +59,9 @@ class MakesPolicy(Protocol):
 
 
 class HealthChecks:
-    """Checks and records the health of the engines in `members`. `changes` publishes after each change that followers
-    need. `check` may refuse an engine by raising an EngineError. `tasks` runs the background work. `probing` gives the
-    waits between probes and between trials."""
+    """Checks and records the health of the engines in `members`. `changes` is published after each change that the
+    followers need. `check` may refuse an engine by raising an EngineError. `tasks` runs the background work. `probing`
+    gives the waits between probes and between trials."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class HealthChecks:
         )
 
     def mark_failed(self, member: EngineRecord, error: EngineError) -> None:
-        """Record the failure, stop assigning work to the engine, and probe the engine until it works again."""
+        """Record the failure, assign no more work to the engine, and probe the engine until it works again."""
         member.failures += 1
         member.detail = error.message
         if member.serves:
@@ -123,8 +123,8 @@ class HealthChecks:
         self._changes.publish(None)
 
     def mark_suspect(self, member: EngineRecord, error: EngineMisbehaved, request: AnyRequest) -> None:
-        """Mark the engine as suspect, so that it gets new sessions only if there is no other engine, and start trials.
-        The session of the impossible reply leaves the engine, and can be assigned to another engine."""
+        """Mark the engine as suspect, and start trials. A suspect engine gets new sessions only if there is no other
+        engine. The session of the impossible reply leaves the engine, and can be assigned to another engine."""
         self._placement.leave(request.session_key, member)
         member.misbehaved += 1
         if member.suspect is None:
@@ -135,8 +135,8 @@ class HealthChecks:
             self.run(member, "trial", self._run_trials(member, request))
 
     def look(self, engine: str) -> None:
-        """Check an engine in the background, because a follower could not use the engine or has reported a newer
-        version. The engine is marked as failed if the check fails."""
+        """Check an engine in the background, because a follower could not use it or has reported a newer version. An
+        engine that fails the check is marked as failed."""
         member = self._members.get(engine)
         if member is not None and member.serves and not member.runs("check"):
             self.run(member, "check", self._look(member))
@@ -147,7 +147,7 @@ class HealthChecks:
             await self._check(engine)
 
     async def vet(self, engine: AnyEngine) -> EngineHealth:
-        """Check an engine's health report and run the pool's `check`. Returns the report. Raises EngineUnavailable if
+        """Request an engine's health report and run the pool's `check`. Returns the report. Raises EngineUnavailable if
         the engine is not healthy or does not respond, EngineMisbehaved for impossible numbers, and the errors of
         `check`."""
         try:
@@ -177,9 +177,9 @@ class HealthChecks:
         self, member: EngineRecord, request: AnyRequest, seconds: float, *, by_token: bool = False
     ) -> EngineHealth | None:
         """Check that an engine generates a token within `seconds`, and return its health. For an engine whose workers
-        connect to the service, a connection suffices unless `by_token` is set, because the workers' model may be slow.
-        Returns None if the policy is paused before the check is complete, because a pause does not wait for this check.
-        Raises EngineError if the check fails."""
+        connect to the service, a connection is enough unless `by_token` is set, because the workers' model may be slow.
+        Returns None if the policy is paused meanwhile, because a pause does not wait for this check. Raises EngineError
+        if the check fails."""
         gate = self.policy.gate
         closings, engine = gate.closings, member.engine
         if gate.mode is not None:
@@ -189,7 +189,7 @@ class HealthChecks:
                 with gate.ended_by_closing(clock):
                     health = await self.vet(engine)
                     if by_token or not member.awaits_workers:
-                        with suppress(EngineRejected, ContextOverflow):  # an engine that refuses a request does respond
+                        with suppress(EngineRejected, ContextOverflow):  # a refusal is a response, too
                             await self._read_small_reply(engine, request, whole=False)
                     return health
         except TimeoutError:
@@ -254,7 +254,7 @@ class HealthChecks:
                 good = 0
                 member.misbehaved += 1
                 member.suspect = error.message
-            except Exception:  # the trial has failed: an engine's code may raise any error
+            except Exception:  # the trial has failed; the engine's code may raise any error
                 good, failed = 0, failed + 1
             else:
                 good = good + 1 if member.misbehaved == before else 0
@@ -263,9 +263,9 @@ class HealthChecks:
         self._placement.refresh(member)
 
     async def _read_small_reply(self, engine: AnyEngine, request: AnyRequest, *, whole: bool = True) -> None:
-        """Send a copy of the request with few `max_tokens`, and read and check the whole reply. If `whole` is False,
-        only wait for the first chunk, which shows that the engine is not silent. Raises the errors of the engine and of
-        the check, and EngineUnavailable if the stream ends without a finish."""
+        """Send a copy of the request with few `max_tokens`, and check the whole reply. If `whole` is False, only wait
+        for the first chunk, which shows that the engine is not silent. Raises the errors of the engine and of the
+        check, and EngineUnavailable if the stream ends without a finish."""
         name = uuid4().hex
         few = msgspec.structs.replace(request.sampling, max_tokens=min(request.sampling.max_tokens, TRIAL_TOKENS))
         trial = msgspec.structs.replace(request, request_id=name, session_key=name, sampling=few)

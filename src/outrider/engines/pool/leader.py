@@ -1,7 +1,7 @@
-"""The code of the leading pool. If several processes have pools, the service's pool leads, and the other pools follow.
+"""The code of the leading pool. If several processes have pools, the pool of the service leads, and the others follow.
 
-The leading pool manages the list of engines, probes the engines and changes their weights. Followers (`follower.py`)
-generate. `outrider.nodes` connects the processes.
+The leading pool manages the list of engines, probes the engines and changes their weights. The following pools
+(`follower.py`) generate. `outrider.nodes` connects the processes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def pool_state(pool: EnginePool) -> PoolState:
 def note_uses(pool: EnginePool, follower: str, uses: Mapping[str, EngineUse]) -> None:
     """Record a follower's current use of the engines, by engine name. If `uses` is empty, the follower is gone.
 
-    A newer version in `uses` triggers a check of the engine and is not adopted, because a wrong version could not be
-    corrected: versions do not decrease.
+    A newer policy version in `uses` triggers a check of the engine. It is not adopted, because versions do not
+    decrease, and so a wrong version could not be corrected.
     """
     for name, member in pool.members.items():
         use = uses.get(name)
@@ -48,8 +48,8 @@ def note_uses(pool: EnginePool, follower: str, uses: Mapping[str, EngineUse]) ->
 
 
 def loads_elsewhere(pool: EnginePool, followers: Sequence[str]) -> list[dict[str, float]]:
-    """Return one mapping for each follower in `followers`: from the name of each engine to the load by all other
-    followers."""
+    """Return one mapping for each follower in `followers`. It maps the name of each engine to the load that all other
+    followers put on the engine."""
     loads = {
         name: {follower: use.load for follower, use in member.uses.items()} for name, member in pool.members.items()
     }
@@ -62,7 +62,7 @@ async def forwarded(pool: EnginePool, name: str, request: AnyRequest) -> AsyncGe
     Raises the engine's errors, the errors of `check_ids`, and EngineUnavailable if the engine was removed."""
     if (engine := pool.engine(name)) is None:
         raise EngineUnavailable(f"engine {name!r} was removed")
-    if isinstance(request, GenerateRequest):  # the follower's own check of the request is not relied on
+    if isinstance(request, GenerateRequest):  # checked again, because the follower may not have checked the request
         check_ids(request, pool.vocabulary)
     try:
         async with aclosing(chunks_of(engine, request)) as chunks:

@@ -1,8 +1,8 @@
-"""Adds the engines of an external list, such as a router's workers, to the pool, and removes engines that are no longer
-listed.
+"""Keeps the engines of a pool up to date with an external list, such as a router's workers. Adds new engines, and
+removes engines that are no longer listed.
 
-Invariant: an engine leaves the pool only after it was missing from `MISSES` lists in a row. Sessions therefore keep
-their engines while a router restarts and its list is empty.
+Invariant: an engine leaves the pool only after it was missing from `MISSES` lists in a row. So sessions keep their
+engines while a router restarts with an empty list.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from outrider.trajectory import TokenMode
 
 LOOK_SECONDS = 5.0
 MISSES = 3
-"""An engine is removed from the pool after it was missing from this number of lists in a row."""
+"""Number of lists in a row from which an engine must be missing, before it is removed from the pool."""
 
 
 class Listing:
-    """The engines of the list that `spec` describes. `source` reads the list. `engines` maps the URL of each listed
-    engine in the pool to the engine's name. `add` adds an engine to the pool. `leave` is called with the name of each
-    engine to be removed from the pool. `urls` returns the URLs of all engines in the pool, so that no server is added
-    twice."""
+    """The engines of the list that `spec` describes.
+
+    - `source`: reads the list.
+    - `engines`: the names of the list's engines in the pool, by URL.
+    - `add`: adds an engine to the pool.
+    - `leave`: called with the name of each engine that is to be removed from the pool.
+    - `urls`: returns the URLs of all engines in the pool, so that no server is added twice."""
 
     def __init__(
         self,
@@ -51,8 +54,8 @@ class Listing:
         self._detail = ""
 
     async def begin(self) -> None:
-        """Add the engines that are currently listed. Raises the source's errors, and the error of the first engine if
-        all engines are refused."""
+        """Add the engines that are currently listed. Raises the source's errors. If all engines are refused, raises the
+        error of the first."""
         failures = await self._look()
         if failures and not self.engines:
             raise next(iter(failures.values()))
@@ -83,9 +86,9 @@ class Listing:
         return tuple(self.engines.values())
 
     def status(self, serving: Collection[str], serves: str | None, version: int) -> EngineStatus:
-        """Return the status of the list itself. All counts are 0, because the counts are in the statuses of the
-        engines. `ok` is True while the source responds and at least one of the list's engines is in `serving`, the
-        names of the serving engines. `serves` is the frozen model of the engines, None for the policy."""
+        """Return the status of the list itself. All counts are 0, because the status of each engine has its counts.
+        `ok` is True while the source responds and `serving` (the names of the serving engines) has at least one of the
+        list's engines. `serves` is the frozen model of the engines, None for the policy."""
         return EngineStatus(
             name=self.source.name,
             kind=self._spec.kind,

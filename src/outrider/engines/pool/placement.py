@@ -1,13 +1,13 @@
 """The engines of a pool (`EngineRecord`), and the sessions that are assigned to them (`Placement`).
 
-`EngineRecord` is the only place that stores the state of an engine. A view is a struct that a function makes from the
-record: `serving` for a session, `use_of` for the leading pool, `state_of` for following pools, `status_of` for the
-status. `Placement` gives a new session the least loaded engine. A session stays on its engine, because this engine has
-the session's prefix cached.
+Only `EngineRecord` stores the state of an engine. Functions make structs from it for different readers: `serving` for a
+session, `use_of` for the leading pool, `state_of` for following pools, `status_of` for the status. `Placement` assigns
+a new session to the least loaded engine. A session stays on its engine, because this engine has the session's prefix
+cached. Invariants of an engine:
 
-Invariants: an engine's `sessions` is the number of sessions assigned to the engine, and its `assigned_tokens` is the
-sum of these sessions' context tokens; an engine's `idle` is set exactly while the engine has nothing in flight. During
-the removal of an engine, `idle` is set only once no follower uses the engine.
+- `sessions` is the number of sessions assigned to it, and `assigned_tokens` the sum of their context tokens.
+- `idle` is set exactly while it has nothing in flight. While it is being removed, `idle` is set only once no follower
+  uses it.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from outrider.trajectory import LogprobKind, TokenMode
 T = TypeVar("T", bound=msgspec.Struct)
 
 TOKENS_PER_REQUEST = 16384
-"""In the load of an engine, this number of assigned context tokens counts as much as one request in flight. A request
-in flight uses computing time, and a session between two requests still uses memory of the engine's cache."""
+"""This number of assigned context tokens adds as much to an engine's load as one request in flight. A request in flight
+uses computing time. A session between two requests still uses memory of the engine's cache."""
 
 OVERLOAD = 32.0
 OVERLOAD_TIMES = 1.5
-"""An engine is overloaded compared with another engine if its load is more than `OVERLOAD` above the other load, and
-more than `OVERLOAD_TIMES` times as high. The thresholds are high, because the context of a session that moves must be
-computed again: on SWE-bench Pro over vllm-router, 84 % of the prompts' tokens were cached with these thresholds, and 65
+"""An engine is overloaded compared with another engine if its load is more than `OVERLOAD` above the other's, and more
+than `OVERLOAD_TIMES` times as high. The thresholds are high, because the context of a session that moves must be
+computed again. On SWE-bench Pro over vllm-router, 84 % of the prompts' tokens were cached with these thresholds, and 65
 % with thresholds of 4 and 1.1 (NeMo Gym #3345). `python -m bench routing` compares both pairs of thresholds."""
 
 SLACK = 64
-"""The heap is rebuilt, without outdated entries, once it has more than this number of entries per name."""
+"""Once the heap has more than this number of entries per name, it is rebuilt without outdated entries."""
 
 Load = tuple[bool, float, int]
 """Sort key for placement: suspect engines last, then by load, then by number of sessions."""
@@ -71,14 +71,19 @@ EngineTask = Literal["probe", "trial", "check", "question"]
 - `check`: checks an engine that is silent, or that a follower reported.
 - `question`: measures how long an engine needs for one token after a client has given up a call.
 
-Each kind has its own task, because a probe waits up to 15 s between two tries, a trial waits up to a minute for its
-reply, and neither may delay a check."""
+Each kind has its own task, so that no other work delays a check: a probe waits up to 15 s between two tries, and a
+trial up to a minute for its reply."""
 
 
 class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """The description of a session's engine. `engine` is the name, `version` the last known policy version,
-    `context_tokens` the context (None if unknown), `constraints` the supported kinds of constraints on replies,
-    `keeps_ids` whether the engine has this capability, and `image_form` the form of images that the engine takes."""
+    """A description of a session's engine.
+
+    - `engine`: its name.
+    - `version`: the last known policy version.
+    - `context_tokens`: the length of the context, None if unknown.
+    - `constraints`: the supported kinds of constraints.
+    - `keeps_ids`: True if it has the capability KEEPS_IDS.
+    - `image_form`: the form of images that it takes."""
 
     engine: str
     mode: TokenMode
@@ -114,15 +119,14 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 LASTING = ("generated_tokens", "failures", "misbehaved")
-"""Names of the counts that outlast a follower: when a follower ends, the leader adds the follower's values to its
-own."""
+"""Names of the counts that are kept when a follower ends: the leader adds the follower's values to its own."""
 COUNTS = ("in_flight", "sessions", "assigned_tokens", *LASTING)
 """The fields of `EngineUse` that the status adds up over all processes."""
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """An engine of the leading pool, as sent to followers. `spec` is the JSON of its EngineSpec if followers connect to
-    the engine directly, and None if only the leader's process has the engine. `versions` is the leader's value of
+    the engine directly. It is None if only the leader's process has the engine. `versions` is the leader's value of
     `RemembersVersions.versions`, None for other engines."""
 
     name: str
@@ -193,11 +197,11 @@ class EngineRecord:
     behind: bool = False
     """True if the engine responds but serves no session, because its weights are older than the policy."""
     looked_for: int = 0
-    """The highest version that a follower has reported and for which the engine was checked."""
+    """The highest version that a follower has reported. The engine was checked because of it."""
     failed_probes: int = 0
     silent: AnyRequest | None = None
-    """For an engine that fell silent, the request for one token that the engine must answer before it serves again.
-    None for any other engine."""
+    """If the engine fell silent, the request for one token that it must answer before it serves again. None for any
+    other engine."""
     newest_answered: float = 0.0
     """Start time of the newest call that has received a chunk."""
     pace: Pace = field(default_factory=Pace)
@@ -238,8 +242,8 @@ class EngineRecord:
 
     def read_constraints(self) -> None:
         """Cache the engine's constraints, because an isinstance check on a protocol takes 30 microseconds and every
-        call would make two. Call this again when an engine returns, because the constraints of a relay are known only
-        once its first worker attaches."""
+        call would make two. Call this again when an engine returns, because a relay has no constraints until its first
+        worker attaches."""
         self.constraints = self.engine.constraints if isinstance(self.engine, TakesConstraints) else frozenset()
 
     def enter(self) -> None:
@@ -279,14 +283,14 @@ class EngineRecord:
             task.cancel()
 
     def known_pace(self) -> PaceSummary | None:
-        """Return the pace that was measured over the most calls, among the paces of this process and of the followers.
-        Returns None if none of these processes has measured a pace."""
+        """Return the pace that was measured over the most calls, by this process or by a follower. Returns None if none
+        of them has measured a pace."""
         all_paces = (self.pace.summary, *(use.pace for use in self.uses.values()))
         return max((pace for pace in all_paces if pace is not None), key=lambda pace: pace.calls, default=None)
 
     def _look_idle(self) -> None:
-        # For a removed engine any use counts, because a follower reports its use until its generations on the engine
-        # have ended.
+        # A removed engine is idle only if no follower uses it at all, because a follower reports its use until its
+        # generations on the engine have ended.
         if self.in_flight or (self.uses if self.removed else self.busy):
             self.idle.clear()
         else:
@@ -322,7 +326,7 @@ class Placement:
         least loaded engine of all. A suspect engine, or the engine named `avoid`, is assigned only if there is no other
         engine of the same kind.
 
-        `kinds` has the acceptable values of `takes_tokens`, in order of preference. Returns None if no engine can be
+        `kinds` has the accepted values of `takes_tokens`, in order of preference. Returns None if no engine can be
         assigned.
         """
         place = self._places.get(session_key)
@@ -339,8 +343,8 @@ class Placement:
         return None
 
     def _near_member(self, kind: bool, avoid: str | None, least: EngineRecord) -> EngineRecord:
-        """Return the least loaded near engine that is not suspect. Returns `least`, the least loaded engine of all, if
-        there is no such engine or if it is overloaded."""
+        """Return the least loaded near engine that is not suspect. If there is none, or if it is overloaded, returns
+        `least`, the least loaded engine of all."""
         if not self._near:
             return least
         near = [
@@ -377,7 +381,7 @@ class Placement:
         self.arrivals.send()
 
     def has_unsuspected(self, kind: bool) -> bool:
-        """Return True if there is an engine for new sessions that is not suspect and whose `takes_tokens` is `kind`."""
+        """Return True if an engine with this value of `takes_tokens` takes new sessions and is not suspect."""
         name = self._heaps[kind].least()
         return name is not None and self._members[name].suspect is None
 
@@ -388,7 +392,7 @@ class Placement:
         if member.takes_sessions:
             self._members[member.name] = member
             heap.put(member.name, member.load)
-        elif self._members.get(member.name) is member:  # a newer engine may have the same name
+        elif self._members.get(member.name) is member:  # another engine may have got the same name since
             del self._members[member.name]
             heap.drop(member.name)
 
@@ -426,8 +430,9 @@ def _overloaded(own: float, least: float, margin: float = 0.0) -> bool:
 
 
 class LoadHeap:
-    """A min-heap of names, ordered by load. `least` returns the name with the smallest current load, and among equal
-    loads the name that was added first. When a load changes, the old entry stays in the heap, and `least` skips it."""
+    """A min-heap of names, ordered by load. `least` returns the name with the smallest current load. Among equal
+    loads, this is the name that was added first. When a load changes, the old entry stays in the heap, and `least`
+    skips it."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Load, int, str]] = []
@@ -516,7 +521,7 @@ def status_of(record: EngineRecord) -> EngineStatus:
 
 
 def _view(kind: type[T], record: EngineRecord, **others: Any) -> T:
-    """Make a struct of type `kind`. Fields in `others` get their value from there, all other fields from the record's
-    attribute of the same name."""
+    """Make a struct of type `kind`. A field gets its value from `others`, or else from the record's attribute of the
+    same name."""
     own = {name: getattr(record, name) for name in kind.__struct_fields__ if name not in others}
     return kind(**own, **others)

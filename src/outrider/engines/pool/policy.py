@@ -1,10 +1,9 @@
 """Manages the policy that a pool's engines serve: its version, the pauses for new weights, and the engines that have
 the weights.
 
-The module handles no requests. While the policy is paused, no generation begins, and none runs once `pause` has
-returned. Each engine's adapter translates orders for its server. An engine that fails during an operation is marked as
-failed (`lost`), and catches up before it serves again. Invariants: the version decreases only on request. An engine
-with an older version serves no session.
+The module handles no requests. While the policy is paused, no generation begins. Once `pause` has returned, none runs.
+An engine that fails during an operation is marked as failed (`lost`), and must get the current weights before it serves
+again. Invariants: the version decreases only on request; an engine with an older version serves no session.
 """
 
 from __future__ import annotations
@@ -58,11 +57,15 @@ class KnownPolicy(msgspec.Struct, frozen=True):
 class Policy:
     """The policy of the engines in `members`.
 
-    `lost` is called with each engine that fails and its error, and must give the engine no more work until it works
-    again. `found` is called with each engine that serves again. `known` is the policy stored by an earlier service.
-    `keep` stores each new policy, and is awaited before the policy generates anything. `changed` is called after each
-    change of the gate or of the version. Operations run one after another. The exception is a pause that still waits
-    for generations: a stricter pause or a resume takes effect at once.
+    - `lost`: called with each engine that fails and its error. It must give the engine no more work until the engine
+      works again.
+    - `found`: called with each engine that serves again.
+    - `known`: the policy that an earlier service has stored.
+    - `keep`: stores each new policy. It is awaited before the policy generates anything.
+    - `changed`: called after each change of the gate or of the version.
+
+    Operations run one after another. The exception is a pause that still waits for generations: a stricter pause or a
+    resume takes effect at once.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Policy:
 
     @property
     def version(self) -> int:
-        """The version that a trainer has set. If none was set, the highest version of the engines, 0 without
+        """The version that a trainer has set. If none was set, this is the highest version of the engines, or 0 without
         engines."""
         if self._known is not None:
             return self._known.version
@@ -115,14 +118,14 @@ class Policy:
         return PolicyStatus(version=self.version, paused=self.gate.mode, engines=tuple(engines))
 
     def version_of(self, engine: AnyEngine, health: EngineHealth) -> int:
-        """Return the version of an engine, given its latest health report. If the engine's version cannot be set, the
-        engine is assumed to have at least the policy's version."""
+        """Return the version of an engine, given its latest health report. An engine whose version cannot be set is
+        assumed to have at least the policy's version."""
         known = 0 if self._known is None else self._known.version
         return health.version if isinstance(engine, SetsVersion) else max(health.version, known)
 
     def outdated(self, engine: AnyEngine, health: EngineHealth) -> EngineUnavailable | None:
-        """Return an error if, by the health report, the engine's weights are older than the policy or have a version
-        that was undone. Returns None if the engine may serve."""
+        """Return an error if the health report shows that the engine's weights are older than the policy, or have a
+        version that was undone by going back. Returns None if the engine may serve."""
         if self._known is None or not isinstance(engine, SetsVersion):
             return None
         if health.version == self._known.version:
@@ -135,11 +138,11 @@ class Policy:
         )
 
     async def pause(self, mode: PolicyPause) -> None:
-        """Pause generation, and return when no generation of the policy is in flight. New generations wait.
+        """Pause generation. Returns when no generation of the policy is in flight. New generations wait.
 
         "finish" lets generations in flight end. "abort" cuts generations off, except generations that no engine can
-        continue. Raises EngineRejected if an engine refuses to abort, in which case this call pauses nothing. Raises
-        Conflict if the policy is resumed before the pause is complete.
+        continue. Raises EngineRejected if an engine refuses to abort. This call then pauses nothing. Raises Conflict if
+        the policy is resumed before the pause is complete.
         """
         async with self._closed(mode):
             await self._halt()
@@ -198,8 +201,8 @@ class Policy:
                 await shielded(lambda: self._resume_engines(known, loaded))
 
     async def catch_up(self, member: EngineRecord, health: EngineHealth) -> int:
-        """Load the current weights on a returning engine if its weights are outdated, resume it unless the policy is
-        paused, and return its version. Raises EngineError if the engine cannot serve."""
+        """Bring a returning engine up to date, and return its version: load the current weights if its weights are
+        outdated, and resume it unless the policy is paused. Raises EngineError if the engine cannot serve."""
         engine = member.engine
         async with self._lock:
             if member.ok:  # an earlier operation has already brought the engine up to date
@@ -208,8 +211,8 @@ class Policy:
             if (outdated := self.outdated(engine, health)) is not None:
                 member.behind = True  # marked for the next update, in case the load below fails
                 known, load = self._known, weights_loader(engine)
-                # This engine failed and came back. If it is busy, generations from before the failure still run, and a
-                # pause may not have stopped them. Then the engine must not load weights.
+                # A returning engine that is busy still runs generations from before its failure, which a pause may not
+                # have stopped. So it must not load weights.
                 if known is None or known.weights is None or load is None or member.busy:
                     raise outdated
                 await _await_order(engine, load(known.weights, known.version))
@@ -220,8 +223,8 @@ class Policy:
             return version
 
     async def leave(self, members: Sequence[EngineRecord]) -> None:
-        """Resume the paused engines among `members`, because these engines leave the pool. Each engine has
-        `FAREWELL_SECONDS`. Errors are ignored."""
+        """Resume the paused engines among `members`, which leave the pool. Each engine has `FAREWELL_SECONDS`. Errors
+        are ignored."""
 
         async def go_on(member: EngineRecord) -> None:
             async with asyncio.timeout(FAREWELL_SECONDS):
@@ -267,7 +270,7 @@ class Policy:
             self.gate.cuts += 1
 
         async def stop(member: EngineRecord) -> None:
-            # `paused` is set before the order: an engine that fails during the order may be paused.
+            # `paused` is set before the order, because an engine that fails during the order may be paused.
             member.paused = True
             await cast(Engine, member.engine).pause(mode)
 
@@ -295,7 +298,7 @@ class Policy:
         failures = await self._order_all(reached, load)
         if len(failures) == len(reached):
             for failure in failures:
-                # An engine that has only refused the weights still has its old weights, and is not marked as failed.
+                # An engine that has refused the weights still has its old weights, so it is not marked as failed.
                 if isinstance(failure.error, EngineUnavailable):
                     self._lost(failure.member, failure.error)
             if failures:
@@ -308,10 +311,9 @@ class Policy:
         return [member for member in reached if member not in failed]
 
     async def _resume_engines(self, known: KnownPolicy | None, loaded: Sequence[EngineRecord] | None = None) -> None:
-        """Set the version if `known` is given, and resume the engines that respond, except engines that must first load
-        the current weights in `catch_up`. Engines that fail are marked as failed. If `loaded` is given, it contains the
-        engines that have loaded the version's weights. Engines that are not in `loaded` have joined since, and are also
-        marked as failed."""
+        """Set the version if `known` is given, and resume the engines that respond. Engines that must first load the
+        current weights in `catch_up` are left out. Engines that fail are marked as failed. `loaded`, if given, are the
+        engines that have loaded the weights. Any other engine has joined later, and is also marked as failed."""
         if known is not None and known.version < self.version:
             self._undone.add(self.version)
         self._known = known or self._known
@@ -350,8 +352,8 @@ class Policy:
             self._changed()  # published even if the gate was already open, because the version may be new
 
     def _warn_of_old_keys(self, member: EngineRecord) -> None:
-        """Warn once for each engine that the engine may reuse keys and values of the old weights. Called when the
-        trainer has changed the weights itself."""
+        """Log a warning that the engine may reuse keys and values of the old weights, once for each engine. Called when
+        the trainer has changed the weights itself."""
         if member.name not in self._warned and Capability.VERSIONED_CACHE not in capabilities_of(member.engine):
             self._warned.add(member.name)
             log.warning(
@@ -363,8 +365,8 @@ class Policy:
     @asynccontextmanager
     async def _closed(self, mode: PolicyPause) -> AsyncGenerator[None, None]:
         """Run one operation with the gate closed, after all earlier operations. The gate closes immediately, and closes
-        again if an earlier operation has opened it. If the block, or the wait for earlier operations, fails or is
-        cancelled, the gate opens again if it was open before."""
+        again if an earlier operation has opened it. If the operation fails or is cancelled, even while it waits for
+        earlier operations, the gate opens again if it was open before."""
         was_open = self.gate.mode is None
         self.gate.close(mode)
         try:

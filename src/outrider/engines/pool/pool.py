@@ -1,8 +1,13 @@
-"""Manages the engines of one model. Engines are added, drained and removed one by one, or follow a router's list.
+"""Manages the engines of one model. Engines are added, drained and removed one by one, or follow a router's list. The
+other modules do parts of this work:
 
-`placement` assigns an engine to a session, `call` runs a call, `health` checks whether the engines work, `silence`
-detects engines that have stopped responding, and `policy` pauses the engines while their weights change. Invariant: the
-pool closes each engine that it has started exactly once.
+- `placement` assigns an engine to a session.
+- `call` runs a call.
+- `health` checks whether the engines work.
+- `silence` detects engines that have stopped responding.
+- `policy` pauses the engines while their weights change.
+
+Invariant: the pool closes each engine that it has started, exactly once.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ from outrider.tokens.rendering.tokenizer import ANY_IDS, TextStream, Vocabulary
 
 REMOVAL_SECONDS = 30.0
 DEPARTURE_SECONDS = 600.0
-"""Time limit in seconds for generations in flight on an engine that is no longer in its router's list."""
+"""Time limit in seconds for generations in flight on an engine that a router no longer lists."""
 
 PROBING = RetryPolicy(first=0.25, longest=15.0)
 
@@ -49,20 +54,25 @@ class EnginePool:
     """The engines of one model. Enter the pool with `async with`. `calls` runs calls on the engines, and `placement`
     has the sessions that are assigned to each engine.
 
-    `serves` is the name of a frozen model, None for the policy. Pools that share the set `claimed` never have two
-    engines of the same name. `tokenizer` is passed to engines made from a spec. Token ids outside `vocabulary` are
-    rejected. `context_tokens` is the model's context from the settings, None if not set. `text` makes a decoder of
-    token ids, which finds stop strings in generations that were cut off and continued. `check` is called whenever an
-    engine joins or returns, and may refuse the engine by raising an EngineError such as ModelMismatch. A request waits
-    up to `patience` seconds while no engine serves, so that no session fails while an engine restarts. `probing`
-    gives the waits between probes of a failed engine, `silence` the limits for silent engines, and `look_seconds` the
-    seconds between two readings of a list of engines. `known` and `keep` restore and store the policy's version (see
-    `Policy`). `paces` are the paces of an earlier pool's engines, by engine name (see `paces()`). `near` are names of
-    engines that the sessions of this process get first (see `Placement`).
+    - `serves`: the name of a frozen model, None for the policy.
+    - `claimed`: names in use. Pools that share this set never have two engines of the same name.
+    - `tokenizer`: passed to engines made from a spec.
+    - `vocabulary`: token ids outside of it are rejected.
+    - `context_tokens`: the model's context from the settings, None if not set.
+    - `text`: makes a decoder of token ids, which finds stop strings in generations that were cut off and continued.
+    - `check`: called whenever an engine joins or returns. It may refuse the engine by raising an EngineError such as
+      ModelMismatch.
+    - `patience`: seconds that a request waits for an engine, so that no session fails while an engine restarts.
+    - `probing`: the waits between probes of a failed engine.
+    - `silence`: the limits for silent engines.
+    - `look_seconds`: seconds between two readings of a list of engines.
+    - `known`, `keep`: restore and store the policy's version (see `Policy`).
+    - `paces`: the paces of an earlier pool's engines, by engine name (see `paces()`).
+    - `near`: engines that the sessions of this process get first (see `Placement`).
+    - `follows`: makes the policy of a pool that follows a pool of another process (`follower.py`).
 
-    Pools of other processes may follow this pool. `leader.py` has the code for the leading pool, and `changes`
-    publishes whenever the leader's state may have changed. A following pool gets a `follows` argument, which makes the
-    pool's policy (`follower.py`).
+    Pools of other processes may follow this pool. `leader.py` has the code for the leading pool, and `changes` is
+    published whenever the leader's state may have changed.
     """
 
     def __init__(
@@ -135,8 +145,8 @@ class EnginePool:
             self.placement.refresh(member)
         self._tasks.cancel()
         try:
-            # Only a cancellation is passed on to the task group, because the task group would wrap any other error of
-            # the caller's block.
+            # Only a cancellation is passed to the task group, because it would wrap any other error of the caller's
+            # block.
             cancelled = isinstance(error, asyncio.CancelledError)
             await self._tasks.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
         finally:
@@ -144,9 +154,9 @@ class EnginePool:
             await shielded(self._close_all)
 
     async def add(self, spec: EngineSpec) -> EngineStatus:
-        """Make, start and admit an engine, or all engines of a list. Raises InvalidField for a bad spec, Conflict for a
-        name in use, EngineUnavailable for an engine that does not respond or is not healthy, and the errors of `check`.
-        An engine whose workers connect to the service is admitted even if no worker has connected yet."""
+        """Make, start and admit an engine, or all engines of a list. An engine whose workers connect to the service is
+        admitted even if no worker has connected yet. Raises InvalidField for a bad spec, Conflict for a name in use,
+        EngineUnavailable for an engine that does not respond or is not healthy, and the errors of `check`."""
         numbered = (f"{spec.kind}-{number}" for number in range(len(self._claimed) + 1))
         name = spec.name or next(free for free in numbered if free not in self._claimed)
         async with self._joining(name, spec) as engine:
@@ -198,8 +208,8 @@ class EnginePool:
             member.probe_now.set()
 
     def drain(self, name: str) -> EngineStatus:
-        """Assign no new sessions to the engine, or to all engines of a list. Assigned sessions stay. A drained list
-        adds no new engines. Raises NotFound for an unknown name."""
+        """Assign no new sessions to the engine, or to all engines of a list. Sessions that are already assigned stay. A
+        drained list adds no new engines. Raises NotFound for an unknown name."""
         if (listing := self._listings.get(name)) is not None:
             listing.drain()
             for engine in listing.engines.values():
@@ -249,8 +259,8 @@ class EnginePool:
 
     @asynccontextmanager
     async def _joining(self, name: str, source: EngineSpec | AnyEngine) -> AsyncGenerator[Any, None]:
-        """Claim the name, and start an engine or a list of engines for the block to admit. If the block raises, the
-        engine is closed and the name is free again."""
+        """Reserve the name, and start an engine or a list of engines, which the block then admits. If the block raises,
+        the engine is closed and the name is free again."""
         self._claim(name)
         try:
             engine: Any = source
@@ -265,7 +275,7 @@ class EnginePool:
             try:
                 await engine.start()
                 yield engine
-            except BaseException:  # includes a cancellation, after which the engine must be closed, too
+            except BaseException:  # also for a cancellation, because the engine must be closed then
                 await shielded(engine.close)
                 raise
         finally:

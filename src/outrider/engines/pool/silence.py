@@ -2,9 +2,9 @@
 
 Every generation in flight is a `Flight` (`flights.py`). A flight measures how long its consumer waits for the engine,
 and compares the wait with the engine's recent calls (`Pace`). A `SilenceWatch` checks all flights a few times a second.
-If an engine sends no chunk to any call and a wait is overdue, the watch sends the engine a request for one token. If no
-token arrives, the engine counts as failed, and its generations continue on other engines. Overdue seconds are recorded
-in the session's `Overdue`.
+If a wait is overdue and the engine sends no chunk to any call, the watch sends the engine a request for one token. If
+no token arrives, the engine is marked as failed, and its generations continue on other engines. Overdue seconds are
+recorded in the session's `Overdue`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from outrider.errors import EngineError, EngineSilent, EngineUnavailable
 from outrider.messages import Message, Role
 
 UNANSWERED_SECONDS = 1.0
-"""If a client gives up a call after a shorter wait, the engine is not blamed."""
+"""An engine is not blamed if a client has waited less than this many seconds before it gives up a call."""
 SLOWER = 2.0
-"""If a session gives up several waits in a row, waits of at least this multiple of the usual seconds are added up,
-because several such waits are as unlikely as one wait of their total length."""
+"""If a session gives up several long waits in a row, they are added up, because they are as unlikely as one wait of
+their total length. A wait is long if it has at least this multiple of the usual seconds."""
 
 
 class SilenceWatch:
@@ -50,8 +50,8 @@ class SilenceWatch:
 
     def _note_given_up(self, flight: Flight) -> None:
         """Record that a consumer gave up a wait: add a check of this wait to the session's `pending_checks`. If the
-        engine has sent no chunk since the wait began, also send the engine a request for one token. The request is sent
-        immediately, because the length of the silence cannot be measured later, when the run is judged."""
+        engine has sent no chunk since the wait began, also send the engine a request for one token. This cannot be done
+        later, when the session's outcome is decided, because it measures how long the engine stays silent."""
         member, overdue = flight.member, flight.overdue
         given_up = given_up_wait(flight)
         if overdue is None or given_up.waited < UNANSWERED_SECONDS:
@@ -93,14 +93,14 @@ class SilenceWatch:
         overdue = wait.overdue_by(now) - flight.forgiven - flight.grace
         if self._gate.mode is not None and overdue > self.limits.slow:
             # The engine is not checked first, because no engine may be probed during a pause. The call is cut off,
-            # because the pause may be waiting for it, and the call can continue after the pause.
+            # because the pause may be waiting for it. The call can continue after the pause.
             flight.cut(EngineSilent(f"engine {member.name!r} has kept a pause of the policy waiting for a call"))
         since = max(wait.since, self._deaf_until)
         silent = now - since
         if silent < self.limits.least:
             return
-        # Until a later call has received a chunk, this call may be queued behind earlier calls. Such a call does not
-        # count as lost, because a repeated call would only move to the end of the queue.
+        # While no later call has received a chunk, this call may be queued behind earlier calls. It is then not cut off
+        # as lost, because a repeated call would only move to the end of the queue.
         overtaken = member.newest_answered > flight.began
         lost = silent > max(0.0, flight.longest_wait - wait.waited) + self.limits.lost
         if member.last_sign <= since or (lost and not overtaken and not member.awaits_workers):
@@ -121,8 +121,8 @@ class SilenceWatch:
             )
 
     async def _check_silent(self, member: EngineRecord, request: AnyRequest, since: float) -> None:
-        """Check an engine that sends no chunk to any call, or no chunk to a call that may be lost. If the check fails,
-        the engine is marked as failed and its flights are cut off. `since` is the start time of the silence."""
+        """Check an engine that sends no chunk to any call, or to a call that may be lost. If the check fails, the
+        engine is marked as failed and its flights are cut off. `since` is the start time of the silence."""
         requested_at = loop_time()
         try:
             proof = await self._health.prove(member, request, self._check_seconds(member))
@@ -146,8 +146,8 @@ class SilenceWatch:
                     member.newest_answered = max(member.newest_answered, requested_at)
 
     def _check_seconds(self, member: EngineRecord) -> float:
-        """Return the time limit in seconds for one token from the engine. The limit allows for prompts that the engine
-        has to read first, and for compiling or loading a model if the engine has sent no chunk yet."""
+        """Return the time limit in seconds for one token from the engine. It includes time to read the prompts of
+        waiting calls, and to compile or load a model if the engine has sent no chunk yet."""
         known = member.pace.known or member.newest_answered
         seconds = self.limits.check if known else self.limits.first_check
         waiting = [flight.new_tokens for flight in self.flights.all if flight.member is member and not flight.begun]
@@ -156,8 +156,8 @@ class SilenceWatch:
         return max(seconds, reading, due)
 
     async def _request_token(self, question: TokenProbe, member: EngineRecord, request: AnyRequest) -> None:
-        """Request one token from an engine that was silent until a call was given up. Records the time that the token
-        takes, or the error, in `question`."""
+        """Request one token from an engine that was silent until a call was given up. Records in `question` how long
+        the token takes, or the error."""
         try:
             while await self._health.prove(member, request, self._check_seconds(member), by_token=True) is None:
                 await self._gate.opened()
@@ -194,8 +194,8 @@ class GivenUp(msgspec.Struct, frozen=True):
     """A wait that a call's consumer gave up.
 
     `began` is the start time of the wait for the chunk that did not arrive. `waited` is the number of seconds waited,
-    and `usual` the number of seconds that the engine usually takes, None if unknown. Both are for this chunk alone, or
-    for all chunks of the reply if the whole reply exceeds its usual seconds by a larger factor than this chunk.
+    and `usual` the number of seconds that the engine usually takes, None if unknown. Both are for this chunk alone. If
+    the whole reply is late by a larger factor than this chunk, both are for all chunks of the reply.
     """
 
     began: float
@@ -216,14 +216,15 @@ def given_up_wait(flight: Flight) -> GivenUp:
     token = pace.usual_token
     whole, waited = first + token * (flight.tokens + 1), flight.wait.waited
     late = stretch < UNANSWERED_SECONDS or waited * token > stretch * whole
-    if late and stretch >= SLOWER * token:  # a client that gives up sooner does so because of the reply's content
+    # a client that gives up sooner has another reason, such as the reply's content
+    if late and stretch >= SLOWER * token:
         return GivenUp(began, waited, whole)
     return GivenUp(began, stretch, token)
 
 
 async def _vouch(engine: str, given_up: GivenUp, question: TokenProbe | None, before: float) -> None:
     """Raise EngineUnavailable if the engine was at fault when a client gave up a call. `before` is the total number of
-    seconds of the calls that were given up directly before this call."""
+    seconds of the calls that the session gave up directly before."""
     silent = given_up.waited
     if question is not None:
         if question.task is not None:
@@ -243,8 +244,8 @@ async def _vouch(engine: str, given_up: GivenUp, question: TokenProbe | None, be
 
 def too_long(silent: float, usual: float | None, before: float = 0.0) -> bool:
     """Return True if the engine is at fault for a call that its client gave up after `silent` seconds. `usual` is the
-    number of seconds that the engine usually takes. If `usual` is None (unknown), the engine is blamed rather than the
-    agent. `before` is the total number of seconds of the calls that were given up directly before this call."""
+    number of seconds that the engine usually takes. If it is None (unknown), the engine is blamed sooner, so that the
+    agent is not. `before` is the total number of seconds of the calls that were given up directly before this call."""
     if usual is None:
         return silent + before > LIMITS.least
     return silent + (before if silent >= SLOWER * usual else 0.0) > MUCH_SLOWER * usual

@@ -1,11 +1,13 @@
 """The waits for an engine, the store or the service: how long a wait usually is (`Pace`), and by how much the waits of
 a session are too long (`Overdue`).
 
-Each wait has an allowance: the length of a normal wait. For an engine the allowance comes from the engine's pace, which
-is measured over the calls of recent minutes. Seconds within the allowance count on the session's clocks, as the
-session's own work does. Seconds beyond the allowance are overdue, and count on no clock. Invariants: seconds in which
-several waits of a session are overdue count once; a session that waits behind its own earlier requests is not overdue;
-`Pace` reads no clock.
+Each wait has an allowance: the length of a normal wait. For an engine it depends on the engine's pace, which is
+measured over the calls of recent minutes. Seconds within the allowance count toward the session's time limits, like the
+session's own work. Seconds beyond the allowance are overdue, and count toward no limit. Invariants:
+
+- Seconds in which several waits of a session are overdue count once.
+- A session that waits behind its own earlier requests is not overdue.
+- `Pace` reads no clock.
 """
 
 from __future__ import annotations
@@ -25,34 +27,35 @@ REMEMBERED_CALLS = 256
 KNOWN_CALLS = 8
 """An engine's pace is known after this many calls that were not overdue."""
 LEARNING_SECONDS = 1.0
-"""Minimum seconds between two remembered calls, once the pace is known. The medians therefore cover several minutes,
-and a minute of unusual calls hardly changes the medians, even if the engine serves many calls."""
+"""Minimum seconds between two remembered calls, once the pace is known. So the medians cover several minutes, and a
+minute of unusual calls hardly changes them, even if the engine serves many calls."""
 ESTABLISHED_CALLS = 128
-"""When a pace becomes known or is taken over, its calls are repeated until at least this number of calls is remembered.
-Later calls then change the medians only slowly."""
+"""When a pace becomes known or is taken over, its calls are remembered several times, until there are at least this
+many. Later calls then change the medians only slowly."""
 SLOW_CALLS = 8
 SLOW_SECONDS = 120.0
-"""The engine counts as slow, not silent, after `SLOW_CALLS` overdue calls in a row over at least `SLOW_SECONDS`."""
+"""After `SLOW_CALLS` overdue calls in a row, over at least `SLOW_SECONDS`, the engine is treated as slow and not as
+silent."""
 STEADY = 5.0
-"""`SLOW_SECONDS` is multiplied by this factor if the engine's pace is known and this process has already received a
-reply of the engine in time."""
+"""Factor for `SLOW_SECONDS` if the engine's pace is known and the engine has already sent a reply to this process in
+time."""
 SUMMED_UP_EVERY = 16
 """Number of newly remembered calls after which the medians are computed again."""
 MUCH_SLOWER = 8.0
-"""A wait is overdue after this multiple of the engine's usual seconds. The factor is large, because load can make an
-engine a few times slower within a minute."""
+"""A wait is overdue if it takes more than this multiple of the engine's usual seconds. The factor is large, because
+load can make an engine a few times slower within a minute."""
 PREFILL_TOKENS_PER_SECOND = 2000
 """Prompt tokens that any GPU computes in a second. The time for the whole prompt at this rate is added to the usual
 seconds, because the usual seconds were measured on prompts that were mostly cached."""
 SLOW_PREFILL_TOKENS_PER_SECOND = 200
-"""Prompt tokens that a slow engine, such as an engine without a GPU, computes in a second. A slow engine must not count
-as failed."""
+"""Prompt tokens that a slow engine, such as an engine without a GPU, computes in a second. The limits allow for this
+rate, so that a slow engine is not treated as failed."""
 FIXED_COST_TOKENS = 1024
-"""A prompt with fewer tokens counts as a prompt of this many tokens, because the time to its first chunk is mostly a
-fixed cost."""
+"""A shorter prompt is treated as a prompt of this many tokens, because the time to its first chunk is mostly a fixed
+cost."""
 WHOLE_TOKENS = 32
-"""If an engine's first chunks usually have more than this number of tokens, the engine counts as not streaming: its
-first chunk is the whole reply."""
+"""If an engine's first chunks usually have more tokens than this, the engine is assumed to send each reply in one
+chunk."""
 UNKNOWN_TOKEN_SECONDS = 1 / 64
 """The assumed seconds for each token after the first chunk, while an engine's pace is unknown."""
 
@@ -61,13 +64,13 @@ class SilenceLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits for silent engines and lost calls, in seconds.
 
     - `least`: minimum length of an overdue wait.
-    - `unknown`: additional seconds for the first token of an engine of unknown pace before the engine is checked,
-      because the engine may have to compile or load a model first.
-    - `unknown_token`: additional seconds for each later token of an engine of unknown pace.
+    - `unknown`: additional seconds before an engine of unknown pace is checked because of a call without a token. The
+      engine may have to compile or load a model first.
+    - `unknown_token`: for a call with tokens, additional seconds for each token so far.
     - `check`: seconds in which a silent engine must send one token to pass a check.
-    - `first_check`: as `check`, for an engine that has sent nothing yet.
+    - `first_check`: the same limit for an engine that has sent nothing yet.
     - `longest_check`: upper limit of the time for a check that is extended because of a long prompt.
-    - `lost`: overdue seconds after which a call counts as lost, if other calls receive chunks.
+    - `lost`: overdue seconds after which a call is treated as lost, if other calls receive chunks.
     - `slow`: overdue seconds of a whole call after which the call moves to another engine.
     - `tick`: seconds between two checks of all flights.
     """
@@ -94,8 +97,8 @@ class PaceSummary(msgspec.Struct, frozen=True, kw_only=True):
     - `first`: seconds to the first chunk.
     - `first_per_prompt_token`: seconds to the first chunk, divided by the number of prompt tokens.
     - `per_token`: seconds for each later token.
-    - `first_tokens`: tokens of the first chunk. Short replies of one chunk are not counted, because they do not show
-      whether the engine streams. None if there are no other replies.
+    - `first_tokens`: tokens of the first chunk. Short replies of one chunk are left out, because they do not show
+      whether the engine streams. None if all replies are of this kind.
     - `longest`: tokens of the longest reply.
     - `calls`: number of calls measured.
     """
@@ -115,7 +118,7 @@ class PaceSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RememberedPace(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored pace of an engine. A later service uses it for an engine of the same name, kind and URL."""
+    """A stored pace of an engine. A later run of the service uses it for an engine of the same name, kind and URL."""
 
     kind: str
     url: str | None
@@ -159,7 +162,8 @@ class Pace:
         return self.summary is not None
 
     def take_over(self, known: PaceSummary) -> None:
-        """Start with a pace measured earlier or by another process. Call this only while the pace is unknown."""
+        """Start with a pace that was measured earlier or by another process. Call this only while the pace is
+        unknown."""
         call = _Call(known.first, known.first_per_prompt_token, known.per_token, known.first_tokens, known.longest)
         self._count = known.calls
         self._establish([call])
@@ -214,7 +218,8 @@ class Pace:
                 self._establish(self._good)
 
     def _establish(self, calls: list[_Call]) -> None:
-        """Replace the remembered calls by these calls, repeated up to `ESTABLISHED_CALLS`, and compute the pace."""
+        """Replace the remembered calls by copies of these calls, at least `ESTABLISHED_CALLS` in total, and compute the
+        pace."""
         self._calls.clear()
         self._calls.extend(calls * -(-ESTABLISHED_CALLS // len(calls)))
         self._good, self._slow = [], []
@@ -239,14 +244,14 @@ class Pace:
 
     def usual_first(self, prompt_tokens: int, max_tokens: int) -> float:
         """Return the usual seconds to the first chunk of a call whose prompt is not cached. While the pace is unknown,
-        only the time to read the prompt is counted."""
+        this is only the time to read the prompt."""
         new = prompt_tokens / PREFILL_TOKENS_PER_SECOND / MUCH_SLOWER
         if (known := self.summary) is None:
             return new
         usual = max(known.first, known.first_per_prompt_token * prompt_tokens)
         if known.first_tokens is not None and known.first_tokens > WHOLE_TOKENS:
-            # A `max_tokens` above the length of the longest recent reply is not used, because clients often request as
-            # many tokens as the context allows.
+            # `max_tokens` is limited to the length of the longest recent reply, because clients often request as many
+            # tokens as the context allows.
             usual = max(usual, known.per_token * min(max_tokens, known.longest))
         return usual + new
 
@@ -272,12 +277,12 @@ def loop_time() -> float:
 
 
 class SessionWait:
-    """One wait of a session, possibly in several stretches, such as the chunks of a reply.
+    """One wait of a session. It may have several stretches, such as one for each chunk of a reply.
 
     `what` names the resource for which the session waits. `allowance` is the allowed number of seconds for all
-    stretches together, and may grow during the wait. `since` is the start (`loop_time`) of the current stretch; None
-    between two stretches. `queued`: the resource serves requests in order, so this wait is behind earlier waits for the
-    same resource.
+    stretches together, and may grow during the wait. `since` is the start (`loop_time`) of the current stretch, None
+    between two stretches. `queued` is True if the resource serves requests in order, so that this wait is behind
+    earlier waits for it.
     """
 
     __slots__ = ("allowance", "behind", "last", "overdue", "queued", "since", "waited", "what")
@@ -300,7 +305,7 @@ class SessionWait:
         self.since = now
 
     def end(self, now: float) -> float:
-        """End the stretch and return its seconds."""
+        """End the current stretch and return its seconds."""
         assert self.since is not None
         seconds, self.since = now - self.since, None
         self.overdue += max(0.0, min(seconds, self.waited + seconds - self.allowance))
@@ -323,8 +328,8 @@ class SessionWait:
 class Overdue:
     """The overdue seconds of one session.
 
-    `pending_checks` are awaited before the session's run is judged. A check raises an OutriderError if the session got
-    no reply because of a fault of an engine or the service.
+    `pending_checks` are awaited before the outcome of the agent's run is decided. A check raises an OutriderError if
+    the session got no reply because of a fault of an engine or the service.
     """
 
     def __init__(self, clock: Callable[[], float] = loop_time) -> None:
@@ -344,7 +349,8 @@ class Overdue:
 
     @property
     def what(self) -> str:
-        """The resource of the longest overdue wait in this run; "" if no wait was overdue."""
+        """The resource for which the session waited longest beyond the allowance in this run; "" if no wait was
+        overdue."""
         return self._what
 
     def seconds(self) -> float:
@@ -368,8 +374,8 @@ class Overdue:
         self._open[wait] = None
 
     def before_end(self, wait: SessionWait, now: float) -> None:
-        """Count the overdue seconds up to now. Must be called before an overdue wait ends or begins anew: its overdue
-        seconds would otherwise be lost."""
+        """Count the overdue seconds up to now. Must be called before an overdue wait ends or begins another stretch,
+        because its overdue seconds would otherwise be lost."""
         self._count(now)
         if (overdue := wait.overdue_by(now)) > self._longest:
             self._longest, self._what = overdue, wait.what
@@ -383,7 +389,7 @@ class Overdue:
             del self._open[wait]
 
     def _note_delivery(self, wait: SessionWait) -> None:
-        """Record the time of the last delivery to `wait` in the later waits for the same resource. Called when `wait`
+        """Copy the time of the last delivery to `wait` into the later waits for the same resource. Called when `wait`
         is over."""
         later = False
         for other in self._open:
@@ -404,8 +410,8 @@ class Overdue:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Mark the time of the block as held: the session waits for a reason that its clocks already exclude, such as a
-        pause of the policy."""
+        """Count the time of the block as held: the session waits for something that its time limits already exclude,
+        such as a pause of the policy."""
         self._holds += 1
         if self._holds == 1:
             self._held_since = self._clock()
@@ -425,7 +431,7 @@ class Overdue:
 
     @contextmanager
     def waiting(self, what: str, allowance: float = 0.0, *, queued: bool = False) -> Iterator[None]:
-        """Count the time of the block as a wait of one stretch."""
+        """Count the time of the block as one wait (see `SessionWait` for the arguments)."""
         wait = SessionWait(what, allowance, queued=queued)
         wait.begin(self._clock())
         self.add(wait)

@@ -1,4 +1,4 @@
-"""Engines whose workers connect to the service: the messages, the service's end of one worker, and the engine.
+"""Engines whose workers connect to the service: the messages, the service's side of one worker, and the engine.
 
-The worker's end, beside the model, is `outrider.relay`. HTTP and WebSocket do not belong here: see `outrider.wire`.
+The worker's side, next to the model, is `outrider.relay`. HTTP and WebSocket are in `outrider.wire`.
 """

@@ -1,7 +1,7 @@
-"""The service's end of one worker: the generations and calls of the worker, which outlive its connections.
+"""The service's side of one worker: its generations and calls, which continue when it reconnects.
 
-Invariants: a generation's messages are processed in the order of their numbers, each once, over any number of
-connections. The windows bound the number of a worker's messages that wait here to be consumed.
+Invariants: the messages of a generation are processed in the order of their numbers, each once, even if the worker
+reconnects. The windows limit the number of a worker's messages that wait here to be consumed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from outrider.wire.link import Link
 from outrider.wire.link_protocol import Close, Nonsense
 
 CALL_SECONDS = 15.0
-"""Seconds in which a worker must report its health, or tokenise a probe."""
+"""Seconds in which a worker must report its health, or tokenise a text for the check of its tokenizer."""
 MAX_PROBE_IDS = 1 << 16
-"""Maximum number of ids in a worker's reply to a text that checks its tokenizer."""
+"""Maximum number of ids in a worker's reply to a check of its tokenizer."""
 WEIGHTS_SECONDS = 600.0
 """Seconds in which a worker must load weights."""
 
@@ -51,11 +51,12 @@ WEIGHTS_SECONDS = 600.0
 class RelayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of a worker's connection.
 
-    `heartbeat_seconds`: maximum time between two messages. `silence_seconds`: a connection that carries no message for
-    this time is cut. `resume_seconds`: time for a worker to reconnect after losing its connection; its generations
-    wait. `window` and `total_window`: maximum number of unacknowledged chunks of one generation, and of a worker's
-    generations in total. A generation without unacknowledged chunks may always send a chunk, so that slow readers do
-    not stop the others.
+    - `heartbeat_seconds`: maximum time between two messages.
+    - `silence_seconds`: a connection without messages is cut after this time.
+    - `resume_seconds`: time for a worker to reconnect after it has lost its connection. Its generations wait.
+    - `window`, `total_window`: maximum number of unacknowledged chunks of one generation, and of all generations of a
+      worker. A generation without unacknowledged chunks may always send a chunk, so that slow readers do not stop the
+      generations of others.
     """
 
     heartbeat_seconds: Annotated[float, msgspec.Meta(gt=0)] = 5.0
@@ -70,9 +71,9 @@ class RelayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class _Generation:
-    """One generation on a worker. `received` is the number of the last message that has arrived, and `consumed` the
-    number of the last message that was passed on. `ended` is True once the last message was received or the generation
-    has failed. `news` is set when a chunk or the end can be passed on."""
+    """One generation on a worker. `received` is the number of the last message that has arrived, and `consumed` of the
+    last that was passed on. `ended` is True once the last message was received or the generation has failed. `news` is
+    set when a chunk or the end can be passed on."""
 
     def __init__(self, number: int, message: StartGeneration, check: TokenCheck) -> None:
         self.number = number
@@ -88,8 +89,9 @@ class _Generation:
 class AttachedWorker:
     """A worker's generations and calls, over all its connections.
 
-    `engine` is the engine's name for error messages. `gone` is the reason why the worker was dropped for good, or None
-    if the worker is connected or may reconnect. The class has the part of `Engine` that a tokenizer check needs.
+    `engine` is the engine's name for error messages. `gone` is the reason why the worker was dropped for good, None
+    while it is connected or may reconnect. The class implements the part of `Engine` that a check of the tokenizer
+    needs.
     """
 
     mode = TokenMode.TOKENS
@@ -123,8 +125,8 @@ class AttachedWorker:
 
     @property
     def _scarce(self) -> int:
-        """A number of unacknowledged messages. While at least this many are unacknowledged, every chunk is acknowledged
-        as soon as it is consumed."""
+        """While at least this many messages are unacknowledged, every chunk is acknowledged as soon as it is
+        consumed."""
         return max(1, self._options.total_window // 2)
 
     @property
@@ -251,8 +253,7 @@ class AttachedWorker:
         return answer
 
     def _error(self, said: ErrorRecord) -> EngineError:
-        """Convert an error reported by a worker. An error that is not an EngineError counts as the worker's
-        misbehaviour."""
+        """Convert an error reported by a worker. If it is not an EngineError, the worker has misbehaved."""
         error = error_from(said)
         if isinstance(error, EngineError):
             return error
@@ -262,7 +263,7 @@ class AttachedWorker:
         return EngineUnavailable(f"worker {self.name!r} is gone: {self.gone}")
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause the worker. This may take until the generations in flight have ended."""
+        """Pause the worker. There is no timeout, because the worker may wait for its generations in flight."""
         await self._call("pause", mode=mode, seconds=None)
 
     async def resume(self) -> None:
@@ -303,9 +304,9 @@ class AttachedWorker:
         return msgspec.structs.replace(health, detail=health.detail[:MAX_DETAIL])
 
     def handle(self, message: ToService) -> None:
-        """Process one message. Raises Nonsense."""
+        """Process one message. Raises Nonsense for an invalid message."""
         if isinstance(message, WorkerTokens | Failed):
-            # A generation that is not found was given up, and the worker has not read the abort yet.
+            # If the generation is unknown, it was given up, and the worker has not yet read the abort.
             if (generation := self._generations.get(message.generation)) is not None:
                 self._take(generation, message)
         elif isinstance(message, WorkerReply):
@@ -326,8 +327,8 @@ class AttachedWorker:
             raise Nonsense(f"message {message.number} of a generation came after {generation.received}")
         if generation.received - generation.acknowledged >= self._options.window:
             raise Nonsense(f"more than {self._options.window} unacknowledged chunks of one generation")
-        # Each generation may have one chunk beyond the total window. After a resend the order of arrival no longer
-        # shows which chunks are the extra ones, so only their number is checked.
+        # Each generation may have one chunk beyond the total window. After a resend, the order of arrival no longer
+        # shows which chunks these are, so only their number is checked.
         if self._unacknowledged >= self._options.total_window + len(self._generations):
             raise Nonsense(f"more than {self._options.total_window} unacknowledged chunks")
         if isinstance(message, Failed):
@@ -347,9 +348,9 @@ class AttachedWorker:
         generation.news.set()
 
     def _received(self, generation: _Generation) -> None:
-        """Count a message of the worker. When the number of unacknowledged messages reaches `_scarce`, all consumed
-        messages are acknowledged. Otherwise a reader that has consumed everything could wait for the worker while the
-        worker waits for acknowledgements."""
+        """Count a message of the worker. When `_scarce` messages are unacknowledged, all consumed messages are
+        acknowledged. Otherwise a reader that has consumed everything could wait for the worker while the worker waits
+        for acknowledgements."""
         generation.received += 1
         self._unacknowledged += 1
         if self._unacknowledged == self._scarce:
@@ -357,17 +358,17 @@ class AttachedWorker:
                 self._acknowledge(each)
 
     def _fail(self, generation: _Generation, error: EngineError) -> None:
-        """End a generation with an error. Chunks received before the error are passed on first. If no chunk was passed
-        on before an EngineUnavailable, all chunks are dropped, because another worker can then run the whole
-        generation."""
+        """End a generation with an error. Chunks received before the error are passed on first. The exception is an
+        EngineUnavailable before any chunk was passed on: all chunks are dropped, because another worker can then run
+        the whole generation."""
         if not generation.consumed and isinstance(error, EngineUnavailable):
             generation.chunks.clear()
         generation.ended, generation.error = True, error
         generation.news.set()
 
     def _next(self, generation: _Generation) -> Chunk:
-        """Take the next chunk. Acknowledges the consumed chunks after every quarter of the window, or at once while
-        many messages are unacknowledged, so that the worker can continue."""
+        """Take the next chunk. Acknowledges the consumed chunks after every quarter of the window. While many messages
+        are unacknowledged, acknowledges them at once, so that the worker can continue."""
         chunk = generation.chunks.popleft()
         generation.consumed += 1
         few = generation.consumed - generation.acknowledged < self._options.window // 4

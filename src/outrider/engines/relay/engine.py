@@ -31,10 +31,10 @@ log = logging.getLogger("outrider.relay")
 
 HELLO_SECONDS = 10.0
 STAY = 4
-"""A session keeps its own worker, which may have the session's prefix cached, while this worker has at most this many
-more generations in flight than the least loaded worker."""
+"""Maximum number of generations in flight by which a session's own worker may exceed the least loaded worker. A session
+stays on its own worker, because this worker may have the session's prefix cached."""
 FINAL = frozenset({Close.LEFT, Close.NONSENSE, Close.CONFLICT, Close.REMOVED, Close.PROTOCOL})
-"""Close codes after which a worker is not expected back. After any other end of a connection the worker has
+"""Close codes after which the worker is not expected to return. After any other end of a connection it has
 `resume_seconds` to reconnect."""
 NO_WORKERS = "no worker is attached"
 HINT = "run one where the model is: outrider.relay.Worker(URL, generate, engine={!r})"
@@ -44,15 +44,15 @@ WorkerCheck = Callable[[AttachedWorker], Awaitable[None]]
 
 
 class RelayEngine:
-    """Implements `Engine`, `TokenizesText`, `SetsVersion`, `AwaitsWorkers`, and `LoadsWeights` while all workers can
-    load weights.
+    """Implements `Engine`, `TokenizesText`, `SetsVersion` and `AwaitsWorkers`. Implements `LoadsWeights` while all
+    workers can load weights.
 
     `logprob_kind` and `constraints` come from the workers, and are available once the first worker attaches.
     """
 
     mode = TokenMode.TOKENS
     awaits_workers = True
-    capabilities = frozenset({Capability.VERSIONED_CACHE})  # each worker applies the version itself
+    capabilities = frozenset({Capability.VERSIONED_CACHE})  # each worker ensures this itself
 
     def __init__(self, options: EngineOptions) -> None:
         if options.url is not None:
@@ -71,8 +71,8 @@ class RelayEngine:
         """The version set on the engine."""
         self._weights: str | None = None
         """The location from which workers can load the weights of `_version`; None if there is none."""
-        # The numbers start at random, because a worker may still hold generations of an earlier service under their
-        # numbers.
+        # The numbers of generations start at random, so that they differ from those of an earlier service: a worker may
+        # still have generations of that service.
         self._numbers = itertools.count(secrets.randbits(48))
         self._closed = False
         self._context: int | None = None
@@ -123,7 +123,7 @@ class RelayEngine:
                 failure = error
 
     async def health(self) -> EngineHealth:
-        """Return a good report if any worker is healthy. A worker with a shorter context than the others is dropped."""
+        """Report the engine as healthy if any worker is. A worker with a shorter context than the others is dropped."""
         workers = list(self._workers.values())
         if not workers:
             return self._unhealthy()
@@ -142,7 +142,7 @@ class RelayEngine:
             good.append(answer)
         if not good:
             return next((answer for answer in answers if not answer.ok), self._unhealthy())
-        # A worker with an older version than the engine's gets no work, so its version does not count.
+        # A worker whose version is older than the engine's gets no work, so its version is ignored.
         fresh = [answer for answer in good if answer.version >= self._version] or good
         return EngineHealth(
             ok=True,
@@ -156,7 +156,7 @@ class RelayEngine:
         return EngineHealth(ok=False, detail=self._nobody().message)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause all workers; workers that attach later are paused before they get work. Raises the workers' errors."""
+        """Pause all workers. A worker that attaches later is paused before it gets work. Raises the workers' errors."""
         self._paused = mode
         _raise_first(await self._each(lambda worker: worker.pause(mode)))
 
@@ -170,9 +170,9 @@ class RelayEngine:
         _raise_first(await self._each(lambda worker: worker.set_version(version)))
 
     async def update_weights(self, weights: str, version: int) -> None:
-        """Load weights on every worker. A worker without a connection gets the order when it has reconnected. A worker
-        that fails, or that attaches during the update, is disconnected. When it reconnects, it loads the weights before
-        it gets work, as any new worker does. Raises a worker's error if no worker has loaded the weights."""
+        """Load weights on every worker. A worker without a connection gets the order when it reconnects. A worker that
+        fails, or that attaches during the update, is disconnected. When it reconnects, it loads the weights before it
+        gets work, like any new worker. Raises a worker's error if no worker has loaded the weights."""
         if unable := [worker.name for worker in self._workers.values() if not worker.hello.loads]:
             raise EngineRejected(f"{', '.join(unable)} cannot load weights", hint=LOADS)
         asked = list(self._workers.values())
@@ -201,8 +201,8 @@ class RelayEngine:
         check: WorkerCheck | None = None,
         attached: Callable[[], object] = lambda: None,
     ) -> None:
-        """Serve one connection of a worker until it ends. A worker that `check` refuses, by raising an OutriderError,
-        gets no work. `attached` is called when a worker becomes able to get work."""
+        """Serve one connection of a worker until it ends. `check` refuses a worker by raising an OutriderError: the
+        worker then gets no work. `attached` is called when a worker can get work."""
         try:
             hello = await _hello(socket)
         except _Refused as refused:
@@ -238,11 +238,11 @@ class RelayEngine:
     async def _run(
         self, worker: AttachedWorker, link: Link[ToService], hello: WorkerHello, news: Callable[[], object]
     ) -> None:
-        """Serve one connection of a worker, and decide at its end whether the worker is expected back."""
+        """Serve one connection of a worker, and decide at its end whether the worker may return."""
 
         def handle(message: ToService) -> None:
             worker.handle(message)
-            if isinstance(message, Version):  # a worker with a newer version may become able to get work
+            if isinstance(message, Version):  # with a newer version, the worker may now get work
                 news()
 
         worker.connect(link, hello)
@@ -259,7 +259,7 @@ class RelayEngine:
         check: WorkerCheck | None,
         attached: Callable[[], object],
     ) -> None:
-        """Check a worker, bring it to the state of the other workers, and admit it to work."""
+        """Check a new worker, apply the engine's pause and weights to it, and admit it to work."""
         self._arriving[worker.hello.instance] = worker
         fits = False
         try:
@@ -269,7 +269,7 @@ class RelayEngine:
             await self._bring_up(worker)
         except OutriderError as error:
             log.warning("relay %s refused worker %s: %s", self.name, worker.name, error.message)
-            # A worker that was only too slow, or failed to carry out an order, may reconnect.
+            # A worker that was too slow, or failed to carry out an order, may reconnect.
             comes_back = fits or isinstance(error, EngineUnavailable)
             worker.cut_off(Close.SILENT if comes_back else Close.CONFLICT, error.message)
             worker.give_up(error.message)
@@ -293,8 +293,8 @@ class RelayEngine:
         attached()
 
     async def _bring_up(self, worker: AttachedWorker) -> None:
-        """Apply the engine's pause and weights to a new worker, and apply them again if they change in the meantime.
-        Raises the worker's errors."""
+        """Apply the engine's pause and weights to a new worker. If they change meanwhile, apply them again. Raises the
+        worker's errors."""
         paused: PauseMode | None = "finish" if worker.hello.paused else None
         while True:
             if paused != (wanted := self._paused):
@@ -344,15 +344,15 @@ class RelayEngine:
         return self._too_short(hello.context_tokens)
 
     def _too_short(self, context: int | None) -> str | None:
-        """Return the reason why a worker with this context cannot serve here; None if it can. A prompt that does not
-        fit the context ends a session, so one worker's report must not shorten the context for the others."""
+        """Return the reason why a worker with this context cannot serve here; None if it can. A shorter context is
+        refused, because it would become the engine's, and a prompt that does not fit the context ends its session."""
         if context is None or self._context is None or context >= self._context:
             return None
         return f"the model's context here is {self._context} tokens, not {context}"
 
     def _choose(self, session_key: str, tried: set[AttachedWorker]) -> AttachedWorker | None:
         """Return a worker, or None if there is none to try. Connected workers come first, then workers that are not
-        `failing`, then the worker with the least load. A session stays with its own worker (by highest hash) while that
+        `failing`, then the least loaded. Each session has its own worker, chosen by hash. It stays there while this
         worker is as connected and healthy as the best one and has little more load."""
         workers = [
             worker for worker in self._workers.values() if worker not in tried and worker.version >= self._version
@@ -369,7 +369,7 @@ class RelayEngine:
         return own if stays else best
 
     async def _each(self, act: Callable[[AttachedWorker], Awaitable[None]]) -> dict[AttachedWorker, EngineError]:
-        """Run `act` on every worker concurrently. Returns the failures by worker, except failures of workers that have
+        """Run `act` on every worker concurrently. Returns the failures by worker, without those of workers that have
         left meanwhile."""
         failures: dict[AttachedWorker, EngineError] = {}
 
@@ -412,7 +412,7 @@ async def _hello(socket: Socket) -> WorkerHello:
     if len(frame) > MAX_HELLO:
         raise _Refused(Close.NONSENSE, f"the first message has {len(frame)} bytes: it is no hello")
     try:
-        # Read the protocol number alone first: the rest of another version's hello may be unreadable.
+        # Read only the protocol number first, because the rest of another version's hello may be unreadable.
         protocol = msgspec.msgpack.decode(frame, type=_AnyHello).protocol
         if protocol != PROTOCOL:
             raise _Refused(Close.PROTOCOL, f"this service speaks protocol {PROTOCOL}, not {protocol}: update the older")

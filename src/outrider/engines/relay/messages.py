@@ -1,4 +1,4 @@
-"""The messages between a service and the workers of a relay engine, as MessagePack maps; docs/relay.md describes them.
+"""The messages between a service and the workers of a relay engine, as MessagePack maps. docs/relay.md describes them.
 
 Invariant: ids are int32 and log-probabilities float64, packed little-endian, so that every bit arrives unchanged.
 """
@@ -17,12 +17,12 @@ from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
 from outrider.wire.link_protocol import Beat, Nonsense
 
 PROTOCOL = 1
-"""The protocol's version, incremented after any change that would make one side misread the other. A new field of
-`SamplingParams` requires a new version, too, because an older worker would ignore the field silently."""
+"""The protocol's version, incremented after any change that would make one side misread the other. This includes a new
+field of `SamplingParams`, because an older worker would silently ignore it."""
 
 MAX_TO_SERVICE = 8 << 20
-"""Maximum bytes of a message from a worker: a chunk of 8 MiB has more than half a million tokens. A WebSocket's frame
-is unmasked in one call, which blocks the event loop for 20 ms at this size."""
+"""Maximum bytes of a message from a worker. A chunk of 8 MiB has more than half a million tokens. The event loop is
+blocked for 20 ms while a WebSocket frame of this size is unmasked."""
 MAX_HELLO = 256 << 10
 """Maximum bytes of a worker's first message."""
 MAX_HOLDS = 16_384
@@ -39,8 +39,8 @@ WorkerAction = Literal["pause", "resume", "set_version", "update_weights", "heal
 
 class WorkerHello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
     """A worker's first message. `instance` is a random name of this worker object, the same on every connection.
-    `holds` lists the worker's generations whose end was not acknowledged. `loads`: the worker can load weights.
-    `paused`: a service, perhaps an earlier one, has paused the worker and not resumed it."""
+    `holds` lists the worker's generations whose end was not acknowledged. `loads` is True if the worker can load
+    weights. `paused` is True if a service, perhaps an earlier one, has paused the worker and not resumed it."""
 
     protocol: int
     instance: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
@@ -57,8 +57,8 @@ class WorkerHello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
 
 
 class WorkerWelcome(msgspec.Struct, tag="welcome", frozen=True, kw_only=True):
-    """The service's first message. `resumed` maps each generation that continues to the last sequence number that the
-    service received; the worker drops its other generations. Times are in seconds, windows in chunks."""
+    """The service's first message. `resumed` maps each generation that continues to the number of the last message that
+    the service has received. The worker drops its other generations. Times are in seconds, windows in chunks."""
 
     protocol: int
     resumed: dict[int, int]
@@ -78,21 +78,20 @@ class StartGeneration(msgspec.Struct, tag="generate", frozen=True, kw_only=True)
 
 
 class AbortGeneration(msgspec.Struct, tag="abort", frozen=True):
-    """The service needs no more of a generation: the worker ends and drops the generation."""
+    """The service no longer needs this generation. The worker ends and drops it."""
 
     generation: int
 
 
 class Acknowledge(msgspec.Struct, tag="acknowledge", frozen=True):
-    """All messages of a generation up to `number` have been consumed."""
+    """The service has consumed all messages of a generation up to `number`."""
 
     generation: int
     number: int
 
 
 class WorkerCall(msgspec.Struct, tag="call", frozen=True, kw_only=True):
-    """An action with a single reply. A worker that receives a call again does not repeat the action, and sends the
-    reply again."""
+    """An action with a single reply. A worker that receives a call again only sends the reply again."""
 
     call: int
     action: WorkerAction
@@ -133,7 +132,8 @@ class WorkerReply(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_
 
 
 class Version(msgspec.Struct, tag="version", frozen=True):
-    """The worker now serves this policy version, because its weights were changed without an order of the service."""
+    """The worker now serves this policy version, because its weights were changed by something other than the
+    service."""
 
     version: Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
@@ -146,13 +146,13 @@ TO_SERVICE: msgspec.msgpack.Decoder[ToService] = msgspec.msgpack.Decoder(ToServi
 
 
 def pack_ids(ids: object) -> bytes:
-    """Pack ids as int32, little-endian. Raises OverflowError for an id that does not fit, ValueError and TypeError for
-    values that are no ids."""
+    """Pack ids as int32, little-endian. Raises OverflowError for an id that does not fit, and ValueError or TypeError
+    for other values that are not ids."""
     return np.asarray(ids, dtype="<i4").tobytes()
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    """Unpack the ids of `pack_ids`. Raises Nonsense for a number of bytes that is no multiple of 4."""
+    """Unpack the ids of `pack_ids`. Raises Nonsense if the number of bytes is not a multiple of 4."""
     if len(data) % 4:
         raise Nonsense(f"{len(data)} bytes are no int32 ids")
     ids: list[int] = np.frombuffer(data, dtype="<i4").tolist()
@@ -176,8 +176,8 @@ def tokens_of(generation: int, number: int, chunk: Chunk) -> WorkerTokens:
 
 
 def chunk_of(tokens: WorkerTokens) -> Chunk:
-    """Convert a message to a chunk. Raises Nonsense for a chunk without tokens that is not the last, and for a number
-    of log-probabilities that is not the number of ids."""
+    """Convert a message to a chunk. Raises Nonsense if a chunk other than the last has no tokens, or if there is not
+    exactly one log-probability for each id."""
     if len(tokens.logprobs) != 2 * len(tokens.ids):
         raise Nonsense(f"{len(tokens.logprobs)} bytes of log-probabilities for {len(tokens.ids)} bytes of ids")
     if not tokens.ids and tokens.finish is None:
