@@ -1,8 +1,12 @@
-"""One end of the calls between a service and a node over one connection. Each side can call the other.
+"""Remote procedure calls between a service and a node over one connection. Each side can call the other.
 
-`messages.py` defines the kinds of calls, and a handler carries out the calls of each kind. Invariants: each call gets
-exactly one last reply, unless the connection ends first. The connection is ended by a value of a wrong type, by a reply
-to a call that was never made, and by a call whose number is not higher than the previous number.
+`messages.py` defines the kinds of calls, and each kind has a handler on the side that is called. Invariant: each call
+gets exactly one last reply, unless the connection ends first.
+
+The connection is closed when the other side breaks the protocol:
+- A value has a wrong type.
+- A reply belongs to a call that was never made.
+- The number of a call is not higher than the number of the call before.
 """
 
 from __future__ import annotations
@@ -34,13 +38,13 @@ from outrider.wire.link_protocol import Close, Nonsense
 log = logging.getLogger("outrider.node")
 
 MAX_CALLS, MAX_CALL_BYTES = 1024, 64 << 20
-"""Maximum number, and maximum total bytes, of a peer's unanswered calls. Streams are not counted. At either limit
+"""Limits of the peer's unanswered calls: their number, and their total bytes. Streams are not counted. At either limit,
 nothing more is read from the peer until a call is answered."""
 
 Handler = Callable[[Any], Coroutine[Any, Any, object] | AsyncGenerator[object, None]]
-"""Carries out calls of one kind: a coroutine function, or for a `NodeStream` a function that returns an asynchronous
-generator. Raises Nonsense for a call that breaks the protocol. A handler of streams must itself limit the number of
-open streams."""
+"""The function that carries out calls of one kind. It is a coroutine function, or for a `NodeStream` a function that
+returns an asynchronous generator. It raises Nonsense for a call that breaks the protocol. A handler of streams must
+itself limit the number of open streams."""
 
 
 class CallEnded(Exception):
@@ -94,8 +98,10 @@ class PendingCall(Generic[R]):
 
 
 class LinkCalls:
-    """One end of a connection. `handlers` carry out the peer's calls, in tasks made by `spawn`; `peer` describes the
-    peer in errors and log lines. For `elsewhere`, see `framed`."""
+    """Makes calls over a connection, and carries out the peer's calls.
+
+    `handlers` has a function for each kind of call that the peer can make. Each call of the peer runs in a task made by
+    `spawn`. `peer` describes the peer in errors and log lines. For `elsewhere`, see `framed`."""
 
     def __init__(
         self,
@@ -216,7 +222,8 @@ class LinkCalls:
         else:
             self._unanswered[number] = self._link.size
         self._tasks[number] = task = self._spawn(self._answer(number, work))
-        # A callback notes the end, because a task that is cancelled before its first step runs none of its code.
+        # The end is recorded in a callback, because a task that is cancelled before its first step never runs its code,
+        # not even a `finally` block.
         task.add_done_callback(partial(self._note_end, number, work))
 
     async def _answer(self, number: int, work: Coroutine[Any, Any, object] | AsyncGenerator[object, None]) -> None:
@@ -254,5 +261,5 @@ class LinkCalls:
         self._answered.set()
         if task.cancelled():
             if isinstance(work, Coroutine):
-                work.close()  # the task may never have awaited `work`
+                work.close()  # closes a coroutine that the task may never have awaited
             self._link.send(CallReply(number))

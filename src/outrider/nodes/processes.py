@@ -25,8 +25,8 @@ log = logging.getLogger("outrider.node")
 
 MACHINE = "local"
 CORES_EACH = 4
-"""Processors for each node process: the process keeps one core busy, and the sandboxes of its sessions need some,
-too."""
+"""A machine gets one node process for this number of cores. The process keeps one core busy, and the sandboxes of its
+sessions need the others."""
 LEAST_WARM_MB = 16
 """The smallest allowed value of `sandboxes.warm_memory_mb`, in MiB."""
 

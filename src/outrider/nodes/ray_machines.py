@@ -1,7 +1,7 @@
 """Joins machines of a Ray cluster to a service: all machines, or those with a given Ray resource. An actor on each
 machine runs the processes of `outrider nodes join`.
 
-Invariants: each of these machines has one actor, which is started again or replaced when it fails; all actors end with
+Invariants: each joined machine has one actor, which is started again or replaced when it fails; all actors end with
 this program.
 """
 
@@ -134,7 +134,7 @@ class RayFleet:
                     await asyncio.wait([stopping, *runs], timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     if any(run.done() for run in runs):
                         refusal = self._refusal()
-                        # The pause limits how often an actor that fails at once is made again.
+                        # Without this pause, an actor that fails at once would be replaced without end.
                         await asyncio.wait([stopping], timeout=LOOK_SECONDS)
                 if refusal is None:
                     await self._leave()

@@ -71,11 +71,11 @@ CANCEL_SECONDS = 120.0
 high because a single call to a container daemon may take this long."""
 
 MAX_GENERATIONS, MAX_GENERATION_BYTES = 8192, 512 << 20
-"""Maximum number of a node's forwarded generations at a time, and maximum total bytes of their requests. Further
-generations are refused."""
+"""Limits of the generations that the service forwards for a node at a time: their number, and the total bytes of their
+requests. Further generations are refused."""
 MOST_RECENT = 10_000
-"""A node's timeline entries are accepted for this number of its attempts, the newest ones. An entry may arrive after
-the end of its attempt."""
+"""Timeline entries are accepted for this number of a node's newest attempts, because an entry may arrive after its
+attempt has ended."""
 SPARE_TAKES = 16
 """Number of `Take` calls, waiting or granted, that a node may have in addition to two for each of its attempts."""
 
@@ -95,8 +95,9 @@ class ServiceParts(msgspec.Struct, frozen=True):
 
 
 class RemoteNode:
-    """The service's proxy for a node in another process; implements `sessions.attempt.Node`. A node has at most one
-    connection at a time, and may have several one after another. Until the node's first report its capacity is 0.
+    """The service's proxy for a node in another process; implements `sessions.attempt.Node`.
+
+    A node has at most one connection at a time, but may connect again. Its capacity is 0 until its first report.
     `elsewhere` is True if the node is on another machine and cannot reach engines on this machine. `dialled` is True if
     the node opened the connection. Such a node may be any program that has a node's token."""
 
@@ -289,7 +290,7 @@ class NodeConnection:
                     await shielded(lambda: self._end_of(attempt.name, call))
                     raise
             check(result, RESULT_RULES, given)
-        # The call was not cancelled, so its end without a result shows that the node is about to exit.
+        # The call has ended without a result although it was not cancelled, so the node is about to exit.
         except CallEnded as error:
             raise self._lost() from error
         except Nonsense as error:
@@ -298,8 +299,8 @@ class NodeConnection:
         except OutriderError as error:
             if self.calls.ended:
                 raise self._lost() from error
-            # Either the attempt or its result cannot be sent, or the node cannot run the attempt. A retry would fail in
-            # the same way, so the error is not retryable.
+            # The attempt or its result could not be sent, or the node cannot run the attempt. A retry would fail in the
+            # same way, so the error is not retryable.
             record = msgspec.structs.replace(error.record(), retryable=False)
             return session_result(session, StopReason.ERROR, [], task=attempt.task, error=record)
         finally:
@@ -337,7 +338,7 @@ class NodeConnection:
                     note_uses(self._pool(used.model), self._name, uses)
             case messages.Gate():
                 gate = self._pool(message.model).policy.gate
-                # The node reports a gate before it is ready, once it has the pool's state.
+                # A node reports its gates before it is ready, as soon as it has the states of the pools.
                 if not gate.expects(self._name):
                     gate.expect(self._name, self._lose)
                 try:
@@ -394,8 +395,8 @@ class NodeConnection:
         given.note_turn(call)
 
     async def _add_timeline(self, call: messages.AddTimeline) -> None:
-        """Store timeline parts of the attempts that this node has run, even if the attempt has ended. Parts of other
-        attempts are dropped."""
+        """Store the timeline parts of attempts that run or have run on this node. Parts of other attempts are
+        dropped."""
         own = [part for part in call.parts if (part.session_id, part.attempt) in self._recent]
         await self._parts.store.add_timeline(own)
 
