@@ -20,14 +20,14 @@ import msgspec
 T = TypeVar("T")
 
 Steps = Generator[int, None, T]
-"""A computation in pieces. The generator yields the size of each next piece, in bytes of input, and returns the result.
-A piece should cover at most PIECE_BYTES. A larger piece is allowed only for a single message or text that has more
-bytes than this."""
+"""A computation in pieces. Before each piece, the generator yields the size of the piece, in bytes of input. At the end
+it returns the result. A piece should cover at most PIECE_BYTES. It may be larger only if a single message or text has
+more bytes than this."""
 
 INLINE_BYTES = 32 << 10
-"""Bytes of input that are processed on the event loop. The rest is processed in the thread. For an ordinary call, a
-switch to the thread would cost more than the work itself. In the worst case, many very short messages, 32 KiB take 20
-ms."""
+"""Number of bytes of an input that are processed on the event loop. The thread processes the rest. For an ordinary
+call, a switch to the thread would cost more than the work itself. 32 KiB take at most 20 ms, if they are many very
+short messages."""
 PIECE_BYTES = 16 << 10
 """Bytes of input after which a computation in the thread lets the next computation run."""
 
@@ -36,7 +36,7 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
     """Await `work()` to its end and return the result or raise the error.
 
     If the caller is cancelled meanwhile, CancelledError is raised instead, but only once the work has ended. If `grace`
-    is given, work that still runs `grace` seconds after the caller's cancellation is cancelled, too.
+    is given, the work has `grace` seconds to end after the caller's cancellation, and is then cancelled, too.
     """
     # The work needs its own task: asyncio.timeout() inside the work cancels the current task. A bare task and one
     # future cost 8 us a call. A TaskGroup around the task costs 13 us, and every stored turn pays the difference.
