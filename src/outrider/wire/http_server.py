@@ -309,7 +309,7 @@ class _Protocol(HttpToolsProtocol):
         self._due = self.loop.time() + self._timeouts.head
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._past_head:  # header fields after the body are dropped, because they are not checked against `ONCE`
+        if not self._past_head:  # header fields after the body are dropped: they are not checked against `ONCE`
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -528,8 +528,8 @@ def noting_refusals(failures: Failures) -> Iterator[None]:
     run out. The failure ends when no attempt to accept a connection has failed for ACCEPT_SECONDS.
 
     asyncio tries again every second, and calls the loop's exception handler up to ACCEPTED_AT_ONCE times for each try.
-    The default handler would log a traceback for each call, whereas `failures` limits the log lines. (uvloop does not
-    call the handler: with a spare descriptor, it accepts the connection and closes it.)"""
+    The default handler would log a traceback for each call, whereas `failures` limits the log lines. (uvloop keeps a
+    spare descriptor, with which it accepts and closes the connection.)"""
     loop = asyncio.get_running_loop()
     before = loop.get_exception_handler()
     ending: asyncio.TimerHandle | None = None

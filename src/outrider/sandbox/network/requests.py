@@ -1,6 +1,6 @@
 """Reads the head of a request to the proxy, and of a server's reply.
 
-Pure. Invariant: a head that strict and lenient servers may read differently is refused.
+All functions are pure. Invariant: a head that strict and lenient servers may read differently is refused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class NotAllowed(NotPassedOn):
 
 
 class Unreachable(NotPassedOn):
-    """The request was allowed, and its server cannot be reached or does not speak HTTP."""
+    """The request was allowed, but its server cannot be reached or does not speak HTTP."""
 
     def __init__(self, text: str) -> None:
         super().__init__("502 Bad Gateway", text)
@@ -118,7 +118,7 @@ class ReplyHead(msgspec.Struct, frozen=True):
         return cls(int(line[1]), first, kept, int(lengths.pop()) if lengths else None, chunked)
 
     def value(self, name: str) -> str:
-        """Return the value of a header, "" without one."""
+        """Return the value of a header, or "" if there is no such header."""
         return next((value for each, value in _named(self.fields) if each == name), "")
 
     def head(self, *, recorded: bool = False) -> bytes:
@@ -128,7 +128,7 @@ class ReplyHead(msgspec.Struct, frozen=True):
 
 
 def place_of(host: str, port: int, *, hidden: int = 0) -> str:
-    """Return `host:port`, or only the host for the port `hidden`."""
+    """Return `host:port`, or only the host if the port is `hidden`."""
     shown = f"[{host}]" if ":" in host else host
     return shown if port == hidden else f"{shown}:{port}"
 
@@ -176,8 +176,8 @@ def _named(fields: list[str]) -> list[tuple[str, str]]:
 
 
 def _passed(fields: list[str], named: list[tuple[str, str]]) -> list[str]:
-    """Return the header lines that are passed on. The headers of NOT_PASSED and the headers listed in `Connection`,
-    except Content-Length and Content-Type, are left out."""
+    """Return the header lines that are passed on. Left out are the headers of NOT_PASSED and those listed in the header
+    `Connection`, except Content-Length and Content-Type."""
     listed = {one.strip().lower() for name, value in named if name == "connection" for one in value.split(",")}
     without = NOT_PASSED | (listed - {"content-length", "content-type", "close"})
     return [field for field, (name, _) in zip(fields, named, strict=True) if name not in without]

@@ -49,7 +49,7 @@ class BytePace:
 class Lookups:
     """The look-ups of one sandbox. `look_up` runs in a thread of the pool `named` for a host that the task names, and
     in a thread of `others` for any other host. A look-up counts against LOOKUPS until its thread ends, even if no
-    request waits for its result any more."""
+    request still waits for the result."""
 
     def __init__(
         self,
