@@ -50,17 +50,15 @@ NOTE_SECONDS = 5.0
 
 
 class ServerUse(msgspec.Struct, kw_only=True):
-    """The use of one server in one phase. Times are seconds since the epoch.
+    """The use of one server in one phase. Times are seconds since the epoch. Requests are numbered from 1.
 
     `server`: the server as `host:port`.
     `sent`, `received`: numbers of bytes.
     `refusal`, `failure`: the reasons of the last refusal and the last failure.
-    `last_failed`: the number of the last request with a failure that no program in the sandbox can have caused. It is
-        set only for a server that the task or the operator names exactly.
-    `last_reached`: the number of the last request that the server answered.
-    `broken`: True if `last_failed` is not 0 and the server answered no later request.
-
-    Requests are numbered from 1, so both numbers are 0 if there is no such request."""
+    `last_failed`: the number of the last request with a failure that no program in the sandbox can have caused, or 0.
+        It is set only for a server that the task or the operator names exactly.
+    `last_reached`: the number of the last request that the server answered, or 0.
+    `broken`: True if `last_failed` is not 0 and the server answered no later request."""
 
     phase: Phase
     server: str
@@ -179,7 +177,7 @@ class Door:
 
     def broken(self, *phases: Phase) -> str | None:
         """Return why a server is broken in one of the phases, or None. A server is broken if the last request to it has
-        failed, or has waited too long for a reply. Only servers that the task names exactly count, because a program
+        failed, or has waited too long for the server. Only servers that the task names exactly count, because a program
         can invent a server that matches a pattern and does not exist."""
         for passage in self._passages:
             passage.judge()

@@ -44,8 +44,8 @@ CONNECT_PATIENCE = 5.0
 counts as failed. A shorter wait is not a failure, because a program can request a connection just before the program
 ends."""
 ANSWER_PATIENCE = 30.0
-"""If the connection ends after a longer wait for the beginning or the next bytes of a reply, the server counts as
-failed. In seconds."""
+"""If the connection ends after waiting longer than this many seconds for the beginning or the next bytes of a reply,
+the server counts as failed."""
 CLIENT_SECONDS = 5.0
 """If the client has taken at least this many seconds to receive a reply, an early end of the reply is not a failure of
 the server."""
