@@ -61,9 +61,8 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
             task.exception()  # reads the error, because asyncio logs errors that are never read
         raise cancelled
     finally:
-        # The traceback of an error references this frame. If the frame also referenced the error, both would live until
-        # the garbage collector finds the cycle, together with everything that the traceback's frames reference, such as
-        # request bodies of megabytes.
+        # An error's traceback references this frame. If the frame also referenced the error, the cycle would keep both
+        # alive until a garbage collection, with everything that they reference, such as request bodies of megabytes.
         del cancelled, task
 
 
@@ -90,10 +89,9 @@ class OffloadThread:
     in order of arrival, so that long computations alternate. The first piece starts the thread. `close` waits for the
     running piece.
 
-    Reading and rendering a request with tens of thousands of messages takes seconds. On the event loop this work would
-    stop every other session. In a thread the work only competes with the event loop for the interpreter. There is only
-    one thread. Several threads would not be faster, because Python runs one thread at a time, and would leave the event
-    loop fewer turns.
+    Reading and rendering a request with tens of thousands of messages takes seconds. On the event loop, this work would
+    stop every other session. More threads would not be faster, because Python runs one thread at a time, and would
+    leave the event loop fewer turns.
     """
 
     def __init__(self) -> None:

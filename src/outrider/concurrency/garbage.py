@@ -2,8 +2,8 @@
 
 A full collection visits every object, which takes 0.3 s with 5,000 live sessions. So Python is configured never to
 start a full collection. Every few seconds only the young objects are collected, which is a bounded amount of work. The
-survivors are frozen, so that no later collection visits them. Nearly all objects are freed by their reference count,
-frozen or not. Sessions and model calls leave no reference cycles (tests/service/test_garbage.py).
+survivors are frozen, so that no later collection visits them. Nearly all objects, frozen or not, are freed by their
+reference count, because sessions and model calls leave no cycles (tests/service/test_garbage.py).
 
 Cycles of other code, such as a plugin, are freed by full collections in idle moments. To bound the memory, a full
 collection does not wait for an idle moment if the process has grown by more than GROWN_MOST and by more than half since

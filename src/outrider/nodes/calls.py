@@ -62,7 +62,7 @@ class PendingCall(Generic[R]):
         self._ended = False
 
     def receive(self, reply: CallReply) -> None:
-        """Queue a reply of the peer for `next`. Raises Nonsense for a value of a wrong type."""
+        """Queue a reply of the peer; `next` returns it. Raises Nonsense for a value of a wrong type."""
         if self._ended:
             return
         try:
@@ -123,9 +123,9 @@ class LinkCalls:
         """The number of the peer's latest call; -1 before the first call."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._streams: dict[int, tuple[type[NodeCall[Any]], int]] = {}
-        """Kinds and sizes in bytes of the peer's streams that have not ended, by number."""
+        """Kind of call and size in bytes of each open stream of the peer, by call number."""
         self._unanswered: dict[int, int] = {}
-        """Sizes in bytes of the peer's unanswered calls, by number."""
+        """Sizes in bytes of the peer's unanswered calls, by call number."""
         self._answered = asyncio.Event()
         self.ended = False
 
@@ -222,8 +222,7 @@ class LinkCalls:
         else:
             self._unanswered[number] = self._link.size
         self._tasks[number] = task = self._spawn(self._answer(number, work))
-        # The end is recorded in a callback, because a task that is cancelled before its first step never runs its code,
-        # not even a `finally` block.
+        # The end is recorded in a callback, because a task that is cancelled before its first step never runs its code.
         task.add_done_callback(partial(self._note_end, number, work))
 
     async def _answer(self, number: int, work: Coroutine[Any, Any, object] | AsyncGenerator[object, None]) -> None:

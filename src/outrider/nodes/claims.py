@@ -44,8 +44,7 @@ MAX_LANES = 16
 MAX_FAILING = 64
 """Maximum number of failing background tasks in a node's report. Further tasks are left out."""
 MAX_COUNTED = 256
-"""Maximum number of runtimes in a node's counts. The same limit holds for dialects, and for the error codes of a
-dialect."""
+"""Maximum number of runtimes in a node's counts, of API dialects, and of the error codes of a dialect."""
 MAX_NAME = 256
 MAX_PATH = 4096
 MAX_ANSWER = 1 << 20
@@ -387,9 +386,9 @@ def shortened(result: SessionResult) -> SessionResult:
 
 
 def checked_stats(name: str, report: Report) -> NodeStats:
-    """Return the statistics of a node's report, under the service's name for the node. The list of failures is cut to
-    its maximum length, and so are its texts. Raises Nonsense for impossible numbers, for too many lanes, and for a lane
-    name that is too long."""
+    """Return the statistics of a node's report, under the service's name for the node. The list of failures and its
+    texts are cut to their maximum lengths. Raises Nonsense for impossible numbers, too many lanes, or a lane name that
+    is too long."""
     stats = report.stats
     names_fit = all(len(lane.name) <= MAX_NAME for lane in stats.lanes)
     if not (_all_counts(stats) and len(stats.lanes) <= MAX_LANES and names_fit and stats.capacity <= MAX_SESSIONS):

@@ -204,8 +204,8 @@ class JoinedNode:
         return self._connections > 0
 
     async def carry(self, socket: Socket, arrived: int) -> None:
-        """Exchange messages over a connection until the connection ends. `arrived` is the number of pieces that the
-        node has received."""
+        """Exchange messages over a connection until the connection ends. `arrived` is the number of message pieces that
+        the node has received over earlier connections."""
         replaced = self.socket.take_over()
         self._connections += 1
         self.node.set_reachable(True)

@@ -29,12 +29,12 @@ COPIED = (*FILES, *SETTINGS_FILES)
 
 
 def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetup:
-    """Return the service's settings without secrets, and the files of the tokenizers. Reads the files, and so may
-    block."""
+    """Return the service's settings without secrets, and the files of the tokenizers. Blocks while it reads the
+    files."""
     tokenizers = {config.model.tokenizer, *(model.tokenizer for model in config.frozen)} - {None}
     changes = {
-        # The joining machine uses these paths if it sets none of its own. Its files must then have the same paths as
-        # those on the service's machine.
+        # The joining machine uses these paths if it sets none of its own. It must then have the files at the same
+        # paths.
         "files": None if config.files is None else config.files.absolute(),
         "sandboxes": config.sandboxes.model_copy(
             update={"allow": tuple(path.absolute() for path in config.sandboxes.allow)}
@@ -86,9 +86,8 @@ async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[Node
 
 
 def _copies(folders: Mapping[str, Mapping[str, bytes]], into: Path) -> dict[str, str]:
-    """Write copies of the service's folders below `into`. Returns the paths of the copies; keys are the paths of the
-    service's folders. A copy's path ends with the last two names of the service's path, because these may include the
-    model's name."""
+    """Write copies of the service's folders below `into`. Returns the path of each copy by the path of the service's
+    folder. Both paths end with the same two names, because these may include the model's name."""
     copies = {}
     for number, (folder, files) in enumerate(folders.items()):
         names = [part for part in Path(folder).parts if part not in ("/", "..")]

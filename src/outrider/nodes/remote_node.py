@@ -71,8 +71,8 @@ CANCEL_SECONDS = 120.0
 high because a single call to a container daemon may take this long."""
 
 MAX_GENERATIONS, MAX_GENERATION_BYTES = 8192, 512 << 20
-"""Limits of the generations that the service forwards for a node at a time: their number, and the total bytes of their
-requests. Further generations are refused."""
+"""Limits of the generations that the service forwards for a node at the same time: their number, and the total bytes of
+their requests. Further generations are refused."""
 MOST_RECENT = 10_000
 """Timeline entries are accepted for this number of a node's newest attempts, because an entry may arrive after its
 attempt has ended."""
@@ -113,7 +113,7 @@ class RemoteNode:
         self._nothing = NodeStats(name=name, sessions=0, capacity=0, lanes=(), resources=parts.resources.stats())
         self._stats = self._nothing
         self._counted, self._counted_before = NodeCounts(), NodeCounts()
-        """The counts of the present connection's last report, and the sum of all earlier connections."""
+        """The counts of the present connection's last report, and the summed counts of all earlier connections."""
         self._reachable = True
         self._images: frozenset[str] | None = None
         """Names of the images on the node's machine; None for a node on this machine."""
@@ -207,8 +207,8 @@ class RemoteNode:
 
 
 def _without_local(state: PoolState) -> PoolState:
-    """Return the state for a node on another machine. The specs of engines at addresses local to this machine are
-    removed, so that the node reaches these engines through the service."""
+    """Return the state for a node on another machine, without the specs of engines at addresses local to this machine.
+    Without a spec, the node reaches an engine through the service."""
     engines = [
         msgspec.structs.replace(engine, spec=None) if is_local(urlsplit(engine.url or "").hostname or "") else engine
         for engine in state.engines

@@ -97,10 +97,10 @@ class ServiceProxy:
         self._early: list[messages.ToNode] = []
         """Messages received before the node was ready."""
         self._ready: tuple[LocalNode, Followers, Chores] | None = None
-        """The parts to which messages are applied; None before the node is ready."""
+        """The parts of the node that handle messages; None before the node is ready."""
         self._reported: messages.Report | None = None
         self._image_names: frozenset[str] | None = None
-        """The names that `images` has returned last."""
+        """The names that the last call of `images` returned."""
         self._leaving = False
         self._last_arrival: float | None = None
         """The time of the service's last message; None before the node is ready."""

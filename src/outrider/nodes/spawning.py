@@ -52,7 +52,7 @@ class NodeProcess:
     async def start(cls) -> Self:
         ours, theirs = socket.socketpair()
         pipe = await Pipe.over(ours, MAX_MESSAGE)
-        # Variables with this prefix configure the service. A node gets its settings over the socket, without secrets.
+        # Variables with PREFIX configure the service. A node gets its settings over the socket, without secrets.
         kept = {name: text for name, text in variables().items() if not name.startswith(PREFIX) or name == HOME}
         try:
             with theirs:

@@ -3,8 +3,7 @@ sandbox/image_build.py does not support.
 
 The engine keeps the image under the name that Harbor tasks use, for sandboxes of kind podman or docker. The image store
 gets a copy for sandboxes of other kinds. Invariants: the steps have no network unless the caller allows it; a
-Dockerfile is refused if it has a user other than root, or an ENTRYPOINT that starts a program, because no sandbox
-applies them.
+Dockerfile that no sandbox could apply is refused (`checked_dockerfile`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Decides which files of this machine tasks may name. Some files can be opened to tasks by no setting.
-
-Tasks reach files of the host in three ways:
+"""Decides which files of this machine tasks may read. They reach files of the host in three ways:
 - An `upload` names a file below the setting `files`.
 - A mount, a root folder, an image's path or a virtual environment is below an entry of `sandboxes.allow`.
 - Some folders of the host are visible in every sandbox of a kind (`runtimes/shown_folders.py`).
 
-`KEPT` lists the files and folders that must not become readable as a whole in these ways. Folders are compared by
+`KEPT` lists the files and folders that no setting can make readable as a whole in these ways. Folders are compared by
 device and inode, not by name alone, because a link, a bind mount or another spelling may lead to the same folder.
 Invariant: the path read or mounted is the checked path, with all links resolved; uploads are opened without following
 any link (see sandbox/runtimes/tool_server/uploads.py).
@@ -144,8 +142,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def checked(cls, config: Config) -> HostPaths:
-        """Make the HostPaths from the settings. The data folder must exist. Raises InvalidField for a folder whose
-        files tasks may not read."""
+        """Make the HostPaths from the settings. The data folder must exist. Raises InvalidField if the settings violate
+        a rule of `KEPT`."""
         kept = list(_kept(config))
         if (error := refused(_named(config), kept)) is not None:
             raise error
@@ -188,11 +186,9 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return real
 
     def upload_now(self, name: str, *, field: str) -> Path:
-        """Resolve a path as `upload` does, for a sandbox that is being prepared.
-
-        The service has already checked the task on its own machine, so a failure here is not an error of the task:
-        raises RuntimeFailure where `upload` raises InvalidField. Raises RuntimeFailure also for a hard link to a file
-        that tasks may not read."""
+        """Resolve a path as `upload` does, for a sandbox that is being prepared. Raises RuntimeFailure where `upload`
+        raises InvalidField, because the service has already checked the task on its own machine. Raises RuntimeFailure
+        also for a hard link to a file that tasks may not read."""
         try:
             real = self.upload(name, field=field)
         except InvalidField as error:

@@ -168,8 +168,8 @@ def run_hint(context: Path, refused: frozenset[str], hosts: frozenset[str]) -> s
 
 
 async def carry_out(runtime: Runtime, step: BuildStep, *, env: Mapping[str, str], drafts: Path, seconds: float) -> None:
-    """Carry out one step. A RUN gets the variables `env` and those of its own instruction. The instruction's value of a
-    variable takes precedence. A RUN is killed after `seconds`. Raises RuntimeFailure, also if a command fails."""
+    """Carry out one step. A RUN gets the variables of its own instruction, and those of `env` that the instruction does
+    not set. A RUN is killed after `seconds`. Raises RuntimeFailure, also if a command fails."""
     match step:
         case RunInstruction():
             variables = {**env, **step.env}

@@ -116,8 +116,7 @@ class Sandbox:
         self._ready = True
 
     async def _point_apt(self) -> None:
-        """Write apt's settings for the sandbox's network. In a sandbox whose user may not write the file, nothing is
-        written."""
+        """Write apt's settings for the sandbox's network. Does nothing if the sandbox's user may not write the file."""
         if self.door is not None:
             with suppress(RuntimeFailure, OSError):
                 await self.runtime.write(APT_CONFIG, APT_SETTINGS)
@@ -183,7 +182,7 @@ class Sandboxes:
     @contextmanager
     def gateway_at(self, url: str) -> Iterator[None]:
         """Set the model gateway's URL, such as http://127.0.0.1:8700, for sandboxes made within this block. Sandboxes
-        that reach the gateway by its socket do not use the URL. Blocks nest."""
+        that reach the gateway by its socket do not use the URL. Blocks may be nested."""
         before, self._gateway_url = self._gateway_url, url
         try:
             yield

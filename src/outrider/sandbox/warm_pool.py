@@ -59,7 +59,7 @@ MAX_FAILURES = 6
 again."""
 
 PAUSES = RetryPolicy(first=1.0, longest=300.0)
-"""Waits between starts of a kind that fails."""
+"""Waits between the starts of sandboxes of a kind whose starts fail."""
 
 WAY_SECONDS = 60.0
 """If there was no room for a session's sandbox, no warm sandbox of the same runtime is started for this many
@@ -131,8 +131,7 @@ class WarmPool:
         self._numbers = count()
         self._work = asyncio.Event()
         self._in_the_way: set[str] = set()
-        """Kinds of the runtimes that had no room for a session's sandbox. For each, one warm sandbox is stopped
-        next."""
+        """Runtimes that had no room for a session's sandbox. One warm sandbox of each is stopped next."""
         self._taken = 0
         self._misses = 0
 
@@ -260,7 +259,8 @@ class WarmPool:
                     kind.spec, f"warm-{next(self._numbers)}", 1, mounts=kind.mounts, ahead=True
                 )
                 await sandbox.ready()
-        except Exception as error:  # also a plugin's exception; a session that needs such a sandbox will report it
+        # any exception, because the runtime may be a plugin; a session that needs such a sandbox will report it
+        except Exception as error:
             self._free_memory(kind)
             kind.retry_at = asyncio.get_running_loop().time() + self._pauses.wait(kind.failures)
             kind.failures += 1
@@ -296,7 +296,7 @@ async def usable(sandbox: Sandbox) -> bool:
             await runtime.read("/", limit=1)  # the cheapest call: it starts no process
     except IsADirectoryError:
         return True
-    except Exception:  # also a plugin's own exceptions
+    except Exception:  # any exception, because the runtime may be a plugin
         return False
     return False
 

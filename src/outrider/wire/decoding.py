@@ -11,8 +11,8 @@ from __future__ import annotations
 from outrider.wire.link_protocol import Nonsense
 
 SMALL = 64 << 10
-"""Messages up to this number of bytes are not counted. The most expensive message of this size, a list of empty lists,
-decodes in 26 ms."""
+"""The cost of a message is not counted if it has at most this number of bytes. The most expensive message of this size,
+a list of empty lists, decodes in 26 ms."""
 MAX_COST = 400_000
 """The maximum cost of a message. A list or map costs `CONTAINER` units; a key costs 1 unit, and so does a value of any
 other type. A unit takes 100 ns at most, so the maximum takes 40 ms."""

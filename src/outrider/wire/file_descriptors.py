@@ -23,11 +23,9 @@ FEWEST = 64
 """Minimum number of file descriptors with which a process can open its event loop and the store."""
 SESSIONS = 8
 """One session may use 1/SESSIONS of the sandboxes' connections, so this number of sessions can together use all of
-them. One access token may use the same share of the connections for the control API. EACH_LEAST and EACH_MOST bound
-these shares."""
+them. One access token may use the same share of the connections for the control API."""
 EACH_LEAST, EACH_MOST = 8, 256
-"""Lower and upper bound of the maximum number of connections of one session. The lower bound also applies to one
-token."""
+"""Lower and upper bound of the share of one session. The lower bound also applies to the share of one token."""
 
 
 class ConnectionQuotas(msgspec.Struct, frozen=True):

@@ -57,8 +57,7 @@ class ServerUse(msgspec.Struct, kw_only=True):
     `refusal`, `failure`: the reasons of the last refusal and the last failure.
     `last_failed`: the number of the last request with a failure that no program in the sandbox can have caused, or 0.
         It is set only for a server that the task or the operator names exactly.
-    `last_reached`: the number of the last request that the server answered, or 0.
-    `broken`: True if `last_failed` is not 0 and the server answered no later request."""
+    `last_reached`: the number of the last request that the server answered, or 0."""
 
     phase: Phase
     server: str

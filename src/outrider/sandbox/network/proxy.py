@@ -40,9 +40,8 @@ LINGER_SECONDS = 2.0
 """Seconds for a refused client to read the reason, while the rest of its request is discarded. A connection that is
 closed with unread bytes would be reset, and the reason would be lost."""
 CONNECT_PATIENCE = 5.0
-"""If the phase ends while a request has waited longer than this many seconds for a connection to its server, the server
-counts as failed. A shorter wait is not a failure, because a program can request a connection just before the program
-ends."""
+"""If the phase ends after a request has waited longer than this many seconds for a connection to its server, the server
+counts as failed. A shorter wait is not a failure, because a program can request a connection just before it ends."""
 ANSWER_PATIENCE = 30.0
 """If the connection ends after waiting longer than this many seconds for the beginning or the next bytes of a reply,
 the server counts as failed."""
@@ -426,9 +425,9 @@ class Awaited(msgspec.Struct, frozen=True):
 
 
 class Flow:
-    """The bytes of one connection, in both directions. `answered` is True once the server's reply has begun. `exceeded`
-    is True once a limit of the sandbox has ended the connection. If `awaited` is None, the connection is a tunnel, and
-    no reply is awaited."""
+    """The bytes of one connection. `answered` is True once the server's reply has begun. `exceeded` is True once a
+    limit of the sandbox has ended the connection. If `awaited` is None, the connection is a tunnel, and no reply is
+    awaited."""
 
     def __init__(self, passage: Passage, awaited: Awaited | None) -> None:
         self.passage = passage

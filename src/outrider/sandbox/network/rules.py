@@ -22,8 +22,8 @@ from outrider.spec import RUNTIME, NetworkSpec
 READS = frozenset({"GET", "HEAD"})
 """The HTTP methods that mirrors allow: packages can be fetched, but not published."""
 MIRROR_SETTINGS = {"pip": "pip_index", "npm": "npm_registry", "apt": "apt_hosts"}
-"""For each kind of mirror, the setting of [network] that names its servers. A mirror is available only if the setting
-is given."""
+"""For each mirror, the setting of [network] that names its servers. Without the setting, the mirror is not
+available."""
 INSIDE = "{}.mirror.internal"
 """The name of a mirror's server inside a sandbox. Only the proxy resolves the name."""
 HINT = (

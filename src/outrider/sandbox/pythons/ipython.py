@@ -57,8 +57,7 @@ def _digest() -> str | None:
 
 def _closure(name: str) -> dict[str, metadata.Distribution]:
     """Return a distribution with its installed requirements, direct and indirect. Requirements of extras are left out.
-    Other environment markers are ignored: if a marker excludes a requirement, the requirement is usually not installed,
-    and so not returned."""
+    Other environment markers are ignored: if a marker excludes a requirement, it is usually not installed."""
     found: dict[str, metadata.Distribution] = {}
     waiting = [name]
     while waiting:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 MAX_DOCUMENT = 8 << 20
 """Maximum bytes of a JSON document."""
 MAX_NESTING = 4
-"""Maximum nesting of indexes. One index is read on each level, so this is also the maximum number of indexes read."""
+"""Maximum nesting of indexes, and maximum number of indexes read: one on each level."""
 MAX_LAYERS = 512
 """Maximum layers of an image. Container engines make at most 127."""
 MAX_MEMBERS = 10_000
@@ -123,9 +123,9 @@ def layered(path: Path) -> Iterator[Layered]:
 
 
 def _members(archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarInfo]:
-    """Yield the entries of an archive of `size` bytes. Raises BadImage for an archive that unpacks to more than an
-    image may have. Raises BadImage also for an entry that does not start after the previous entry, because tarfile
-    would then read the same entries over and over."""
+    """Yield the entries of an archive of `size` bytes. Raises BadImage if the archive unpacks to more than an image may
+    have. Raises BadImage also if an entry does not start after the previous entry: tarfile would read the same entries
+    over and over."""
     last = -1
     for member in archive:
         if member.offset <= last:

@@ -554,9 +554,8 @@ class Reader:
         )
 
     def _owner(self, one: Instruction, value: str) -> str:
-        """Return the owner named by --chown, in the form for `chown`, or "" for root. If --chown names no group, then
-        as in Docker, a user's name stands also for the user's own group, and a user's number for the group of the same
-        number."""
+        """Return the owner named by --chown, in the form for `chown`, or "" for root. If --chown names no group, a
+        user's name stands for its own group, and a number for the group of the same number, as in Docker."""
         [owner] = self._words(Instruction(one.line, one.name, value)) or [""]
         if not OWNER.fullmatch(owner):
             raise self._refusal(one.line, f"--chown={value} is not of the form USER or USER:GROUP")
@@ -709,8 +708,8 @@ def kept_digest(path: Path, without: tuple[Path, ...]) -> str:
 
 
 def with_documents(one: Instruction) -> str:
-    """Return the script of a RUN. If the RUN is only a here-document, the script is the here-document's body, run by
-    the program that a first line with #! names."""
+    """Return the script of a RUN. If the RUN is only a here-document, the script is the body of the here-document, run
+    by the program that the body's #! line names."""
     if len(one.documents) != 1 or one.text != one.documents[0].word:
         return "\n".join((one.text, *(document.text for document in one.documents)))
     [document] = one.documents

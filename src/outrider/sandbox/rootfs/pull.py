@@ -66,7 +66,7 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
         await _lock(record)
         record.seek(0)
         if (outcome := record.read()) and os.fstat(record.fileno()).st_mtime_ns != before:
-            # The lock was held by a pull that was running when this pull began, and that has now ended.
+            # Another pull held the lock when this pull began, and has now ended.
             ended = msgspec.json.decode(outcome, type=PullOutcome)
             if ended.failure and ended.host == host_id():
                 raise BadImage(ended.failure, hint=ended.hint)

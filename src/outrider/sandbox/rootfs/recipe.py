@@ -137,7 +137,6 @@ def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
     """Return the definition of a recipe. Blocks while the base is read for its digest. Raises InvalidField, and
     NotFound for an image that was not imported."""
     _check(recipe)
-    # The header tells Apptainer where the base is; the identity is a digest of the base's content.
     base = recipe.base
     if base.kind == "image":
         image = store.image(base.source)

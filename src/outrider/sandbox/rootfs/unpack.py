@@ -33,8 +33,8 @@ OPAQUE removes all lower content of its folder."""
 MAX_LINKS = 40
 """Maximum links followed on the way to one entry, the same as in Linux."""
 MAX_DEPTH = 256
-"""Maximum depth of folders. Real root file systems have about thirty levels. The limit exists because the kernel cannot
-use a path that is too long."""
+"""Maximum depth of folders, because the kernel cannot use a path that is too long. Real root file systems have about
+thirty levels."""
 MAX_HEADER = 1 << 20
 """Maximum bytes of an entry's long name or extended header. tarfile reads such a field in one piece."""
 MAX_BYTES = 64 << 30
@@ -146,9 +146,13 @@ def check_expansion(size: int, archived: int) -> None:
 
 
 class Contents(msgspec.Struct):
-    """The contents of a root: the number of files, folders and links, the bytes of files, the number of special files
-    left out, and the owners of files that are not root's. `base_owners` are the owners in the image's base; None for
-    an image without a base."""
+    """The contents of a root file system.
+
+    `entries`: the number of files, folders and links.
+    `bytes`: the bytes of files.
+    `left_out`: the number of special files that were skipped.
+    `owners`: the owners of files that are not root's.
+    `base_owners`: the owners in the image's base, or None for an image without a base."""
 
     entries: int = 0
     bytes: int = 0
@@ -208,9 +212,9 @@ class _Layer:
             check_expansion(archive.offset, self._room.archived)
             folder, name = self._place(member.name)
             if name.startswith(WHITEOUT):
-                # A whiteout removes files of lower layers: one name, or all content of the folder. If a folder is
-                # marked as opaque twice, the second mark has no effect, and is skipped, so that a folder with a million
-                # files is not listed a million times.
+                # A whiteout removes files of lower layers: one name, or all content of the folder. A second opaque
+                # whiteout of a folder has no effect. It is skipped, so that a folder with a million files is not listed
+                # a million times.
                 if name == OPAQUE and folder in opaque:
                     continue
                 opaque |= {folder} if name == OPAQUE else set()
