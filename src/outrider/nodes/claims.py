@@ -50,10 +50,10 @@ MAX_PATH = 4096
 MAX_ANSWER = 1 << 20
 MAX_METRICS = 10_000
 MAX_LINES = 256
-"""Maximum number of entries in a table of a result, such as forks by cause."""
+"""Maximum number of entries in each table of a result, such as the forks by cause."""
 LIMITS = ArtifactLimits()
 MAX_KEPT_BYTES = LIMITS.total_bytes + (len(KEPT) + 1) * LIMITS.file_bytes + (1 << 20)
-"""Maximum bytes of an attempt's artifacts. They are the files collected from the sandbox, the data carried to the
+"""Maximum bytes of an attempt's artifacts: the collected files, the data carried from the agent's sandbox to the
 grading, the record of network requests, and the grading log (1 MiB)."""
 
 GRADED = frozenset(

@@ -56,7 +56,7 @@ def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetu
 @asynccontextmanager
 async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[NodeSetup]:
     """Yield the service's settings, merged with the settings of this machine. The tokenizers are copied to a folder
-    that exists while the block runs. The folder of a killed node is removed by the next node."""
+    that exists while the block runs. If this process is killed, the next node removes the folder."""
     service, here = (Config.model_validate_json(each.config) for each in (told, own))
     async with opened_in_thread(NodeFolder.make, NodeFolder.remove) as folder:
         # `shielded` waits for the thread even if the caller is cancelled. Otherwise the thread could still write files

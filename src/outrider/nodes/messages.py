@@ -141,9 +141,9 @@ class NodeStream(NodeCall[R], frozen=True):
 
 
 class RunAttempt(NodeStream[SessionResult], tag="run", frozen=True, kw_only=True):
-    """Run an attempt. `task` is the JSON of the TaskSpec. The only reply is the result, sent when all resources of the
-    attempt have been given back. The call ends without a reply if the attempt is cancelled or lost. `reserved` and
-    `stored` are fields of `Attempt`."""
+    """Run an attempt. `task` is the JSON of the TaskSpec. For `reserved` and `stored`, see `Attempt`. The only reply is
+    the result, sent when all resources of the attempt have been given back. The call ends without a reply if the
+    attempt is cancelled or lost."""
 
     session: SessionRow
     task: bytes
@@ -221,7 +221,7 @@ class CheckEngine(msgspec.Struct, tag="doubt", frozen=True, kw_only=True):
 
 
 class AttemptCall(NodeCall[R], frozen=True):
-    """A call for an attempt, which must be running on the node."""
+    """A call about an attempt, which must be running on the node."""
 
     session_id: Name
     attempt: Number

@@ -77,7 +77,8 @@ MOST_RECENT = 10_000
 """Timeline entries are accepted for this number of a node's newest attempts, because an entry may arrive after its
 attempt has ended."""
 SPARE_TAKES = 16
-"""Number of `Take` calls, waiting or granted, that a node may have in addition to two for each of its attempts."""
+"""A node may have two `Take` calls for each of its attempts, waiting or granted, and this number of further `Take`
+calls."""
 
 Pools = Mapping[str | None, "EnginePool"]
 """The engine pools of a service by model. The policy's key is None."""

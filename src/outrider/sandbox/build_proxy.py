@@ -109,7 +109,7 @@ class BuildProxy:
 
 
 class BuildPassage:
-    """A `Passage` without limits."""
+    """An allowed request of a build: a `Passage` without limits."""
 
     def __init__(self, route: ProxyRoute) -> None:
         self.route = route

@@ -3,7 +3,7 @@ sandbox/image_build.py does not support.
 
 The engine keeps the image under the name that Harbor tasks use, for sandboxes of kind podman or docker. The image store
 gets a copy for sandboxes of other kinds. Invariants: the steps have no network unless the caller allows it; a
-Dockerfile that no sandbox could apply is refused (`checked_dockerfile`).
+Dockerfile is refused if no sandbox supports its USER or ENTRYPOINT.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def left_out(context: Path, ignore: Ignore) -> list[str]:
 
 def checked_dockerfile(context: Path, store: ImageStore) -> Health | None:
     """Return the HEALTHCHECK of a Dockerfile that an engine builds. Raises InvalidField for a user other than root and
-    for an ENTRYPOINT that starts a program, because no sandbox applies them."""
+    for an ENTRYPOINT that starts a program, because no sandbox supports them."""
     text = read_text_file(context / DOCKERFILE, field="dockerfile", limit=MAX_FILE)
     return Reader(context / DOCKERFILE, store).health(text)
 

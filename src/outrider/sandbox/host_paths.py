@@ -1,12 +1,12 @@
-"""Decides which files of this machine tasks may read. They reach files of the host in three ways:
+"""Decides which files of this machine tasks may read. Tasks reach files of the host in three ways:
 - An `upload` names a file below the setting `files`.
 - A mount, a root folder, an image's path or a virtual environment is below an entry of `sandboxes.allow`.
 - Some folders of the host are visible in every sandbox of a kind (`runtimes/shown_folders.py`).
 
-`KEPT` lists the files and folders that no setting can make readable as a whole in these ways. Folders are compared by
-device and inode, not by name alone, because a link, a bind mount or another spelling may lead to the same folder.
-Invariant: the path read or mounted is the checked path, with all links resolved; uploads are opened without following
-any link (see sandbox/runtimes/tool_server/uploads.py).
+In none of these ways can a setting open the files and folders of `KEPT`. Folders are compared by device and inode, not
+by name alone, because a link, a bind mount or another spelling may lead to the same folder. Invariant: the path read or
+mounted is the checked path, with all links resolved; uploads are opened without following any link (see
+sandbox/runtimes/tool_server/uploads.py).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Id = tuple[int, int] | str
 
 
 class HostPathRule(NamedTuple):
-    """A rule about a file or folder that tasks may not read as a whole. `what` describes the file or folder. If `below`
-    is true, tasks may not read any file below the folder either. If `shown` is true, the file or folder must also be
+    """A rule about a file or folder that the settings must not make readable to tasks. `what` describes it. If `below`
+    is true, the rule also covers everything below the folder. If `shown` is true, the file or folder must also be
     outside of the folders of `SHOWN`, which are visible in every sandbox of a kind."""
 
     what: str
@@ -57,8 +57,8 @@ KEPT = {
     "etc": HostPathRule("the machine's own settings", below=False, shown=False),
     "run": HostPathRule("the sockets of the machine's services", below=False, shown=False),
 }
-"""The files and folders that tasks may not read as a whole. The settings `files` and `sandboxes.allow` must not name an
-entry of this table, or a folder that contains an entry. docs/security.md has the same table."""
+"""The files and folders that the settings must not make readable to tasks. `files` and `sandboxes.allow` must not name
+an entry of this table, or a folder that contains an entry. docs/security.md has the same table."""
 
 
 class Located(NamedTuple):
@@ -198,7 +198,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return real
 
     def as_named(self, message: str) -> str:
-        """Return a message about uploads with the paths as tasks name them, without the path of the files folder."""
+        """Return a message about uploads with paths relative to the files folder, as tasks name them."""
         return message if self.files is None else message.replace(f"{self.files}/", "")
 
     def resolved(self, spec: RuntimeSpec) -> RuntimeSpec:

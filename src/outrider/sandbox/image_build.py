@@ -221,8 +221,8 @@ def kept_part(source: Path, without: Sequence[Path], drafts: Path) -> Path:
 
 
 async def copy_from(runtime: Runtime, step: CopyFrom, origin: Path, drafts: Path) -> None:
-    """Copy files of another image, whose root is `origin`, into the sandbox. A source that is a link is followed within
-    `origin`, and its copy has the name of the link. Links in a folder stay links. `drafts` is a folder for temporary
+    """Copy files of another image, whose root is `origin`, into the sandbox. If a source is a link, it is followed
+    within `origin`, and the copy has the link's name. Links in a folder stay links. `drafts` is a folder for temporary
     files. Raises RuntimeFailure."""
     found = [match for source in step.sources for match in await asyncio.to_thread(matches, origin, source)]
     into = step.into or len(found) > 1 or (found[0][1].is_file() and await goes_into(runtime, step))

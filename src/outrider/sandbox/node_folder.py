@@ -93,7 +93,7 @@ class NodeFolder:
         probe.unlink()
 
     def remove(self) -> None:
-        """Remove the folder with its contents, and kill all processes that carry its mark."""
+        """Remove the folder with its contents, and kill all processes that are marked with its name."""
         try:
             if alive := process_marks.kill_marked(f"{self.path.name}/"):
                 log.error("%d processes of the sandboxes in %s cannot be killed", alive, self.path)

@@ -85,7 +85,7 @@ class Sandbox:
 
     @property
     def records(self) -> list[NetworkRecord]:
-        """The record of the sandbox's network, if the task asks for one."""
+        """The record of the sandbox's network; empty unless the task asks for a record."""
         return [] if self.door is None or self.door.record is None else [self.door.record]
 
     async def ready(self) -> None:

@@ -214,7 +214,7 @@ class WarmPool:
                 await self._stop(last.ready.popleft(), last)
 
     async def _keep_full(self) -> None:
-        """Bring the pool to its targets, and wait until the targets may have changed."""
+        """Start missing sandboxes and stop surplus ones, and wait until the targets may have changed."""
         self._work.clear()
         await self._give_way()
         left = self._limits.memory_mb

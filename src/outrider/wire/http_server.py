@@ -45,7 +45,7 @@ ACCEPTED_AT_ONCE = 64
 """Maximum number of connections accepted before the event loop does other work. A connection that has sent nothing may
 be closed in favour of a newer one. The number is small, so that the server first reads what new clients have sent."""
 ACCEPTING = "accept connections"
-"""The name of a failure to accept connections, in the list of failing background work."""
+"""The name under which a failure to accept connections appears in the list of failing background work."""
 ACCEPT_FAILED = "socket.accept() out of system resource"
 """The message with which asyncio's event loop calls its exception handler when a connection cannot be accepted."""
 ACCEPT_SECONDS = 5.0
@@ -62,7 +62,7 @@ TOO_MANY = (
     b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(BUSY), BUSY)
 )
 WEBSOCKET_PIECE = 8 << 10
-"""Maximum bytes of a WebSocket that are parsed before other connections are served. This number of bytes has up to
+"""Maximum bytes from a WebSocket that are parsed before other connections are served. This number of bytes has up to
 1,400 frames, which take 15 ms."""
 MAX_FRAGMENTS = 16_384
 """Maximum number of frames of one WebSocket message. Clients send one frame. A proxy may split a message into frames of
@@ -512,8 +512,8 @@ async def while_connected(scope: Scope, work: Awaitable[None]) -> None:
 
 
 def _address(client: tuple[str, int] | None) -> str:
-    """Return the owner of a connection without a claim: the client's IPv4 address or IPv6 network. One client may have
-    all 2**64 addresses of an IPv6 network."""
+    """Return the owner of an unclaimed connection: the client's IPv4 address or IPv6 network. One client may have all
+    2**64 addresses of an IPv6 network."""
     if client is None:
         return ""
     host = client[0].partition("%")[0]

@@ -187,8 +187,8 @@ class Link(Generic[In]):
                 await asyncio.Event().wait()
 
     async def _watch(self) -> Disconnected:
-        """Send heartbeats, and end a connection on which nothing arrives or nothing can be sent. One task checks this
-        at intervals. A timeout for each message would cost a sixth of the time to process the message."""
+        """Send heartbeats, and end a connection on which nothing arrives or nothing can be sent. One task checks both
+        at intervals, because a timeout for each message would cost a sixth of the time to process the message."""
         while True:
             pause = min(self._heartbeat / 2, self.silence / 4)
             due = self._clock() + pause

@@ -37,7 +37,7 @@ from outrider.sandbox.network.shared import LEAST_PAUSE, SANDBOX_RATE, BytePace
 from outrider.spec import MEBIBYTE
 
 CONNECTIONS = 32
-"""Maximum number of connections to other machines at once."""
+"""Maximum number of connections of one sandbox to other machines at once."""
 MAX_CLIENTS = 256 + CONNECTIONS
 """Maximum number of connections to the door of one sandbox: 256 for the model gateway, and CONNECTIONS for other
 machines."""

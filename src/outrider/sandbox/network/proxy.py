@@ -117,14 +117,14 @@ class ProxyGate(Protocol):
 
 
 class Archive(Protocol):
-    """Keeps or replays the replies to requests that are not tunnels."""
+    """Records replies, or replays recorded replies. Not used for tunnels."""
 
     def replay(self, request: RequestHead) -> bytes | None:
         """Return the whole recorded reply, or None if this archive does not replay. Raises NotPassedOn."""
         ...
 
     def keeps(self, request: RequestHead) -> bool:
-        """Return whether the reply to a request is to be kept."""
+        """Return whether the reply to a request is recorded."""
         ...
 
     def reserve(self, size: int) -> bool:
@@ -617,7 +617,7 @@ async def _write_page(
 
 
 class ConnectionPool:
-    """Counts the clients' connections to several `ProxyServer`s together, up to `most`. The first LEAST_CONNECTIONS
+    """Limits the clients' connections to several `ProxyServer`s together to `most`. The first LEAST_CONNECTIONS
     connections to each `ProxyServer` are always allowed, and are not counted."""
 
     def __init__(self, most: int) -> None:

@@ -55,8 +55,8 @@ class Unreachable(NotPassedOn):
 
 
 class RequestHead(msgspec.Struct, frozen=True):
-    """The head of a request. `host` is the name or address as `host_name` writes it. `path` has the query, and is ""
-    for a tunnel (CONNECT). `fields` are the header lines to pass on. `length` is the size of the body in bytes."""
+    """The head of a request. `host` is the name or address as `host_name` writes it. `path` includes the query, and is
+    "" for a tunnel (CONNECT). `fields` are the header lines to pass on. `length` is the size of the body in bytes."""
 
     method: str
     host: str

@@ -45,7 +45,7 @@ class Mirror(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Allowed(msgspec.Struct, frozen=True):
-    """The destinations of one phase of a sandbox."""
+    """The allowed destinations of one phase of a sandbox."""
 
     destinations: tuple[Destination, ...]
     mirrors: tuple[tuple[str, Mirror], ...]
@@ -78,8 +78,8 @@ class NetworkRules:
         self.own = frozenset() if config is None else own_places(config, service_url)
 
     def may_ask(self, tenant: str | None) -> list[str]:
-        """Return the destinations that the tasks of a tenant may have. If `tenant` is None, return those of all tenants
-        together."""
+        """Return the destinations that the tasks of a tenant may ask for. If `tenant` is None, return those of all
+        tenants together."""
         found = list(self.settings.allow)
         for one in self.settings.tenants:
             if tenant is None or one.tenant == tenant:

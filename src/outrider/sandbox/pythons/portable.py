@@ -135,7 +135,7 @@ def _build(folder: Path) -> None:
 
 
 def _loader() -> Path | None:
-    """Return the dynamic loader that the interpreter names, or None for a static program."""
+    """Return the dynamic loader of the interpreter, or None if the interpreter is statically linked."""
     named = _interpreter_of(_executable())
     return Path(named) if named else None
 

@@ -215,7 +215,7 @@ def digest_of(path: Path, without: frozenset[str] = frozenset()) -> str:
     found = hashlib.sha256()
     names = [str(path)]
     for folder, folders, files in os.walk(path):
-        # With this order, os.walk visits the folders in the same order on every machine, and skips the paths of
+        # os.walk enters the folders in this list: in the same order on every machine, and without the paths of
         # `without`.
         folders[:] = sorted(name for name in folders if os.path.join(folder, name) not in without)
         names += [os.path.join(folder, name) for name in sorted((*folders, *files))]

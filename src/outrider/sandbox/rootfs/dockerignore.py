@@ -110,8 +110,8 @@ def patterns(lines: Iterable[str], file: Path) -> Iterator[Pattern]:
 
 
 def expression(name: str) -> re.Pattern[str] | None:
-    """Return the expression of one name of a pattern, or None for `**`. Raises ValueError for a set of characters
-    without an end, and for a backslash at the end."""
+    """Return the expression of one name of a pattern, or None for `**`. Raises ValueError for a `[` without a `]`, and
+    for a backslash at the end."""
     if name == "**":
         return None
     shell, at = "", 0

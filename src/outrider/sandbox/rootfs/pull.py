@@ -60,7 +60,7 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
             field="name",
             hint=f"pull {reference.partition('@')[0]}@{name.partition('@')[2]}",
         )
-    # The puller locks this file, empties it, and at the end writes the outcome.
+    # The process that pulls the image locks this file, empties it, and at the end writes the outcome.
     with store.pull_file(reference).open("a+b") as record:
         before = os.fstat(record.fileno()).st_mtime_ns
         await _lock(record)

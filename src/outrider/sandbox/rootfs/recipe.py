@@ -119,7 +119,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read a recipe file, whose paths are relative to its folder. Raises InvalidField with the field."""
+    """Read a recipe file, whose paths are relative to its folder. Raises InvalidField, which names the field."""
     try:
         recipe = msgspec.convert(read_toml_file(path, field="recipe"), Recipe)
     except msgspec.ValidationError as error:

@@ -28,7 +28,7 @@ MAX_PULLS = 4
 
 
 def may_pull(spec: RuntimeSpec, kind: RuntimeKind, allowed: Sequence[str]) -> bool:
-    """Return True if the image of a sandbox may be pulled: the kind takes images from this machine's image store, and
+    """Return True if the image of a sandbox may be pulled: sandboxes of this kind use this machine's image store, and
     the image's name begins with one of the `allowed` references."""
     named = spec.image
     if named is None or os.path.isabs(named) or not getattr(kind, "uses_image_store", False):
