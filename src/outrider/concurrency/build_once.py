@@ -71,8 +71,8 @@ def locked(place: Path, *, on_wait: Callable[[], object] = lambda: None) -> Iter
 
 
 def lock_file(place: Path) -> Path:
-    """Return the path of the lock file of `place`. The file is never removed. If it were removed, a process that had
-    opened it before could lock the removed file, while another process locks a new file of the same path."""
+    """Return the path of the lock file of `place`. The file is never removed: a process that had opened it before could
+    then lock the removed file, while another process locks a new file of the same path."""
     return place.parent / ".locks" / place.name
 
 

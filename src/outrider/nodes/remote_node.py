@@ -131,8 +131,8 @@ class RemoteNode:
     ) -> Disconnected:
         """Run the node at the other end of `socket` until the connection ends. Returns the reason for the end. `ready`
         is called with None when the node is ready to run attempts, or with the error if the node cannot run any.
-        `ended` is awaited after the end. `ended` must return only when the node no longer uses its resources, because
-        the resources are given back next."""
+        `ended` is awaited after the end. It must return only when the node no longer uses its resources, because they
+        are given back next."""
         async with asyncio.TaskGroup() as tasks:
             link = Link(
                 socket,

@@ -68,9 +68,9 @@ class ServiceProxy:
     """The node's proxy for the service. `service.run(...)` runs the service's attempts.
 
     While the connection lasts, the node uses `store`, `artifacts`, `resources`, `leader` and `forwarded`. `images` is
-    given if the service is on another machine; it returns the names of this machine's images. `ending` is set when this
-    process and its sandboxes are ended together. From then on, results of attempts may be wrong. They are not sent, and
-    the attempts count as lost."""
+    given if the service is on another machine; it returns the names of this machine's images. `ending` is set when a
+    signal ends this process and its sandboxes at the same time. From then on, results of attempts may be wrong, so they
+    are not sent, and the attempts count as lost."""
 
     def __init__(
         self,

@@ -187,8 +187,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
     def upload_now(self, name: str, *, field: str) -> Path:
         """Resolve a path as `upload` does, for a sandbox that is being prepared. Raises RuntimeFailure where `upload`
-        raises InvalidField, because the service has already checked the task on its own machine. Raises RuntimeFailure
-        also for a hard link to a file that tasks may not read."""
+        raises InvalidField: the service has accepted the task, so the error is one of this machine. Raises
+        RuntimeFailure also for a hard link to a file that tasks may not read."""
         try:
             real = self.upload(name, field=field)
         except InvalidField as error:

@@ -14,8 +14,7 @@ import msgspec
 from outrider.errors import ServiceError
 
 WANTED = 65_536
-"""The limit of open file descriptors that a service sets for itself. If the hard limit is lower, the service uses the
-hard limit."""
+"""The limit of open file descriptors that a service sets for itself, unless the hard limit is lower."""
 LEAST = 4096
 """Number of file descriptors that a full node needs for its connections: a session holds about six descriptors, and
 each of its model calls two more."""

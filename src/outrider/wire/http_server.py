@@ -525,7 +525,7 @@ def _address(client: tuple[str, int] | None) -> str:
 @contextlib.contextmanager
 def noting_refusals(failures: Failures) -> Iterator[None]:
     """While the block runs, note in `failures` when connections cannot be accepted because descriptors or memory have
-    run out. The failure ends when no attempt to accept a connection has failed for ACCEPT_SECONDS.
+    run out. The failure is cleared when no attempt to accept a connection has failed for ACCEPT_SECONDS.
 
     asyncio tries again every second, and calls the loop's exception handler up to ACCEPTED_AT_ONCE times for each try.
     The default handler would log a traceback for each call, whereas `failures` limits the log lines. (uvloop keeps a

@@ -116,8 +116,8 @@ class Dialer:
         return found
 
     async def _services(self, port: int) -> frozenset[Address]:
-        """Return the addresses of the service's own names with this port. A name that this machine cannot resolve adds
-        no address."""
+        """Return the addresses of the service's own host names that are used with this port. A name that this machine
+        cannot resolve adds no address."""
         found: set[Address] = set()
         for host, _, own in (place.rpartition(":") for place in self._own):
             if own == str(port) and host != "*" and not host.startswith("[") and not is_address(host):

@@ -133,7 +133,7 @@ class Archive(Protocol):
         ...
 
     def keep(self, request: RequestHead, reply: bytes) -> None:
-        """Keep a whole reply, for which room is reserved."""
+        """Record a whole reply. Room for it is already reserved."""
         ...
 
 
@@ -379,8 +379,8 @@ class CutShort(OSError):
 
 
 class KeptReply:
-    """Collects a reply for the archive while there is room. Unless `store` is called, the room is given back at the end
-    of the block."""
+    """Collects a reply for the archive while there is room. Unless `store` is called, the reserved room is given back
+    at the end of the block."""
 
     def __init__(self, request: RequestHead, archive: Archive | None) -> None:
         self._request = request

@@ -29,7 +29,7 @@ NOT_PASSED = frozenset(
 
 COOKIES = frozenset({"set-cookie", "set-cookie2"})
 PERSONAL = frozenset({"authorization", "cookie", "cookie2"})
-"""If a request has one of these headers, its reply may be for the sender only."""
+"""The reply to a request with one of these headers may be meant only for the sender."""
 
 
 class NotPassedOn(Exception):
@@ -76,7 +76,7 @@ class RequestHead(msgspec.Struct, frozen=True):
 
     @property
     def personal(self) -> bool:
-        """True if the reply may be for the sender only."""
+        """True if the reply may be meant only for the sender."""
         return any(name in PERSONAL for name, _ in _named(self.fields))
 
     @property

@@ -114,8 +114,8 @@ class NetworkRules:
                     )
 
     def allowed(self, spec: NetworkSpec) -> dict[Phase, Allowed]:
-        """Return the destinations of each phase. Raises InvalidField for a destination that was allowed when the task
-        was submitted, if the settings no longer allow it to any tenant."""
+        """Return the destinations of each phase. Raises InvalidField for a destination that the settings do not allow,
+        or no longer allow, to any tenant."""
         self.check(spec, tenant=None, whose=None, field=RUNTIME)
         return {phase: self._allowed(spec.of(phase)) for phase in Phase}
 

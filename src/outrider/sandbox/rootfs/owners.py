@@ -114,7 +114,7 @@ def _is_plain(root: Path, folder: str, known: dict[str, bool]) -> bool:
 
 
 def _user_names(root: Path) -> dict[int, str]:
-    """Return the names of the users in /etc/passwd of a root. No link is followed."""
+    """Return the names of the users in /etc/passwd of a root file system. No link is followed."""
     if not _is_plain(root, "etc", {"": True}):
         return {}
     try:

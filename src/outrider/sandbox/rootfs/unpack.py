@@ -162,7 +162,7 @@ class Contents(msgspec.Struct):
 
 
 def contents_of(root: Path) -> Contents:
-    """Count the contents of an unpacked root."""
+    """Count the contents of an unpacked root file system."""
     found = Contents()
     for folder, folders, files in os.walk(root):
         found.entries += len(folders) + len(files)
