@@ -1,12 +1,12 @@
 """Remote procedure calls between a service and a node over one connection. Each side can call the other.
 
-`messages.py` defines the kinds of calls, and each kind has a handler on the side that is called. Invariant: each call
-gets exactly one last reply, unless the connection ends first.
+`messages.py` defines the kinds of calls. Invariant: each call gets exactly one last reply, unless the connection ends
+first.
 
 The connection is closed when the other side breaks the protocol:
 - A value has a wrong type.
 - A reply belongs to a call that was never made.
-- The number of a call is not higher than the number of the call before.
+- A call's number is not higher than the previous number.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ MAX_CALLS, MAX_CALL_BYTES = 1024, 64 << 20
 nothing more is read from the peer until a call is answered."""
 
 Handler = Callable[[Any], Coroutine[Any, Any, object] | AsyncGenerator[object, None]]
-"""The function that carries out calls of one kind. It is a coroutine function, or for a `NodeStream` a function that
-returns an asynchronous generator. It raises Nonsense for a call that breaks the protocol. A handler of streams must
-itself limit the number of open streams."""
+"""A function that carries out calls of one kind: a coroutine function, or for a `NodeStream` a function that returns an
+asynchronous generator. Raises Nonsense for a call that breaks the protocol. A handler of streams must itself limit the
+number of open streams."""
 
 
 class CallEnded(Exception):
@@ -98,10 +98,9 @@ class PendingCall(Generic[R]):
 
 
 class LinkCalls:
-    """Makes calls over a connection, and carries out the peer's calls.
-
-    `handlers` has a function for each kind of call that the peer can make. Each call of the peer runs in a task made by
-    `spawn`. `peer` describes the peer in errors and log lines. For `elsewhere`, see `framed`."""
+    """Makes calls over a connection, and carries out the peer's calls. `handlers` has the function for each kind of the
+    peer's calls, which run in tasks made by `spawn`. `peer` describes the peer in errors and log lines. For
+    `elsewhere`, see `framed`."""
 
     def __init__(
         self,

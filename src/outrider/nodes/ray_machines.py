@@ -136,8 +136,7 @@ class RayFleet:
                     await asyncio.wait([stopping, *runs], timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     if any(run.done() for run in runs):
                         refusal = self._refusal()
-                        # Without this pause, an actor that fails at once would be replaced again and again without a
-                        # wait.
+                        # Without this pause, an actor that fails at once would be replaced in a busy loop.
                         await asyncio.wait([stopping], timeout=LOOK_SECONDS)
                 if refusal is None:
                     await self._leave()

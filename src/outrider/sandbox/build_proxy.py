@@ -1,8 +1,8 @@
 """The proxy through which the RUN steps of an image build reach the hosts that the operator allows.
 
 The sandbox of a build has no other network. Programs in the sandbox reach this proxy at the sandbox's endpoint. The
-proxy connects to an allowed host directly, or through the operator's own proxy, if this process's environment variables
-name one.
+proxy connects to an allowed host directly, or through the operator's own proxy, which environment variables of this
+process name.
 """
 
 from __future__ import annotations
@@ -104,8 +104,7 @@ class BuildProxy:
         return BuildPassage(ProxyRoute(server=ProxiedServer(host=request.host, port=request.port, internal=True)))
 
     def refuse(self, request: RequestHead, reason: str) -> None:
-        """See `ProxyGate`. Does nothing: `refused` has only hosts that no `--allow-host` names, and `admit` records
-        these."""
+        """See `ProxyGate`. Does nothing, because `refused` has only hosts that no `--allow-host` names."""
 
 
 class BuildPassage:

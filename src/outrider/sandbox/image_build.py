@@ -149,8 +149,8 @@ class Build:
 
 
 def users_of_build() -> tuple[int, RuntimeUnavailable | None]:
-    """Return the number of users in the sandbox of a build: MOST_USERS, or 1 and the reason why this machine allows
-    only one. Packages such as tmux give files to other users."""
+    """Return the number of users in the sandbox of a build: MOST_USERS, or 1 and the reason why no more are possible.
+    Packages such as tmux give files to other users."""
     try:
         user_ids(MOST_USERS)
     except RuntimeUnavailable as error:

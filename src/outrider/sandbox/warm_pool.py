@@ -1,7 +1,6 @@
 """The warm pool: sandboxes of the most recently requested kinds, started and prepared before a session needs them.
 
-Sandboxes are of the same kind if they have the same runtime spec, files uploaded by prepare steps, and mounts of the
-harness. Invariants:
+A kind is a runtime spec, the files uploaded by its prepare steps, and the harness's mounts. Invariants:
 - A sandbox of the pool is unused. It is either given to one session, alive and young, or stopped here.
 - All ready, starting and stopping sandboxes together are within the memory limit.
 - If a service elsewhere, such as Kubernetes, has no room for a session's sandbox, a sandbox of the pool is stopped.
@@ -55,11 +54,10 @@ MAX_AGE_SHARE = 0.1
 to the session."""
 
 MAX_FAILURES = 6
-"""After this number of failed starts in a row, no more sandboxes of a kind are started until the kind is requested
-again."""
+"""After this number of failed starts in a row, no sandbox of the kind is started until the kind is requested again."""
 
 PAUSES = RetryPolicy(first=1.0, longest=300.0)
-"""Waits between the starts of sandboxes of a kind whose starts fail."""
+"""Waits between the starts of a kind whose starts fail."""
 
 WAY_SECONDS = 60.0
 """If there was no room for a session's sandbox, no warm sandbox of the same runtime is started for this many

@@ -25,8 +25,8 @@ END_SECONDS = 90
 """Seconds reserved for a job's end in addition to the service's own `stop_seconds`. In this time, sessions are
 interrupted, nodes end, unfinished sessions are counted, and the job is queued again."""
 LEAST_SECONDS = 30
-"""Minimum seconds of a useful run of the nodes. After a shorter run, the job is queued again only if it was queued
-again fewer than three times before."""
+"""If the nodes ran for fewer seconds than this, the job is queued again only if it was queued again fewer than three
+times before."""
 
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?", re.DOTALL)
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")

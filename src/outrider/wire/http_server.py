@@ -42,8 +42,8 @@ CONNECTION = "outrider.connection"
 BACKLOG = 2048
 """Maximum number of connections that wait in the kernel to be accepted."""
 ACCEPTED_AT_ONCE = 64
-"""Maximum number of connections accepted before the event loop does other work. A connection that has sent nothing may
-be closed in favour of a newer one. The number is small, so that the server first reads what new clients have sent."""
+"""Maximum number of connections accepted before the event loop does other work. The number is small, so that the server
+reads a new client's data before still newer connections can displace the client."""
 ACCEPTING = "accept connections"
 """The name under which a failure to accept connections appears in the list of failing background work."""
 ACCEPT_FAILED = "socket.accept() out of system resource"

@@ -1,10 +1,9 @@
 """One end of a connection between a service and a worker or node. Sends messages in order, receives one message at a
 time, and sends heartbeats.
 
-The module does not interpret messages and does not depend on the transport. Its callers set the intervals:
-`nodes/remote_node.py` for nodes, and the options of relay engines for workers. Invariants: when either end has closed
-the connection, or the peer was silent for too long, `run` returns and leaves no task running. Nothing is sent after a
-close.
+The module does not interpret messages and does not depend on the transport. Its callers set the intervals of heartbeats
+and silence. Invariants: when either end has closed the connection, or the peer was silent for too long, `run` returns
+and leaves no task running. Nothing is sent after a close.
 """
 
 from __future__ import annotations

@@ -176,8 +176,8 @@ def _named(fields: list[str]) -> list[tuple[str, str]]:
 
 
 def _passed(fields: list[str], named: list[tuple[str, str]]) -> list[str]:
-    """Return the header lines that are passed on. Left out are the headers of NOT_PASSED and those listed in the header
-    `Connection`, except Content-Length and Content-Type."""
+    """Return the header lines that are passed on: all except NOT_PASSED and the headers listed in `Connection`.
+    Content-Length and Content-Type are passed on even if listed."""
     listed = {one.strip().lower() for name, value in named if name == "connection" for one in value.split(",")}
     without = NOT_PASSED | (listed - {"content-length", "content-type", "close"})
     return [field for field, (name, _) in zip(fields, named, strict=True) if name not in without]

@@ -3,8 +3,8 @@
 sandbox/image_build.py runs the steps. These parts of the language are supported: FROM an image of this machine or an
 earlier stage, COPY and ADD of local files and of other images' files, RUN, SHELL, WORKDIR, ENV, ARG, HEALTHCHECK, USER
 root, and here-documents. Labels, ports, volumes and start commands do not affect files, and are ignored. Invariants:
-- Any other instruction, and any file outside of the context, is refused. The error has the Dockerfile's name, the line,
-  and a hint.
+- Any other instruction, and any file outside of the context, is refused with the Dockerfile's name, the line, and a
+  hint.
 - Two Dockerfiles have the same key only if they make the same image.
 """
 
