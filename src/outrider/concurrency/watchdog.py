@@ -52,7 +52,8 @@ class StallEvidence(NamedTuple):
     `waited`: the seconds that the loop's thread spent in the kernel's run queue, or None if the kernel does not report
         them.
     `worked`: the processor time of all threads together, in seconds.
-    `looks`: the number of samples by the sampling thread."""
+    `looks`: the number of samples by the sampling thread.
+    """
 
     stalled: float
     waited: float | None

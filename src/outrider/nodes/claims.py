@@ -118,7 +118,8 @@ class Given:
 
         If there is a verdict, each number must equal the number of stored turns, and their indexes must have no gaps.
         Without a verdict, a number may be lower but not higher, because the result of a failed attempt may leave out
-        stored turns. Always returns True if these records may lack a stored turn."""
+        stored turns. Always returns True if these records may lack a stored turn.
+        """
         if not self.certain or not self.began_here:
             return True
         for model in {*counted, *self.indexes}:

@@ -58,7 +58,8 @@ class NodeSetup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     `file`: the path of the settings file on the node's machine, or "".
     `service_url`: the URL at which a node on another machine has reached the service.
     `folders`: the service's folders that the settings name, for a node on another machine: the contents of each file,
-        by folder and file name."""
+        by folder and file name.
+    """
 
     name: str
     config: bytes
@@ -96,7 +97,8 @@ class NodeHello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
     `machine`: a random name of the program that started this process.
     `host`: identifies the machine and its network (`host_id`).
     `capacity`: the machine's capacity for all its nodes.
-    `received`: the number of message pieces that the node has received over earlier connections."""
+    `received`: the number of message pieces that the node has received over earlier connections.
+    """
 
     version: Annotated[str, msgspec.Meta(max_length=64)]
     instance: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]

@@ -87,7 +87,8 @@ class RayFleet:
 
     `address` is the cluster's address, or "auto" for a cluster on this machine, or "local" for a new cluster. If
     `resource` is given, only machines with this Ray resource join. `note` is called with a line for each arrival and
-    departure of a machine."""
+    departure of a machine.
+    """
 
     def __init__(
         self, place: JoinTarget, *, address: str, resource: str | None, stop_seconds: float, note: Callable[[str], None]

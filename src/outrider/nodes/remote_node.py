@@ -100,7 +100,8 @@ class RemoteNode:
 
     A node has at most one connection at a time, but may connect again. Its capacity is 0 until its first report.
     `elsewhere` is True if the node is on another machine and cannot reach engines on this machine. `dialled` is True if
-    the node opened the connection. Such a node may be any program that has a node's token."""
+    the node opened the connection. Such a node may be any program that has a node's token.
+    """
 
     def __init__(
         self, name: str, machine: str, parts: ServiceParts, *, elsewhere: bool = False, dialled: bool = False

@@ -70,7 +70,8 @@ class ServiceProxy:
     While the connection lasts, the node uses `store`, `artifacts`, `resources`, `leader` and `forwarded`. `images` is
     given if the service is on another machine; it returns the names of this machine's images. `ending` is set when a
     signal ends this process and its sandboxes at the same time. From then on, results of attempts may be wrong, so they
-    are not sent, and the attempts count as lost."""
+    are not sent, and the attempts count as lost.
+    """
 
     def __init__(
         self,

@@ -84,7 +84,8 @@ class NodeProcess:
                     self._process.kill()
                 await self._process.wait()
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # the process group has the id of its leader, the process
+                # the process is the leader of its group, which has the same id
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._ended = True
 
     @property

@@ -104,7 +104,8 @@ def build_by_engine(
     network. `note` is called with a line before each part of the work.
 
     Blocks. Raises InvalidField for the Dockerfile, BadImage with the end of the engine's output, and RuntimeUnavailable
-    if the engine is not installed."""
+    if the engine is not installed.
+    """
     checked_dockerfile(context, store)
     program = shutil.which(engine)
     if program is None:

@@ -72,7 +72,8 @@ def build_image(
     is the time limit of each RUN; `note` is called with a line before each step.
 
     Blocks, and must be called outside of an event loop. Raises InvalidField for the Dockerfile, BadImage with the line
-    that failed, and RuntimeUnavailable."""
+    that failed, and RuntimeUnavailable.
+    """
     if name is not None and "@" in name:
         raise InvalidField(
             f"{name!r} has a digest, which only images of a registry have", field="name", hint="give a name without @"

@@ -156,7 +156,8 @@ class Sandboxes:
     `pull`: the prefixes of the image references that may be pulled when a session needs the image.
     `network`: the operator's rules; by default no sandbox has a network.
     `connections`: counts the network connections of all sandboxes together; by default each sandbox is counted
-        alone."""
+        alone.
+    """
 
     def __init__(
         self,
@@ -207,7 +208,8 @@ class Sandboxes:
 
         Raises InvalidField if the runtime is no longer installed, or if a path in the spec is not allowed here. The
         path was allowed when the task was checked, but its links may lead elsewhere on this machine, or may have
-        changed."""
+        changed.
+        """
         kind: RuntimeKind = resolve("runtime", spec.sandbox_kind)
         if names_paths(spec):
             with renamed_field(RUNTIME, field):
@@ -315,7 +317,8 @@ async def run_step(runtime: Runtime, step: Run, *, name: str, field: str | None 
     `grace_seconds` do not count as failed.
 
     Raises RuntimeFailure, with the end of the output, if the last run exceeded its time limit, and CommandFailed
-    otherwise. A failure of the sandbox is raised at once."""
+    otherwise. A failure of the sandbox is raised at once.
+    """
     clock = asyncio.get_running_loop().time
     began, failures = clock(), 0
     while True:

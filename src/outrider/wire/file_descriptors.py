@@ -1,8 +1,8 @@
 """Limits the open files and connections of this process, and divides the file descriptors among groups of clients.
 
-The module does not depend on servers or sandboxes. Invariant: all clients together, inside and outside of sandboxes,
-can use only part of the descriptors; the rest is for the service itself (store, engines, sandboxes). So a client that
-opens as many connections as possible does not block other clients.
+Invariant: all clients together, inside and outside of sandboxes, can use only part of the descriptors; the rest is for
+the service itself (store, engines, sandboxes). So a client that opens as many connections as possible does not block
+other clients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class ConnectionQuotas(msgspec.Struct, frozen=True):
     `doors`: connections of all sandboxes to the proxies of their networks. A proxy may open another connection for each
         of them, to a server.
     `session`: concurrent model calls of one session.
-    `token`: concurrent calls of the control API with one token."""
+    `token`: concurrent calls of the control API with one token.
+    """
 
     sandboxes: int
     control: int

@@ -86,7 +86,8 @@ class Connections:
         task can end the exchange with `Response.cut` at any time.
 
         A server may close a kept-alive connection at the moment when the request is sent. A `repeatable` request is
-        then sent once more, over a new connection."""
+        then sent once more, over a new connection.
+        """
         own = _lines(headers) if headers else b""
         length = b"Content-Length: %d\r\n" % sum(map(len, body)) if body or method == "POST" else b""
         start = f"{method} {self._path}{path} HTTP/1.1\r\n".encode()

@@ -529,7 +529,8 @@ def noting_refusals(failures: Failures) -> Iterator[None]:
 
     asyncio tries again every second, and calls the loop's exception handler up to ACCEPTED_AT_ONCE times for each try.
     The default handler would log a traceback for each call, whereas `failures` limits the log lines. (uvloop keeps a
-    spare descriptor, with which it accepts and closes the connection.)"""
+    spare descriptor, with which it accepts and closes the connection.)
+    """
     loop = asyncio.get_running_loop()
     before = loop.get_exception_handler()
     ending: asyncio.TimerHandle | None = None

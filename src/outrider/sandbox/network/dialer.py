@@ -37,7 +37,8 @@ class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
     `named`: True if the task or the operator names exactly this host. A program in the sandbox may have invented any
         other host.
     `proxy`: the URL of the HTTP proxy that leads to the server. None means the proxy in this process's variables, and
-        "" means no proxy."""
+        "" means no proxy.
+    """
 
     host: str
     port: int
@@ -68,7 +69,8 @@ class Dialer:
 
     `environ`, by default this process's variables, may name the operator's own proxy (HTTPS_PROXY, HTTP_PROXY,
     ALL_PROXY) and the hosts that are reached without it (NO_PROXY). No connection is made to the service itself. `own`
-    has its addresses as `host:port`; the host is an address, a name, or `*` for every address of this machine."""
+    has its addresses as `host:port`; the host is an address, a name, or `*` for every address of this machine.
+    """
 
     def __init__(
         self, resolve: Resolve, *, environ: Mapping[str, str] | None = None, own: Collection[str] = frozenset()

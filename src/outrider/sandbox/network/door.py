@@ -57,7 +57,8 @@ class ServerUse(msgspec.Struct, kw_only=True):
     `refusal`, `failure`: the reasons of the last refusal and the last failure.
     `last_failed`: the number of the last request with a failure that no program in the sandbox can have caused, or 0.
         It is set only for a server that the task or the operator names exactly.
-    `last_reached`: the number of the last request that the server answered, or 0."""
+    `last_reached`: the number of the last request that the server answered, or 0.
+    """
 
     phase: Phase
     server: str
@@ -222,7 +223,8 @@ class Door:
 
         The gateway and the proxy have one address, so HTTP lets a client send requests for both over one connection.
         Bun does so. Before such a client sends a request to another server, it has received all replies of the
-        gateway."""
+        gateway.
+        """
         try:
             server_reader, server_writer = await asyncio.open_unix_connection(self._gateway, limit=MAX_HEAD)
         except OSError:

@@ -83,7 +83,8 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
     `into`: True if files are put into the folder `target`. Otherwise a single file becomes `target`, unless `target` is
         an existing folder.
     `without`: the paths in the sources that the .dockerignore leaves out.
-    `owner`: the user and group of the copies, as for `chown`, or "" for root."""
+    `owner`: the user and group of the copies, as for `chown`, or "" for root.
+    """
 
     line: int
     sources: tuple[Path, ...]
@@ -576,7 +577,8 @@ class Reader:
         Each is returned with the paths below it that the .dockerignore leaves out.
 
         The context is the Dockerfile's folder. A path that exists only in the folder of the whole task is taken from
-        there, as if `docker build -f` had been run in that folder."""
+        there, as if `docker build -f` had been run in that folder.
+        """
         if "://" in word or word.startswith("git@"):
             raise self._refusal(
                 one.line,

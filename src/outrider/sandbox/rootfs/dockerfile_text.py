@@ -39,7 +39,8 @@ class HereDocument(msgspec.Struct, frozen=True):
     `name`: its name.
     `raw`: True if the name is quoted, so that no variable is filled in.
     `body`: its lines, without leading tabs if the word has a dash.
-    `text`: the lines as written, with the line that ends it."""
+    `text`: the lines as written, with the line that ends it.
+    """
 
     word: str
     name: str

@@ -25,8 +25,8 @@ these files is copied into the sandbox's memory."""
 PLAIN_USERS = frozenset({"_apt", "man"})
 """Users of Debian's base system that own nothing but caches. A sandbox with one user rebuilds the caches as root."""
 FIRST_PERSON, HOMES = 1000, "home/"
-"""The first id of a person's account, and the folder of such accounts. Many base images have the home of an account
-that no program of the image uses."""
+"""The first user id of a person, and the folder of people's homes. Such homes do not require several users, because
+many base images have an account that no program of the image uses."""
 SYSTEM = ("usr", "etc", "bin", "")
 """Paths that usually belong to root. If another user owns one of them, this user probably made the archive, so root
 gets all files of this user."""
@@ -41,7 +41,8 @@ class Ownership(msgspec.Struct, frozen=True, kw_only=True):
     `entries`, `bytes`: number and size of the files that the sandbox copies to give them to their owners.
     `foreign`: describes the first file for which a sandbox needs several users, or "" if one user is enough.
     `highest`: the highest user or group id of the files for which a sandbox needs several users.
-    `unkept`: the reason why no sandbox can have these owners, or ""."""
+    `unkept`: the reason why no sandbox can have these owners, or "".
+    """
 
     entries: int = 0
     bytes: int = 0

@@ -41,7 +41,8 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
 
     Raises InvalidField, and RuntimeUnavailable without skopeo. Raises BadImage if skopeo fails (with its messages) or
     needs more than PULL_SECONDS, or if the image cannot be imported. Raises OSError if the disk is full or this process
-    lacks a resource, such as descriptors."""
+    lacks a resource, such as descriptors.
+    """
     checked_name(name)
     tool = shutil.which("skopeo")
     if tool is None:

@@ -40,7 +40,8 @@ class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     `oci`: a folder with an OCI layout.
     `localimage`: a SIF file or a root folder.
     `image`: the name of an imported image.
-    `debootstrap`: a Debian suite."""
+    `debootstrap`: a Debian suite.
+    """
 
     kind: Literal["docker-archive", "oci", "localimage", "image", "debootstrap"]
     source: str
@@ -60,7 +61,8 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     `requirements`: a file of requirements.
     `files`: files that are copied into the image.
     `env`: variables for the commands and for every sandbox.
-    `commands`: commands that run last, each in the image's shell."""
+    `commands`: commands that run last, each in the image's shell.
+    """
 
     base: Base
     packages: tuple[str, ...] = ()

@@ -50,7 +50,8 @@ class RootImage(msgspec.Struct, frozen=True, kw_only=True):
     `created`: the time of import or build, in seconds since the epoch.
     `bytes`: the total size of the image's files.
     `left_out`: the number of devices, sockets and pipes that were left out.
-    `owners`: the summary of the files' owners."""
+    `owners`: the summary of the files' owners.
+    """
 
     digest: str
     source: str
@@ -137,7 +138,8 @@ class ImageStore:
 
         An earlier image with this name loses the name. If it has no other name, its digest becomes its name, so that it
         can still be listed, used and removed. Raises InvalidField for an invalid name, and NotFound if there is no such
-        image."""
+        image.
+        """
         place = self._name(checked_name(name))
         with locked(self._names):
             image = self._described(_hex(digest))

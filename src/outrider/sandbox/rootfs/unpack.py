@@ -152,7 +152,8 @@ class Contents(msgspec.Struct):
     `bytes`: the bytes of files.
     `left_out`: the number of special files that were skipped.
     `owners`: the owners of files that are not root's.
-    `base_owners`: the owners in the image's base, or None for an image without a base."""
+    `base_owners`: the owners in the image's base, or None for an image without a base.
+    """
 
     entries: int = 0
     bytes: int = 0
@@ -175,7 +176,8 @@ def unpack(layers: Iterable[BinaryIO], target: Path, *, owners: Mapping[str, tup
     bzip2 or xz. `owners` are the owners of the files that are already in the folder. The returned owners may name paths
     that a later layer has removed.
 
-    Raises BadImage, also if the image exceeds a limit. After an error, the folder holds a part of the image."""
+    Raises BadImage, also if the image exceeds a limit. After an error, the folder holds a part of the image.
+    """
     contents, room = Contents(owners=dict(owners)), Room(target)
     for number, layer in enumerate(layers):
         try:
