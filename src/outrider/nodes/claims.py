@@ -1,9 +1,9 @@
 """Checks what a node reports about its sessions against the service's own records.
 
 A node may be any program on another machine that has a node's token. With this token, the program may only run sessions
-and write data of these sessions. docs/nodes.md lists all rules in a table. A node that breaks a rule is cut off, and
-its sessions run on other nodes. Invariant: data that passes these checks can be stored, added up, made into training
-samples, and shown.
+and write data of these sessions. docs/nodes.md lists the rules. A node that breaks a rule is cut off, and its sessions
+run on other nodes. Invariant: data that passes these checks can be stored, added up, made into training samples, and
+shown.
 """
 
 from __future__ import annotations

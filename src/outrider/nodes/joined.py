@@ -102,9 +102,8 @@ class JoinedNodes:
                 await socket.close(Close.REMOVED, "the service has given this node up")
                 return
             # A connected member is never replaced. A disconnected member that runs sessions may be replaced only by a
-            # node of the same machine. Before it is ready, any node with the same token may replace it, because that
-            # node may be on the same machine: `machine` is a random name that changes when the joining program starts
-            # again.
+            # node of the same machine. Before it is ready, any node with the same token may replace it. It may be the
+            # same machine, because `machine` is a random name that changes when the joining program starts again.
             if name in self._own or (
                 member is not None
                 and (

@@ -84,7 +84,7 @@ class NodeProcess:
                     self._process.kill()
                 await self._process.wait()
             with suppress(ProcessLookupError):
-                # the process is the leader of its group, which has the same id
+                # The process is the leader of its group, which has the same id.
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._ended = True
 

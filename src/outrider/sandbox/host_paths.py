@@ -3,9 +3,9 @@
 - A mount, a root folder, an image's path or a virtual environment is below an entry of `sandboxes.allow`.
 - Some folders of the host are visible in every sandbox of a kind (`runtimes/shown_folders.py`).
 
-In none of these ways can a setting open the files and folders of `KEPT`. Folders are compared by device and inode, not
-by name alone, because a link, a bind mount or another spelling may lead to the same folder. Invariant: the path read or
-mounted is the checked path, with all links resolved; uploads are opened without following any link (see
+No setting can open the files and folders of `KEPT` in these ways. Folders are compared by device and inode, not by name
+alone, because a link, a bind mount or another spelling may lead to the same folder. Invariant: the path read or mounted
+is the checked path, with all links resolved; uploads are opened without following any link (see
 sandbox/runtimes/tool_server/uploads.py).
 """
 

@@ -257,7 +257,8 @@ class WarmPool:
                     kind.spec, f"warm-{next(self._numbers)}", 1, mounts=kind.mounts, ahead=True
                 )
                 await sandbox.ready()
-        # any exception, because the runtime may be a plugin; a session that needs such a sandbox will report it
+        # The runtime may be a plugin, which may raise any exception. A session that needs such a sandbox reports the
+        # error.
         except Exception as error:
             self._free_memory(kind)
             kind.retry_at = asyncio.get_running_loop().time() + self._pauses.wait(kind.failures)
@@ -294,7 +295,7 @@ async def usable(sandbox: Sandbox) -> bool:
             await runtime.read("/", limit=1)  # the cheapest call: it starts no process
     except IsADirectoryError:
         return True
-    except Exception:  # any exception, because the runtime may be a plugin
+    except Exception:  # the runtime may be a plugin, which may raise any exception
         return False
     return False
 

@@ -83,7 +83,7 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
                 image = await shielded(lambda: asyncio.to_thread(store.import_, layout, name, pulled=True))
         except (BadImage, OSError) as error:
             if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                # the error is not recorded, because it concerns only this process: a lack of descriptors, for example
+                # The error is not recorded, because it concerns only this process: a lack of descriptors, for example.
                 raise
             hint = error.hint if isinstance(error, BadImage) else None
             record.write(msgspec.json.encode(PullOutcome(failure=described(error), hint=hint, host=host_id())))
@@ -93,9 +93,8 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
 
 
 class PullOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a pull, for pulls of the same reference that have waited for this pull. It is the digest of the
-    image, or the message and the hint of the failure. `host` is the machine on which the pull has failed
-    (`host_id`)."""
+    """The outcome of a pull, for pulls of the same reference that have waited for it: the digest of the image, or the
+    message and the hint of the failure. `host` is the machine on which the pull has failed (`host_id`)."""
 
     digest: str = ""
     failure: str = ""

@@ -57,7 +57,7 @@ class ImagePulls:
             task = self._chores.create_task(self._pull(spec.image), name="pull an image")
             self._running[spec.image] = task
             task.add_done_callback(partial(self._ended, spec.image))
-        # a cancelled session does not cancel the pull, because other sessions may wait for it
+        # A cancelled session does not cancel the pull, because other sessions may wait for it.
         await asyncio.wait({task})
         if (failure := task.result()) is not None:
             raise failure.replace(field=f"{field}.image")
