@@ -160,8 +160,8 @@ class ConnectionLimit:
         self._group(connection).add(connection)
 
     def upgraded(self, connection: _Protocol) -> None:
-        """Record that the connection becomes a WebSocket. WebSockets are never closed in favour of a new connection.
-        The end of a WebSocket is recorded by `leave_upgraded`."""
+        """Record that the connection becomes a WebSocket, which is never closed in favour of a new connection. The end
+        of a WebSocket is recorded by `leave_upgraded`."""
         self._group(connection).discard(connection)
 
     def leave(self, connection: _Protocol) -> None:

@@ -73,8 +73,8 @@ def root_partition(path: Path) -> Partition:
 
 
 def unpack_sif(path: Path, target: Path, *, seconds: float = UNSQUASHFS_SECONDS) -> Contents:
-    """Unpack the root file system into an empty folder. unsquashfs runs twice, each time for up to `seconds`. Raises
-    BadImage, and RuntimeUnavailable without unsquashfs."""
+    """Unpack the root file system into an empty folder. `seconds` limits each run of unsquashfs. Raises BadImage, and
+    RuntimeUnavailable without unsquashfs."""
     tool = shutil.which("unsquashfs")
     if tool is None:
         raise RuntimeUnavailable("unsquashfs is not installed", hint="it is in the package squashfs-tools")
