@@ -57,8 +57,8 @@ class NodeSetup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     `json_log`: True if the log's lines are JSON.
     `file`: the path of the settings file on the node's machine, or "".
     `service_url`: the URL at which a node on another machine has reached the service.
-    `folders`: the service's folders that the settings name, for a node on another machine: the contents of each file,
-        by folder and file name.
+    `folders`: for a node on another machine, the files of the service's folders that the settings name, by folder and
+        name.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Parts shared by the protocols of all links: close codes and reasons, heartbeats, and the MessagePack encoder."""
+"""Parts shared by all links' protocols: close codes and reasons, heartbeats, and the MessagePack encoder."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ def _extensions() -> Path:
 
 
 def portable_digest() -> str:
-    """Return a digest of the interpreter's version and of its files' paths, sizes and times, as a name for the copy.
-    Raises RuntimeUnavailable."""
+    """Return a digest of the interpreter's version, and of the paths and times of its program and library folders. It
+    names the copy. Raises RuntimeUnavailable."""
     parts = [FORMAT, sys.version, sys.platlibdir]
     for path in (_executable(), _stdlib(), _extensions()):
         try:
