@@ -9,9 +9,8 @@ import base64
 import binascii
 
 PIECE = 1 << 20
-"""Number of characters decoded in one call, a multiple of four. The decoder holds the interpreter lock during the whole
-call, which takes 10 ms for this many characters. Decoding a long text in one call would stop all other threads for too
-long."""
+"""Number of characters decoded in one call, a multiple of four. The decoder holds the interpreter lock, and so stops
+all other threads, during the whole call. A call with this many characters takes 10 ms."""
 
 
 def decode_base64(text: str) -> bytes:

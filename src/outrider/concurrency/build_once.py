@@ -6,9 +6,9 @@ An entry is built as a draft in the folder of the cache, and then renamed to its
     FOLDER/.draft-NAME-X    an entry under construction, or left behind by a killed builder
     FOLDER/.locks/NAME      the lock, held while NAME is built or removed
 
-The lock is `flock`. The library filelock is not used, because it polls every 50 ms. With `flock` the kernel wakes the
-next waiter, and releases the lock however the holding process ends. Invariant: an entry at its final path is complete,
-even after a loss of power.
+The lock is `flock`: the kernel wakes the next waiter, and releases the lock however the holding process ends. The
+library filelock instead polls every 50 ms. Invariant: an entry at its final path is complete, even after a loss of
+power.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def locked(place: Path, *, on_wait: Callable[[], object] = lambda: None) -> Iter
 
 
 def lock_file(place: Path) -> Path:
-    """Return the path of the lock file of `place`. The file is never removed. If it were removed, a process that had
-    opened it before could lock the removed file, while another process locks a new file of the same path."""
+    """Return the path of the lock file of `place`. The file is never removed: a process that had opened it before could
+    then lock the removed file, while another process locks a new file of the same path."""
     return place.parent / ".locks" / place.name
 
 

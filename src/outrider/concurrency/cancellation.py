@@ -20,14 +20,14 @@ import msgspec
 T = TypeVar("T")
 
 Steps = Generator[int, None, T]
-"""A computation in pieces. The generator yields the size of each next piece, in bytes of input, and returns the result.
-A piece should cover at most PIECE_BYTES. A larger piece is allowed only for a single message or text that has more
-bytes than this."""
+"""A computation in pieces. Before each piece, the generator yields the size of the piece, in bytes of input. At the end
+it returns the result. A piece should cover at most PIECE_BYTES. It may be larger only if a single message or text has
+more bytes than this."""
 
 INLINE_BYTES = 32 << 10
-"""Bytes of input that are processed on the event loop. The rest is processed in the thread. For an ordinary call, a
-switch to the thread would cost more than the work itself. In the worst case, many very short messages, 32 KiB take 20
-ms."""
+"""Number of bytes of an input that are processed on the event loop. The thread processes the rest. For an ordinary
+call, a switch to the thread would cost more than the work itself. 32 KiB take at most 20 ms, if they are many very
+short messages."""
 PIECE_BYTES = 16 << 10
 """Bytes of input after which a computation in the thread lets the next computation run."""
 
@@ -36,7 +36,7 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
     """Await `work()` to its end and return the result or raise the error.
 
     If the caller is cancelled meanwhile, CancelledError is raised instead, but only once the work has ended. If `grace`
-    is given, work that still runs `grace` seconds after the caller's cancellation is cancelled, too.
+    is given, the work has `grace` seconds to end after the caller's cancellation, and is then cancelled, too.
     """
     # The work needs its own task: asyncio.timeout() inside the work cancels the current task. A bare task and one
     # future cost 8 us a call. A TaskGroup around the task costs 13 us, and every stored turn pays the difference.
@@ -61,9 +61,8 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
             task.exception()  # reads the error, because asyncio logs errors that are never read
         raise cancelled
     finally:
-        # The traceback of an error references this frame. If the frame also referenced the error, both would live until
-        # the garbage collector finds the cycle, together with everything that the traceback's frames reference, such as
-        # request bodies of megabytes.
+        # An error's traceback references this frame. If the frame also referenced the error, the cycle would keep both
+        # alive until a garbage collection, with everything that they reference, such as request bodies of megabytes.
         del cancelled, task
 
 
@@ -90,10 +89,9 @@ class OffloadThread:
     in order of arrival, so that long computations alternate. The first piece starts the thread. `close` waits for the
     running piece.
 
-    Reading and rendering a request with tens of thousands of messages takes seconds. On the event loop this work would
-    stop every other session. In a thread the work only competes with the event loop for the interpreter. There is only
-    one thread. Several threads would not be faster, because Python runs one thread at a time, and would leave the event
-    loop fewer turns.
+    Reading and rendering a request with tens of thousands of messages takes seconds. On the event loop, this work would
+    stop every other session. More threads would not be faster, because Python runs one thread at a time, and would
+    leave the event loop fewer turns.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,9 @@
 """Runs the chores of a process: background work that continues after every failure.
 
-A chore repeats until its owner ends; one repetition is a turn. If a turn fails (for example, because the disk is full,
-because descriptors, memory or threads have run out, or because a plugin has raised an error), the turn is retried after
-a wait. Only the first failure is logged. The chore is listed in the service's status, with the number of failures,
-until a turn succeeds. Invariants: a failure ends neither the other chores nor their owner, unless the owner classifies
-the error as fatal; no chore ends silently while its owner runs.
+A chore repeats until its owner ends; one repetition is a turn. If a turn fails (for example, because the disk is full
+or a plugin has raised an error), it is retried after a wait. Only the first failure is logged. The chore is listed in
+the service's status, with the number of failures, until a turn succeeds. Invariants: a failure ends neither the other
+chores nor their owner, unless the owner classifies the error as fatal; no chore ends silently while its owner runs.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ class Failures:
         self._logged: OrderedDict[str, float] = OrderedDict()
         """Time of the last log line about a failure, by name."""
         self._quiet: set[str] = set()
-        """The currently failing work whose failures since the last success are not logged yet."""
+        """Names of failing work of which no failure since the last success is logged yet."""
 
     def failing(self) -> tuple[FailingChore, ...]:
-        """Return the work that has failed and has not succeeded since, longest failing first."""
+        """Return the work that has failed and has not succeeded since. The work that began to fail first is first."""
         return tuple(self._failing.values())
 
     def note(self, name: str, error: BaseException) -> None:
@@ -141,9 +140,9 @@ class Chores:
         return self.create_task(self._until_done(name, work), name=name)
 
     def create_task(self, work: Coroutine[Any, Any, T], *, name: str, chore: str | None = None) -> asyncio.Task[T]:
-        """Run `work` once. After an error that is not fatal, the task returns None, and the error is noted under the
-        name `chore` (by default `name`), because possibly no code awaits the task. The name must be that of repeated
-        work: only the next success under the same name clears the failure."""
+        """Run `work` once. After an error that is not fatal, the task returns None. The error is noted under the name
+        `chore` (by default `name`), because possibly no code awaits the task. The name must be that of repeated work,
+        because only the next success under the same name clears the failure."""
         task = self._group.create_task(self._noted(work, chore or name), name=name)
         self._once.add(task)
         task.add_done_callback(self._once.discard)

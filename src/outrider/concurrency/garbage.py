@@ -1,12 +1,13 @@
 """Keeps Python's garbage collector from blocking the event loop while many sessions are live.
 
-A full collection visits every object: 0.3 s with 5,000 live sessions. So Python is configured never to start a full
-collection. Every few seconds the young objects are collected, which is a bounded amount of work. The survivors are
-frozen, so that no later collection visits them. Nearly all objects are freed by their reference count, frozen or not.
-Sessions and model calls leave no cycles (tests/service/test_garbage.py). The cycles of other code, such as a plugin,
-are freed by full collections in idle moments. If the process has grown by more than GROWN_MOST and by more than half
-since the last full collection, the next one does not wait for an idle moment, so memory has a bound. Invariant: while
-the process is not idle and does not grow, collections visit only young objects.
+A full collection visits every object, which takes 0.3 s with 5,000 live sessions. So Python is configured never to
+start a full collection. Every few seconds only the young objects are collected, which is a bounded amount of work. The
+survivors are frozen, so that no later collection visits them. Nearly all objects, frozen or not, are freed by their
+reference count, because sessions and model calls leave no cycles (tests/service/test_garbage.py).
+
+Cycles of other code, such as a plugin, are freed by full collections in idle moments. To bound the memory, a full
+collection does not wait for an idle moment if the process has grown by more than GROWN_MOST and by more than half since
+the last one. Invariant: while the process is not idle and does not grow, collections visit only young objects.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ EVERY_SECONDS = 5.0
 YOUNG = 5_000
 """Number of new objects after which Python collects the youngest generation."""
 MIDDLE = 4
-"""Number of collections of the youngest generation after which the second generation is collected, too: 25,000 objects
-at most. This took 19 ms on a slow machine, and 70 ms with four times as many objects."""
+"""Number of collections of the youngest generation after which the second generation is collected, too. Such a
+collection visits at most 25,000 objects. This took 19 ms on a slow machine; four times as many objects took 70 ms."""
 NEVER = 1_000_000_000
 GROWN_IDLE = 32 << 20
 """If the process has grown by more than this number of bytes since the last full collection, the next full collection

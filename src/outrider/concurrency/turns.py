@@ -14,7 +14,8 @@ from contextlib import asynccontextmanager
 
 
 class Turns:
-    """`async with turns.take(owner, part):` waits for one of `size` slots, and holds the slot while the block runs."""
+    """Slots that owners take in turn: `async with turns.take(owner, part):` waits for one of `size` slots, and holds
+    the slot while the block runs."""
 
     def __init__(self, size: int) -> None:
         self._free = size
@@ -24,7 +25,7 @@ class Turns:
 
     @asynccontextmanager
     async def take(self, owner: str, part: str = "") -> AsyncIterator[None]:
-        """Wait for a slot, and hold the slot while the block runs. A cancelled wait takes no slot."""
+        """Hold a slot while the block runs. A cancelled wait takes no slot."""
         if self._free:
             self._free -= 1
         else:

@@ -46,9 +46,14 @@ class StallKind(StrEnum):
 
 
 class StallEvidence(NamedTuple):
-    """Measurements of one stall. `stalled` is the length of the stall in seconds. `waited` is the time that the loop's
-    thread spent in the kernel's run queue, in seconds (None if the kernel does not report this time). `worked` is the
-    processor time of all threads together, in seconds. `looks` is the number of samples by the sampling thread."""
+    """Measurements of one stall.
+
+    `stalled`: the length of the stall in seconds.
+    `waited`: the seconds that the loop's thread spent in the kernel's run queue, or None if the kernel does not report
+        them.
+    `worked`: the processor time of all threads together, in seconds.
+    `looks`: the number of samples by the sampling thread.
+    """
 
     stalled: float
     waited: float | None

@@ -1,8 +1,12 @@
-"""One end of the calls between a service and a node over one connection. Each side can call the other.
+"""Remote procedure calls between a service and a node over one connection. Each side can call the other.
 
-`messages.py` defines the kinds of calls, and a handler carries out the calls of each kind. Invariants: each call gets
-exactly one last reply, unless the connection ends first. The connection is ended by a value of a wrong type, by a reply
-to a call that was never made, and by a call whose number is not higher than the previous number.
+`messages.py` defines the kinds of calls. Invariant: each call gets exactly one last reply, unless the connection ends
+first.
+
+The connection is closed when the other side breaks the protocol:
+- A value has a wrong type.
+- A reply belongs to a call that was never made.
+- A call's number is not higher than the previous number.
 """
 
 from __future__ import annotations
@@ -34,13 +38,13 @@ from outrider.wire.link_protocol import Close, Nonsense
 log = logging.getLogger("outrider.node")
 
 MAX_CALLS, MAX_CALL_BYTES = 1024, 64 << 20
-"""Maximum number, and maximum total bytes, of a peer's unanswered calls. Streams are not counted. At either limit
+"""Limits of the peer's unanswered calls: their number, and their total bytes. Streams are not counted. At either limit,
 nothing more is read from the peer until a call is answered."""
 
 Handler = Callable[[Any], Coroutine[Any, Any, object] | AsyncGenerator[object, None]]
-"""Carries out calls of one kind: a coroutine function, or for a `NodeStream` a function that returns an asynchronous
-generator. Raises Nonsense for a call that breaks the protocol. A handler of streams must itself limit the number of
-open streams."""
+"""A function that carries out calls of one kind: a coroutine function, or for a `NodeStream` a function that returns an
+asynchronous generator. Raises Nonsense for a call that breaks the protocol. A handler of streams must itself limit the
+number of open streams."""
 
 
 class CallEnded(Exception):
@@ -58,7 +62,7 @@ class PendingCall(Generic[R]):
         self._ended = False
 
     def receive(self, reply: CallReply) -> None:
-        """Queue a reply of the peer for `next`. Raises Nonsense for a value of a wrong type."""
+        """Queue a reply of the peer; `next` returns it. Raises Nonsense for a value of a wrong type."""
         if self._ended:
             return
         try:
@@ -94,8 +98,9 @@ class PendingCall(Generic[R]):
 
 
 class LinkCalls:
-    """One end of a connection. `handlers` carry out the peer's calls, in tasks made by `spawn`; `peer` describes the
-    peer in errors and log lines. For `elsewhere`, see `framed`."""
+    """Makes calls over a connection, and carries out the peer's calls. `handlers` has the function for each kind of the
+    peer's calls, which run in tasks made by `spawn`. `peer` describes the peer in errors and log lines. For
+    `elsewhere`, see `framed`."""
 
     def __init__(
         self,
@@ -117,9 +122,9 @@ class LinkCalls:
         """The number of the peer's latest call; -1 before the first call."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._streams: dict[int, tuple[type[NodeCall[Any]], int]] = {}
-        """Kinds and sizes in bytes of the peer's streams that have not ended, by number."""
+        """Kind of call and size in bytes of each open stream of the peer, by call number."""
         self._unanswered: dict[int, int] = {}
-        """Sizes in bytes of the peer's unanswered calls, by number."""
+        """Sizes in bytes of the peer's unanswered calls, by call number."""
         self._answered = asyncio.Event()
         self.ended = False
 
@@ -216,7 +221,7 @@ class LinkCalls:
         else:
             self._unanswered[number] = self._link.size
         self._tasks[number] = task = self._spawn(self._answer(number, work))
-        # A callback notes the end, because a task that is cancelled before its first step runs none of its code.
+        # The end is recorded in a callback, because a task that is cancelled before its first step never runs its code.
         task.add_done_callback(partial(self._note_end, number, work))
 
     async def _answer(self, number: int, work: Coroutine[Any, Any, object] | AsyncGenerator[object, None]) -> None:
@@ -254,5 +259,5 @@ class LinkCalls:
         self._answered.set()
         if task.cancelled():
             if isinstance(work, Coroutine):
-                work.close()  # the task may never have awaited `work`
+                work.close()  # closes a coroutine that the task may never have awaited
             self._link.send(CallReply(number))

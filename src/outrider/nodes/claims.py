@@ -1,8 +1,9 @@
-"""Checks of a node's messages about its sessions against the service's own records.
+"""Checks what a node reports about its sessions against the service's own records.
 
-A node may be any program on another machine. The node's token permits the program only to run sessions and to write
-data of these sessions. Each rule is a line of a table in docs/nodes.md. A node that breaks a rule is cut off, and its
-sessions run on other nodes. Invariant: checked data can be stored, added up, made into samples and shown.
+A node may be any program on another machine that has a node's token. With this token, the program may only run sessions
+and write data of these sessions. docs/nodes.md lists the rules. A node that breaks a rule is cut off, and its sessions
+run on other nodes. Invariant: data that passes these checks can be stored, added up, made into training samples, and
+shown.
 """
 
 from __future__ import annotations
@@ -34,27 +35,26 @@ from outrider.trajectory import BranchPolicy, LogprobKind, SessionResult, TokenM
 from outrider.wire.link_protocol import Nonsense
 
 MAX_NUMBER = 1 << 53
-"""Upper bound of counts and seconds: smaller integers are exact as floating-point numbers."""
+"""Counts and seconds must be below this number. Integers up to it are exact as floating-point numbers."""
 MAX_TURNS = 1 << 20
-"""Maximum number of an attempt's turns of one model: ten times the highest limit of a task."""
+"""Maximum number of an attempt's turns of one model: ten times the highest limit that a task can set."""
 MAX_SESSIONS = 100_000
 """Maximum capacity, in sessions, that a node may report."""
 MAX_LANES = 16
 MAX_FAILING = 64
 """Maximum number of failing background tasks in a node's report. Further tasks are left out."""
 MAX_COUNTED = 256
-"""Maximum number of runtimes in a node's counts. The same limit holds for dialects, and for the error codes of a
-dialect."""
+"""Maximum number of runtimes in a node's counts, of API dialects, and of the error codes of a dialect."""
 MAX_NAME = 256
 MAX_PATH = 4096
 MAX_ANSWER = 1 << 20
 MAX_METRICS = 10_000
 MAX_LINES = 256
-"""Maximum number of entries in a table of a result, such as forks by cause."""
+"""Maximum number of entries in each table of a result, such as the forks by cause."""
 LIMITS = ArtifactLimits()
 MAX_KEPT_BYTES = LIMITS.total_bytes + (len(KEPT) + 1) * LIMITS.file_bytes + (1 << 20)
-"""Maximum bytes of an attempt's artifacts: the collected files, the carried data, the record of the network, and 1 MiB
-for the grading log."""
+"""Maximum bytes of an attempt's artifacts: the collected files, the data carried from the agent's sandbox to the
+grading, the record of network requests, and the grading log (1 MiB)."""
 
 GRADED = frozenset(
     {
@@ -84,8 +84,8 @@ class ClaimRule(NamedTuple, Generic[T]):
 
 
 class Given:
-    """The service's records of an attempt on a node: the attempt as sent to the node, and the turns and artifacts
-    stored since then."""
+    """The service's records of an attempt that runs on a node: the attempt as sent to the node, and the turns and
+    artifacts that were stored since then."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
@@ -114,10 +114,12 @@ class Given:
         self.tokens[call.model] = self.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
 
     def has_turns(self, counted: Mapping[str | None, int], *, verdict: bool) -> bool:
-        """Return True if the numbers of turns in a result, by model, fit the stored turns. With a verdict, the numbers
-        must be equal, and the indexes of the stored turns must have no gaps. Without a verdict, a number must not
-        exceed the stored turns, but may be lower, because the result of a failed attempt may leave out turns that are
-        stored. The result is not checked, and True is returned, if a stored turn may be missing from these records."""
+        """Return True if the numbers of turns in a result, by model, fit the stored turns.
+
+        If there is a verdict, each number must equal the number of stored turns, and their indexes must have no gaps.
+        Without a verdict, a number may be lower but not higher, because the result of a failed attempt may leave out
+        stored turns. Always returns True if these records may lack a stored turn.
+        """
         if not self.certain or not self.began_here:
             return True
         for model in {*counted, *self.indexes}:
@@ -151,7 +153,7 @@ def _rewards_turns(result: SessionResult, given: Given) -> bool:
         return True
     numbers = (verdict.reward, *verdict.turns.values(), *verdict.rows.values())
     return (
-        # This form also refuses NaN, for which every comparison is false.
+        # NaN is refused, too, because every comparison with NaN is false.
         all(abs(number) <= MAX_REWARD for number in numbers)
         and all(0 <= index < result.turns for index in verdict.turns)
         and all(0 <= row < result.samples for row in verdict.rows)
@@ -292,8 +294,8 @@ def _tiles(turn: Turn, tokens: int) -> bool:
 
 def _within_limits(call: AddTurn, given: Given) -> bool:
     sampled = given.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
-    # An engine that takes messages reports its sampled tokens afterwards, so concurrent calls may together exceed
-    # `response_tokens`.
+    # Only turns of token engines are counted. A chat engine reports the number of its tokens after the call, so
+    # concurrent calls may together exceed `response_tokens`.
     counted = call.model is None and call.turn.mode is TokenMode.TOKENS
     return not counted or sampled <= given.task.limits.response_tokens
 
@@ -385,9 +387,9 @@ def shortened(result: SessionResult) -> SessionResult:
 
 
 def checked_stats(name: str, report: Report) -> NodeStats:
-    """Return the statistics of a node's report, with the service's name for the node, and with the list of failures and
-    its texts cut to their maximum lengths. Raises Nonsense for impossible numbers, and for too many lanes or too long a
-    lane name."""
+    """Return the statistics of a node's report, under the service's name for the node. The list of failures and its
+    texts are cut to their maximum lengths. Raises Nonsense for impossible numbers, too many lanes, or a lane name that
+    is too long."""
     stats = report.stats
     names_fit = all(len(lane.name) <= MAX_NAME for lane in stats.lanes)
     if not (_all_counts(stats) and len(stats.lanes) <= MAX_LANES and names_fit and stats.capacity <= MAX_SESSIONS):
@@ -432,9 +434,9 @@ def _grows(before: NodeCounts, counts: NodeCounts) -> bool:
 
 
 def checked_uses(engines: Mapping[str, EngineUse], *, stranger: bool) -> dict[str, EngineUse]:
-    """Return a node's use of the engines, with texts cut to the length shown in the status. The pace reported by a
-    `stranger`, a node on another machine, is left out, because the service also uses the pace to judge sessions of
-    other nodes."""
+    """Return a node's use of the engines, with texts cut to the length that the status shows. `stranger` is True for a
+    node on another machine. The pace that such a node has measured is left out, because the service would judge
+    sessions of other nodes by it."""
     return {
         name: msgspec.structs.replace(
             use, suspect=use.suspect and use.suspect[:MAX_TEXT], pace=None if stranger else use.pace

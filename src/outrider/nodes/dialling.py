@@ -43,7 +43,7 @@ REFUSALS: dict[int, tuple[type[OutriderError], str]] = {
     403: (Forbidden, "give a token with the role node: outrider token create --role node"),
     404: (NotFound, "is this an Outrider service, of the same version as the node?"),
 }
-"""Errors and hints by close code or HTTP status. After these codes and statuses, a retry would fail in the same way."""
+"""The error and the hint for each refusal that a retry would not change, by close code or HTTP status."""
 
 FINAL = frozenset({Close.NONSENSE, Close.PROTOCOL, Close.LEFT, Close.REMOVED, Close.CONFLICT, 401})
 """Close codes and HTTP statuses which show that the service has dropped the node. 403 and 404 are not included, because
@@ -51,8 +51,8 @@ a reverse proxy may reply with these while the service restarts."""
 
 
 class Dialled:
-    """The node's end of the connection. `socket` remains the same object when a broken connection is replaced by a new
-    connection."""
+    """The node's end of the connection. `socket` remains the same object when a new connection replaces a broken
+    one."""
 
     def __init__(self, join: Join) -> None:
         self.socket = ResumableSocket(MAX_MESSAGE)

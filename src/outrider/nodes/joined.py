@@ -1,9 +1,9 @@
 """The service's side of nodes on other machines. A node opens the connection, and remains a member while it sends
 messages.
 
-Invariants: while a node is a member, no other node and no node with another token can join under its name. A node that
-is silent for SILENCE_SECONDS or breaks the protocol is given up: its attempts are run on other nodes, and its process
-is notified.
+Invariants: only a restart of the same node, with the same token, can take over the name of a member. A node that is
+silent for SILENCE_SECONDS or breaks the protocol is given up: its attempts are run on other nodes, and its process is
+notified.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FINAL = frozenset({Close.LEFT, Close.NONSENSE})
 MAX_MEMBERS = 1024
 """Maximum number of joined nodes at a time."""
 MAX_REFUSED = 16
-"""Maximum number of cut-off nodes that the status shows, the most recent ones."""
+"""The status shows at most this number of cut-off nodes, the most recent ones."""
 
 
 class JoinedNodes:
@@ -101,9 +101,9 @@ class JoinedNodes:
             if hello.received:
                 await socket.close(Close.REMOVED, "the service has given this node up")
                 return
-            # A member that runs sessions may be replaced only by a node of the same machine, and only while the member
-            # is disconnected. A member that has not begun has no sessions, so any machine with the same token may
-            # replace it: the same machine may have connected again under another random name.
+            # A connected member is never replaced. A disconnected member that runs sessions may be replaced only by a
+            # node of the same machine. Before it is ready, any node with the same token may replace it. It may be the
+            # same machine, because `machine` is a random name that changes when the joining program starts again.
             if name in self._own or (
                 member is not None
                 and (
@@ -203,15 +203,15 @@ class JoinedNode:
         return self._connections > 0
 
     async def carry(self, socket: Socket, arrived: int) -> None:
-        """Exchange messages over a connection until the connection ends. `arrived` is the number of pieces that the
-        node has received."""
+        """Exchange messages over a connection until the connection ends. `arrived` is the number of message pieces that
+        the node has received over earlier connections."""
         replaced = self.socket.take_over()
         self._connections += 1
         self.node.set_reachable(True)
         try:
             await socket.send(encode(NodeWelcome(self.socket.received)))
             end = await self.socket.carry(socket, arrived, replaced)
-            # If the service found the error, the node has not received the close code yet.
+            # If this side has found the violation of the protocol, the node has not received a close code yet.
             if end.code == Close.NONSENSE:
                 await socket.close(end.code, close_reason(end.reason))
         except Disconnected as error:

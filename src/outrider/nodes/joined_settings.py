@@ -1,8 +1,8 @@
-"""The settings of a node on another machine: the service's part, and the machine's own part.
+"""Merges two parts of the settings of a node on another machine: the service's part, and the machine's own part.
 
-Models, harnesses and limits come from the service; lanes, sandboxes and folders come from the machine. The settings of
-the machine decide which files of the machine tasks may name. If these settings name no files, the service's settings
-decide. The paths are checked on the machine.
+Models, harnesses and limits come from the service; lanes, sandboxes and folders come from the machine. `files` and
+`sandboxes.allow` are folders of the machine whose files tasks may use. Where the machine does not set them, the
+service's values apply. The paths are checked on the machine.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ COPIED = (*FILES, *SETTINGS_FILES)
 
 
 def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetup:
-    """Return the service's settings without secrets, and the files of the tokenizers. Reads the files, and so may
-    block."""
+    """Return the service's settings without secrets, and the files of the tokenizers. Blocks while it reads the
+    files."""
     tokenizers = {config.model.tokenizer, *(model.tokenizer for model in config.frozen)} - {None}
     changes = {
-        # These paths are used if the joining machine sets none of its own. It must then have the files at the same
-        # paths as the service's machine.
+        # The joining machine uses these paths if it sets none of its own. It must then have the files at the same
+        # paths.
         "files": None if config.files is None else config.files.absolute(),
         "sandboxes": config.sandboxes.model_copy(
             update={"allow": tuple(path.absolute() for path in config.sandboxes.allow)}
@@ -56,10 +56,11 @@ def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetu
 @asynccontextmanager
 async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[NodeSetup]:
     """Yield the service's settings, merged with the settings of this machine. The tokenizers are copied to a folder
-    that exists while the block runs. The folder of a killed node is removed by the next node."""
+    that exists while the block runs. If this process is killed, the next node removes the folder."""
     service, here = (Config.model_validate_json(each.config) for each in (told, own))
     async with opened_in_thread(NodeFolder.make, NodeFolder.remove) as folder:
-        # The folder is removed only when the thread has ended: files written later would stay on the disk.
+        # `shielded` waits for the thread even if the caller is cancelled. Otherwise the thread could still write files
+        # after the folder was removed.
         copies = await shielded(lambda: asyncio.to_thread(_copies, told.folders, folder.path))
 
         def with_copy(model: M) -> M:
@@ -85,9 +86,8 @@ async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[Node
 
 
 def _copies(folders: Mapping[str, Mapping[str, bytes]], into: Path) -> dict[str, str]:
-    """Write copies of the service's folders below `into`. Returns the paths of the copies; keys are the paths of the
-    service's folders. A copy's path ends with the last two names of the service's path, because these may include the
-    model's name."""
+    """Write copies of the service's folders below `into`. Returns the path of each copy by the path of the service's
+    folder. Both paths end with the same two names, because these may include the model's name."""
     copies = {}
     for number, (folder, files) in enumerate(folders.items()):
         names = [part for part in Path(folder).parts if part not in ("/", "..")]

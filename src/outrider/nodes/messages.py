@@ -35,13 +35,12 @@ MAX_MESSAGE = 1 << 30
 """Maximum bytes of a message to any node, and of a message from a node on the service's machine. A task with inline
 files, or the turns of a session with images, may take many megabytes; a longer message is a mistake."""
 MAX_FROM_NODE = 64 << 20
-"""Maximum bytes of a message from a node on another machine. The longest messages are turns and calls with a whole
-request body, and artifacts; each may take 32 MiB."""
+"""Maximum bytes of a message from a node on another machine. The longest messages are artifacts, turns, and calls with
+a whole request body. Each may take 32 MiB."""
 MAX_HELLO = 64 << 10
 """Maximum bytes of a `NodeHello`."""
 
-# Bounds of the values in a node's messages. The decoder refuses values beyond the bounds. docs/nodes.md lists the
-# bounds.
+# The decoder refuses values in a node's messages that are outside of these bounds. docs/nodes.md lists the bounds.
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 """The name of an engine or a model, or the id of a session."""
@@ -49,12 +48,18 @@ ModelName = Name | None
 
 
 class NodeSetup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
-    """The service's first message: the node's settings. `config` is the JSON of the settings, without secrets; `path`
-    is Python's module search path; `capacity` is the machine's capacity for all its nodes; `level` is the log level;
-    `json_log` is True if the log's lines are JSON. `file` is the path of the settings file on the node's machine, ""
-    for none. `service_url` is the URL at which a node on another machine has reached the service. `folders` is for a
-    node on another machine: the contents of the service's folders that the settings name, as bytes by folder and file
-    name."""
+    """The service's first message: the node's settings.
+
+    `config`: the settings as JSON, without secrets.
+    `path`: Python's module search path.
+    `capacity`: the machine's capacity for all its nodes.
+    `level`: the log level.
+    `json_log`: True if the log's lines are JSON.
+    `file`: the path of the settings file on the node's machine, or "".
+    `service_url`: the URL at which a node on another machine has reached the service.
+    `folders`: for a node on another machine, the files of the service's folders that the settings name, by folder and
+        name.
+    """
 
     name: str
     config: bytes
@@ -85,10 +90,15 @@ class LeaveService(msgspec.Struct, tag="leave", frozen=True):
 
 
 class NodeHello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
-    """The first message on each connection of a joining node. `version` is Outrider's version; `instance` is a random
-    name of the node's process; `machine` is a random name of the program that started this process; `host` identifies
-    the machine and its network (`host_id`); `capacity` is the machine's capacity for all its nodes; `received` is the
-    number of pieces received over earlier connections."""
+    """The first message on each connection of a joining node.
+
+    `version`: Outrider's version.
+    `instance`: a random name of the node's process.
+    `machine`: a random name of the program that started this process.
+    `host`: identifies the machine and its network (`host_id`).
+    `capacity`: the machine's capacity for all its nodes.
+    `received`: the number of message pieces that the node has received over earlier connections.
+    """
 
     version: Annotated[str, msgspec.Meta(max_length=64)]
     instance: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
@@ -100,7 +110,7 @@ class NodeHello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
 
 class NodeWelcome(msgspec.Struct, tag="welcome", frozen=True):
     """The service's reply to `NodeHello`. On the first connection, the next message is the `NodeSetup`. `received` is
-    the number of pieces that the service has received over earlier connections."""
+    the number of message pieces that the service has received over earlier connections."""
 
     received: Annotated[int, msgspec.Meta(ge=0)]
 
@@ -133,9 +143,9 @@ class NodeStream(NodeCall[R], frozen=True):
 
 
 class RunAttempt(NodeStream[SessionResult], tag="run", frozen=True, kw_only=True):
-    """Run an attempt. `task` is the JSON of the TaskSpec. The only reply is the result, sent when all resources of the
-    attempt have been given back. The call ends without a reply if the attempt is cancelled or lost. `reserved` and
-    `stored` are fields of `Attempt`."""
+    """Run an attempt. `task` is the JSON of the TaskSpec. For `reserved` and `stored`, see `Attempt`. The only reply is
+    the result, sent when all resources of the attempt have been given back. The call ends without a reply if the
+    attempt is cancelled or lost."""
 
     session: SessionRow
     task: bytes
@@ -213,7 +223,7 @@ class CheckEngine(msgspec.Struct, tag="doubt", frozen=True, kw_only=True):
 
 
 class AttemptCall(NodeCall[R], frozen=True):
-    """A call for an attempt, which must be running on the node."""
+    """A call about an attempt, which must be running on the node."""
 
     session_id: Name
     attempt: Number
@@ -261,8 +271,8 @@ class KeepIndex(AttemptCall[None], tag="keep_index", frozen=True):
 
 
 class ReadCarried(NodeCall[bytes], tag="read_carried", frozen=True):
-    """Calls the service's `ArtifactStore.carried` for a run that this node grades again. The call is refused for any
-    other run."""
+    """Calls the service's `ArtifactStore.carried` for an earlier run, which this node is grading again. The call is
+    refused for all other runs."""
 
     session_id: Name
     attempt: Number

@@ -58,7 +58,7 @@ class PoolPublisher:
             except Exception as error:  # an engine may be third-party code, whose state may not be encodable
                 failure = error  # the error is raised after the states of the other pools are sent
         if failure is not None:
-            self._changed.set()  # the next turn of the chore sends the state again
+            self._changed.set()  # the next repetition of this task sends the state again
             raise failure
 
     async def _publish_loads(self) -> None:

@@ -25,14 +25,14 @@ log = logging.getLogger("outrider.node")
 
 MACHINE = "local"
 CORES_EACH = 4
-"""Processors for each node process: the process keeps one core busy, and the sandboxes of its sessions need some,
-too."""
+"""There is one node process for every CORES_EACH cores of the machine. The process keeps one core busy, and the
+sandboxes of its sessions need the others."""
 LEAST_WARM_MB = 16
 """The smallest allowed value of `sandboxes.warm_memory_mb`, in MiB."""
 
 
 def with_processes(config: Config) -> Config:
-    """Return the settings, with a number of processes that suits this machine if the settings have none."""
+    """Return the settings. If they do not set the number of processes, it is set to suit this machine."""
     if "processes" in config.model_fields_set:
         return config
     return config.model_copy(update={"processes": max(1, int(machine_capacity().cpus) // CORES_EACH)})

@@ -1,7 +1,7 @@
 """Joins machines of a Ray cluster to a service: all machines, or those with a given Ray resource. An actor on each
 machine runs the processes of `outrider nodes join`.
 
-Invariants: each of these machines has one actor, which is started again or replaced when it fails; all actors end with
+Invariants: each joined machine has one actor, which is started again or replaced when it fails; all actors end with
 this program.
 """
 
@@ -33,7 +33,7 @@ LOOK_SECONDS = 2.0
 
 class JoinTarget(msgspec.Struct, frozen=True, kw_only=True):
     """The service to join. `config` is the JSON of a joining machine's settings. `file` is the path of the settings
-    file, "" for none."""
+    file, or ""."""
 
     url: str
     token: str | None
@@ -43,8 +43,8 @@ class JoinTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RayMachine:
-    """A Ray actor. The machine of the actor joins the service under the name `name`. `place` is a JoinTarget as plain
-    values."""
+    """A Ray actor. The machine of the actor joins the service under the name `name`. `place` is a JoinTarget, converted
+    to plain Python values."""
 
     def __init__(self, place: dict[str, Any], name: str, level: int) -> None:
         logging.getLogger().setLevel(level)  # the node processes of the machine get this log level, too
@@ -66,7 +66,7 @@ class RayMachine:
 
     async def run(self) -> dict[str, Any] | None:
         """Run sessions until the machine has left the service. Returns the error record if the service refuses the
-        machine, else None."""
+        machine, or None."""
         try:
             await self._machine.run(self._stop.wait, seconds=self._seconds)
         except OutriderError as error:
@@ -83,9 +83,12 @@ class RayMachine:
 
 
 class RayFleet:
-    """The machines of a Ray cluster, joined to a service by `await fleet.run(stop)`. `address` is the cluster's
-    address, "auto" for a cluster on this machine, "local" for a new cluster. If `resource` is given, only machines with
-    this Ray resource join. `note` is called with a line for each arrival and departure of a machine."""
+    """The machines of a Ray cluster, joined to a service by `await fleet.run(stop)`.
+
+    `address` is the cluster's address, or "auto" for a cluster on this machine, or "local" for a new cluster. If
+    `resource` is given, only machines with this Ray resource join. `note` is called with a line for each arrival and
+    departure of a machine.
+    """
 
     def __init__(
         self, place: JoinTarget, *, address: str, resource: str | None, stop_seconds: float, note: Callable[[str], None]
@@ -134,7 +137,7 @@ class RayFleet:
                     await asyncio.wait([stopping, *runs], timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     if any(run.done() for run in runs):
                         refusal = self._refusal()
-                        # The pause limits how often an actor that fails at once is made again.
+                        # Without this pause, an actor that fails at once would be replaced in a busy loop.
                         await asyncio.wait([stopping], timeout=LOOK_SECONDS)
                 if refusal is None:
                     await self._leave()

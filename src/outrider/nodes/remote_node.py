@@ -71,13 +71,14 @@ CANCEL_SECONDS = 120.0
 high because a single call to a container daemon may take this long."""
 
 MAX_GENERATIONS, MAX_GENERATION_BYTES = 8192, 512 << 20
-"""Maximum number of a node's forwarded generations at a time, and maximum total bytes of their requests. Further
-generations are refused."""
+"""Limits of the generations that the service forwards for a node at the same time: their number, and the total bytes of
+their requests. Further generations are refused."""
 MOST_RECENT = 10_000
-"""A node's timeline entries are accepted for this number of its attempts, the newest ones. An entry may arrive after
-the end of its attempt."""
+"""Timeline entries are accepted for this number of a node's newest attempts, because an entry may arrive after its
+attempt has ended."""
 SPARE_TAKES = 16
-"""Number of `Take` calls, waiting or granted, that a node may have in addition to two for each of its attempts."""
+"""A node may have two `Take` calls for each of its attempts, waiting or granted, and this number of further `Take`
+calls."""
 
 Pools = Mapping[str | None, "EnginePool"]
 """The engine pools of a service by model. The policy's key is None."""
@@ -95,10 +96,12 @@ class ServiceParts(msgspec.Struct, frozen=True):
 
 
 class RemoteNode:
-    """The service's proxy for a node in another process; implements `sessions.attempt.Node`. A node has at most one
-    connection at a time, and may have several one after another. Until the node's first report its capacity is 0.
+    """The service's proxy for a node in another process; implements `sessions.attempt.Node`.
+
+    A node has at most one connection at a time, but may connect again. Its capacity is 0 until its first report.
     `elsewhere` is True if the node is on another machine and cannot reach engines on this machine. `dialled` is True if
-    the node opened the connection. Such a node may be any program that has a node's token."""
+    the node opened the connection. Such a node may be any program that has a node's token.
+    """
 
     def __init__(
         self, name: str, machine: str, parts: ServiceParts, *, elsewhere: bool = False, dialled: bool = False
@@ -112,7 +115,7 @@ class RemoteNode:
         self._nothing = NodeStats(name=name, sessions=0, capacity=0, lanes=(), resources=parts.resources.stats())
         self._stats = self._nothing
         self._counted, self._counted_before = NodeCounts(), NodeCounts()
-        """The counts of the present connection's last report, and the sum of all earlier connections."""
+        """The counts of the present connection's last report, and the summed counts of all earlier connections."""
         self._reachable = True
         self._images: frozenset[str] | None = None
         """Names of the images on the node's machine; None for a node on this machine."""
@@ -129,8 +132,8 @@ class RemoteNode:
     ) -> Disconnected:
         """Run the node at the other end of `socket` until the connection ends. Returns the reason for the end. `ready`
         is called with None when the node is ready to run attempts, or with the error if the node cannot run any.
-        `ended` is awaited after the end. `ended` must return only when the node no longer uses its resources, because
-        the resources are given back next."""
+        `ended` is awaited after the end. It must return only when the node no longer uses its resources, because they
+        are given back next."""
         async with asyncio.TaskGroup() as tasks:
             link = Link(
                 socket,
@@ -206,8 +209,8 @@ class RemoteNode:
 
 
 def _without_local(state: PoolState) -> PoolState:
-    """Return the state for a node on another machine. The specs of engines at addresses local to this machine are
-    removed, so that the node reaches these engines through the service."""
+    """Return the state for a node on another machine, without the specs of engines at addresses local to this machine.
+    Without a spec, the node reaches an engine through the service."""
     engines = [
         msgspec.structs.replace(engine, spec=None) if is_local(urlsplit(engine.url or "").hostname or "") else engine
         for engine in state.engines
@@ -289,7 +292,7 @@ class NodeConnection:
                     await shielded(lambda: self._end_of(attempt.name, call))
                     raise
             check(result, RESULT_RULES, given)
-        # The call was not cancelled, so its end without a result shows that the node is about to exit.
+        # The call has ended without a result although it was not cancelled, so the node is about to exit.
         except CallEnded as error:
             raise self._lost() from error
         except Nonsense as error:
@@ -298,8 +301,8 @@ class NodeConnection:
         except OutriderError as error:
             if self.calls.ended:
                 raise self._lost() from error
-            # Either the attempt or its result cannot be sent, or the node cannot run the attempt. A retry would fail in
-            # the same way, so the error is not retryable.
+            # The attempt or its result could not be sent, or the node cannot run the attempt. A retry would fail in the
+            # same way, so the error is not retryable.
             record = msgspec.structs.replace(error.record(), retryable=False)
             return session_result(session, StopReason.ERROR, [], task=attempt.task, error=record)
         finally:
@@ -337,7 +340,7 @@ class NodeConnection:
                     note_uses(self._pool(used.model), self._name, uses)
             case messages.Gate():
                 gate = self._pool(message.model).policy.gate
-                # The node reports a gate before it is ready, once it has the pool's state.
+                # A node reports its gates before it is ready, as soon as it has the states of the pools.
                 if not gate.expects(self._name):
                     gate.expect(self._name, self._lose)
                 try:
@@ -394,8 +397,8 @@ class NodeConnection:
         given.note_turn(call)
 
     async def _add_timeline(self, call: messages.AddTimeline) -> None:
-        """Store timeline parts of the attempts that this node has run, even if the attempt has ended. Parts of other
-        attempts are dropped."""
+        """Store the timeline parts of attempts that run or have run on this node. Parts of other attempts are
+        dropped."""
         own = [part for part in call.parts if (part.session_id, part.attempt) in self._recent]
         await self._parts.store.add_timeline(own)
 

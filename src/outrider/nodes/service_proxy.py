@@ -41,8 +41,8 @@ from outrider.wire.link_protocol import Beat
 log = logging.getLogger("outrider.node")
 
 SILENT_SECONDS = 0.5
-"""A service that sends no message for this many seconds has stalled, because a running service sends five messages
-about loads in this time."""
+"""A service that sends no message for this many seconds has stalled: a running service sends five messages about loads
+in this time."""
 
 REPORT_SECONDS = 0.1
 """Seconds between two reports to the service. An unchanged report is not sent."""
@@ -51,13 +51,13 @@ IMAGES_SECONDS = 5.0
 """Seconds between two scans for new images on the machine."""
 
 DOUBT_SECONDS = 0.5
-"""Seconds for which the result of a failed attempt is held back, if one signal ends this process and its sandboxes
-together. A sandbox may receive the signal first, and its attempt then fails. If this process receives the signal within
-these seconds, the result is dropped."""
+"""Seconds for which the result of a failed attempt is held back, if `ending` is given. One signal may end this process
+and its sandboxes together. If a sandbox receives the signal first, its attempt fails. The result is dropped if this
+process receives the signal within these seconds."""
 
 FOR_EVER = 1e9
-"""Maximum seconds of silence on the link: practically no limit, because a silent service may only have stalled. Only
-the end of the connection shows that the service is gone."""
+"""Maximum seconds of silence on the link: practically no limit, because a silent service may only have stalled. The
+service counts as gone only when the connection has ended."""
 
 
 Followers = Mapping[str | None, PoolFollower]
@@ -65,11 +65,13 @@ Followers = Mapping[str | None, PoolFollower]
 
 
 class ServiceProxy:
-    """The node's proxy for the service. `service.run(...)` runs the service's attempts. While the connection lasts, the
-    parts of the node use `store`, `artifacts`, `resources`, `leader` and `forwarded`. `images` returns the names of
-    this machine's images, if the service is on another machine. `ending` is set when this process and its sandboxes are
-    ended together. From then on, results of attempts are not sent, because they may be wrong, and the attempts count as
-    lost."""
+    """The node's proxy for the service. `service.run(...)` runs the service's attempts.
+
+    While the connection lasts, the node uses `store`, `artifacts`, `resources`, `leader` and `forwarded`. `images` is
+    given if the service is on another machine; it returns the names of this machine's images. `ending` is set when a
+    signal ends this process and its sandboxes at the same time. From then on, results of attempts may be wrong, so they
+    are not sent, and the attempts count as lost.
+    """
 
     def __init__(
         self,
@@ -96,10 +98,10 @@ class ServiceProxy:
         self._early: list[messages.ToNode] = []
         """Messages received before the node was ready."""
         self._ready: tuple[LocalNode, Followers, Chores] | None = None
-        """The parts to which messages are applied; None before the node is ready."""
+        """The parts of the node that handle messages; None before the node is ready."""
         self._reported: messages.Report | None = None
         self._image_names: frozenset[str] | None = None
-        """The names that `images` has returned last."""
+        """The names that the last call of `images` returned."""
         self._leaving = False
         self._last_arrival: float | None = None
         """The time of the service's last message; None before the node is ready."""
@@ -202,8 +204,7 @@ class ServiceProxy:
                 await asyncio.sleep(DOUBT_SECONDS)
             if self._ending_together.is_set():
                 return
-        # While the node leaves, a report precedes each result, because the service closes the connection after the last
-        # result.
+        # The service closes the connection of a leaving node after the last result, so the report is sent first.
         if self._leaving:
             self._send_report(*self._ready[:2])
         yield result
@@ -332,8 +333,8 @@ class ForwardedEngine:
         return msgspec.structs.replace(self._health, ok=True)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Forward a request. Raises EngineError for a prompt with images: their pixel values are too long for a message
-        of a node, and without pixel values the model would read something else."""
+        """Forward a request. Raises EngineError for a prompt with images: their pixel values are too long for a
+        message, and without them the model would not see the images."""
         if request.images:
             raise EngineError(
                 f"engine {self.name!r} is reached through the service, which forwards no images",

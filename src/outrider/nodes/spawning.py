@@ -52,7 +52,7 @@ class NodeProcess:
     async def start(cls) -> Self:
         ours, theirs = socket.socketpair()
         pipe = await Pipe.over(ours, MAX_MESSAGE)
-        # Variables with this prefix configure the service. A node gets its settings over the socket, without secrets.
+        # Variables with PREFIX configure the service. A node gets its settings over the socket, without secrets.
         kept = {name: text for name, text in variables().items() if not name.startswith(PREFIX) or name == HOME}
         try:
             with theirs:
@@ -84,7 +84,8 @@ class NodeProcess:
                     self._process.kill()
                 await self._process.wait()
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # the process group has the id of its leader, the process
+                # The process is the leader of its group, which has the same id.
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._ended = True
 
     @property

@@ -1,7 +1,7 @@
 """Makes and prepares sandboxes, keeps warm sandboxes for later sessions, and removes what a crash leaves behind.
 `open_sandbox` opens a sandbox without a service.
 
-Of Outrider, this package imports only `concurrency/` and modules of the top folder, such as `spec.py`, `errors.py` and
+This package imports only `concurrency/` and modules of Outrider's top folder, such as `spec.py`, `errors.py` and
 `config.py`. Agents, models and grades do not belong here.
 """
 

@@ -1,7 +1,8 @@
 """The proxy through which the RUN steps of an image build reach the hosts that the operator allows.
 
-The sandbox of a build has no other network. A program in the sandbox reaches this proxy at the sandbox's endpoint. The
-proxy connects to an allowed host directly, or through the operator's own proxy, which this process's variables name.
+The sandbox of a build has no other network. Programs in the sandbox reach this proxy at the sandbox's endpoint. The
+proxy connects to an allowed host directly, or through the operator's own proxy, which environment variables of this
+process name.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from outrider.sandbox.network.requests import NotAllowed, RequestHead
 
 MAX_CONNECTIONS = 256
 MAX_REFUSED = 32
-"""Maximum number of refused hosts kept for the hint."""
+"""Maximum number of refused hosts that are kept for the hint of a failed build."""
 HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,252}[a-z0-9])?(:[0-9]{1,5})?")
 INDEXES = (
     *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_DEFAULT_INDEX"),
     *("NPM_CONFIG_REGISTRY", "npm_config_registry", "GOPROXY", "CARGO_REGISTRIES_CRATES_IO_INDEX"),
 )
-"""Names of variables with the URL of a package index. RUN gets each of these variables of this process, if the URL's
-host is allowed."""
+"""Names of variables with the URL of a package index. If the URL's host is allowed, RUN gets the variable from this
+process."""
 
 
 def checked_hosts(hosts: Iterable[str]) -> frozenset[str]:
@@ -59,7 +60,7 @@ def index_variables(hosts: frozenset[str], environ: Mapping[str, str] | None = N
     environ = variables() if environ is None else environ
     found = {}
     for name in INDEXES:
-        with suppress(ValueError):  # the value is no URL, or its port is no number
+        with suppress(ValueError):  # raised if the value is not a URL, or if its port is not a number
             url = urlsplit(environ.get(name, ""))
             port = url.port or (443 if url.scheme == "https" else 80)
             if url.hostname and url.username is None and allowed(hosts, url.hostname, port):
@@ -82,8 +83,8 @@ class BuildProxy:
 
     @property
     def refused(self) -> frozenset[str]:
-        """The hosts to which the proxy has refused connections, at most MAX_REFUSED. The text of a host includes the
-        port, unless the port is one of PORTS."""
+        """The hosts to which the proxy has refused connections, at most MAX_REFUSED. A host has the form `name:port`,
+        or only `name` if the port is one of PORTS."""
         return frozenset(self._refused)
 
     @asynccontextmanager
@@ -99,15 +100,15 @@ class BuildProxy:
             if HOST.fullmatch(shown) and len(self._refused) < MAX_REFUSED:
                 self._refused.add(shown)
             raise NotAllowed(f"no --allow-host names {shown}")
-        # The operator names each host of a build, so all their addresses are the operator's choice.
+        # The operator names every allowed host of a build, so a host may have an internal address.
         return BuildPassage(ProxyRoute(server=ProxiedServer(host=request.host, port=request.port, internal=True)))
 
     def refuse(self, request: RequestHead, reason: str) -> None:
-        """See `ProxyGate`. Nothing is recorded here: `refused` has only the hosts that no `--allow-host` names."""
+        """See `ProxyGate`. Does nothing, because `refused` has only hosts that no `--allow-host` names."""
 
 
 class BuildPassage:
-    """A `Passage` without limits."""
+    """An allowed request of a build: a `Passage` without limits."""
 
     def __init__(self, route: ProxyRoute) -> None:
         self.route = route

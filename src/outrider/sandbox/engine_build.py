@@ -1,8 +1,9 @@
-"""Builds the image of a Dockerfile with podman or docker, for Dockerfiles that sandbox/image_build.py does not support.
+"""Builds the image of a Dockerfile with a container engine (podman or docker), for Dockerfiles that
+sandbox/image_build.py does not support.
 
 The engine keeps the image under the name that Harbor tasks use, for sandboxes of kind podman or docker. The image store
-gets a copy, for the other kinds. Invariants: the steps have no network unless the caller allows it; a Dockerfile with
-a user other than root, or with an ENTRYPOINT that starts a program, is refused, because no sandbox applies them.
+gets a copy for sandboxes of other kinds. Invariants: the steps have no network unless the caller allows it; a
+Dockerfile is refused if no sandbox supports its USER or ENTRYPOINT.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class BuildEngine(StrEnum):
 
 
 class BuiltImage(NamedTuple):
-    """The image of a task's Dockerfile: its name in the store, and the check of its HEALTHCHECK."""
+    """The image of a task's Dockerfile: its name in the store, and the Dockerfile's HEALTHCHECK."""
 
     name: str
     health: Health | None
@@ -84,7 +85,7 @@ def left_out(context: Path, ignore: Ignore) -> list[str]:
 
 def checked_dockerfile(context: Path, store: ImageStore) -> Health | None:
     """Return the HEALTHCHECK of a Dockerfile that an engine builds. Raises InvalidField for a user other than root and
-    for an ENTRYPOINT that starts a program, because no sandbox applies them."""
+    for an ENTRYPOINT that starts a program, because no sandbox supports them."""
     text = read_text_file(context / DOCKERFILE, field="dockerfile", limit=MAX_FILE)
     return Reader(context / DOCKERFILE, store).health(text)
 
@@ -98,10 +99,13 @@ def build_by_engine(
     network: bool = False,
     note: Callable[[str], None] = lambda text: None,
 ) -> RootImage:
-    """Build the image of a folder's Dockerfile with an engine, and import the image. The imported image gets the name
-    that `engine_name` returns, and also `name` if given. If `network` is true, the steps have the engine's network.
-    `note` is called with a line before each part of the work. Blocks. Raises InvalidField for the Dockerfile, BadImage
-    with the end of the engine's output, and RuntimeUnavailable if the engine is not installed."""
+    """Build the image of a folder's Dockerfile with an engine, and import the image into the store. The image gets the
+    name that `engine_name` returns, and also `name` if given. If `network` is true, the steps have the engine's
+    network. `note` is called with a line before each part of the work.
+
+    Blocks. Raises InvalidField for the Dockerfile, BadImage with the end of the engine's output, and RuntimeUnavailable
+    if the engine is not installed.
+    """
     checked_dockerfile(context, store)
     program = shutil.which(engine)
     if program is None:
@@ -130,8 +134,8 @@ def build_by_engine(
 
 
 def _run(command: Sequence[str], network: bool) -> str:
-    """Run an engine's command, and return its standard output. Raises BadImage. If `network` is False, the error has
-    the hint to allow a network."""
+    """Run an engine's command, and return its standard output. Raises BadImage. If `network` is False, the error's hint
+    names the option that allows a network."""
     try:
         done = subprocess.run(
             command,

@@ -1,8 +1,8 @@
 """Locks that keep the sandboxes of different programs on this machine from using the same GPU.
 
-`sessions/resources.py` assigns the GPUs of one service. Other services on the machine, and a hanging node process that
-was given up, may use GPUs that `sessions/resources.py` counts as free. Locks of the kernel cover both cases. Invariant:
-a lock is held from before a sandbox starts until the sandbox has stopped, or this process has exited.
+`sessions/resources.py` assigns GPUs within one service. It cannot see GPUs that are used by another service on the
+machine, or by a node process that hangs and was given up. Invariant: a lock is held from before a sandbox starts until
+the sandbox has stopped, or this process has exited.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""The files of a machine that tasks may name, and the files that no setting can open to tasks.
+"""Decides which files of this machine tasks may read. Tasks reach files of the host in three ways:
+- An `upload` names a file below the setting `files`.
+- A mount, a root folder, an image's path or a virtual environment is below an entry of `sandboxes.allow`.
+- Some folders of the host are visible in every sandbox of a kind (`runtimes/shown_folders.py`).
 
-A task names files of the host by an `upload` (below the setting `files`), or by a mount, a root folder, an image's path
-or a virtual environment (below an entry of `sandboxes.allow`). Some folders of the host are visible in every sandbox of
-a kind (`runtimes/shown_folders.py`). `KEPT` lists the files and folders that must not become readable as a whole in
-these ways. Folders are compared by device and inode, not by name alone, because a link, a bind mount or another
-spelling may lead to the same folder. Invariant: the path read or mounted is the checked path, with all links resolved;
-uploads are opened without following any link (see sandbox/runtimes/tool_server/uploads.py).
+No setting can open the files and folders of `KEPT` in these ways. Folders are compared by device and inode, not by name
+alone, because a link, a bind mount or another spelling may lead to the same folder. Invariant: the path read or mounted
+is the checked path, with all links resolved; uploads are opened without following any link (see
+sandbox/runtimes/tool_server/uploads.py).
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ Id = tuple[int, int] | str
 
 
 class HostPathRule(NamedTuple):
-    """A rule about a file or folder that tasks may not read as a whole. `what` describes the file or folder. If `below`
-    is true, nothing below the folder may be named either. If `shown` is true, the file or folder must also be outside
-    of the folders of `SHOWN`, which are visible in every sandbox of a kind."""
+    """A rule about a file or folder that the settings must not make readable to tasks. `what` describes it. If `below`
+    is true, the rule also covers everything below the folder. If `shown` is true, the file or folder must also be
+    outside of the folders of `SHOWN`, which are visible in every sandbox of a kind."""
 
     what: str
     below: bool
@@ -56,8 +57,8 @@ KEPT = {
     "etc": HostPathRule("the machine's own settings", below=False, shown=False),
     "run": HostPathRule("the sockets of the machine's services", below=False, shown=False),
 }
-"""The files and folders that tasks may not read as a whole. The settings `files` and `sandboxes.allow` must not name an
-entry of this table, or a folder that contains an entry. docs/security.md has the same table."""
+"""The files and folders that the settings must not make readable to tasks. `files` and `sandboxes.allow` must not name
+an entry of this table, or a folder that contains an entry. docs/security.md has the same table."""
 
 
 class Located(NamedTuple):
@@ -86,7 +87,7 @@ class Kept(NamedTuple):
 
 
 def refused(named: Iterable[Named], kept: Sequence[Kept]) -> InvalidField | None:
-    """Return the error for the first path of `named` that violates a rule of `kept`, or None. Pure."""
+    """Return the error for the first path of `named` that violates a rule of `kept`, or None."""
     for one in named:
         for place in kept:
             if one.shown and not place.rule.shown:
@@ -133,7 +134,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, files: Path | None, allow: Iterable[Path] = ()) -> HostPaths:
-        """Make the paths of a service, with links resolved."""
+        """Make the HostPaths of a service, with links resolved."""
         return cls(
             files=None if files is None else Path(os.path.realpath(files)),
             allow=tuple(Path(os.path.realpath(path)) for path in allow),
@@ -141,8 +142,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def checked(cls, config: Config) -> HostPaths:
-        """Make the paths from the settings. The data folder must exist. Raises InvalidField for a folder that tasks may
-        not be given."""
+        """Make the HostPaths from the settings. The data folder must exist. Raises InvalidField if the settings violate
+        a rule of `KEPT`."""
         kept = list(_kept(config))
         if (error := refused(_named(config), kept)) is not None:
             raise error
@@ -185,9 +186,9 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return real
 
     def upload_now(self, name: str, *, field: str) -> Path:
-        """Resolve a path as `upload` does, for a sandbox under preparation. Raises RuntimeFailure where `upload` raises
-        InvalidField, because the task was valid when the service checked it on its own machine. Raises RuntimeFailure
-        also for a hard link to a file that tasks may not read."""
+        """Resolve a path as `upload` does, for a sandbox that is being prepared. Raises RuntimeFailure where `upload`
+        raises InvalidField: the service has accepted the task, so the error is one of this machine. Raises
+        RuntimeFailure also for a hard link to a file that tasks may not read."""
         try:
             real = self.upload(name, field=field)
         except InvalidField as error:
@@ -197,7 +198,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return real
 
     def as_named(self, message: str) -> str:
-        """Return a message about uploads with the paths as tasks name them, without the path of the files folder."""
+        """Return a message about uploads with paths relative to the files folder, as tasks name them."""
         return message if self.files is None else message.replace(f"{self.files}/", "")
 
     def resolved(self, spec: RuntimeSpec) -> RuntimeSpec:
@@ -219,9 +220,9 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         """Raise InvalidField for a virtual environment that needs forbidden paths of the host. `shown` are the host's
         paths that programs of the environment need.
 
-        The targets of an environment's links are checked even if the environment itself is allowed, because the maker
-        of the environment chose the links. The service's own interpreter is always allowed, because it is visible in
-        the sandbox of every harness preset.
+        They are checked even if the environment itself is allowed, because the maker of the environment chose its
+        links. The service's own interpreter is always allowed, because it is visible in the sandbox of every harness
+        preset.
         """
         own = Path(sys.base_prefix).resolve()
         roots = (*self.allow, own)
@@ -265,7 +266,7 @@ def _id(path: str) -> Id:
 
 def _kept(config: Config) -> Iterator[Kept]:
     """Yield the existing files and folders of this machine that tasks may not read."""
-    key = config.tls.key or config.tls.certificate  # without a key file, the certificate's file holds the key
+    key = config.tls.key or config.tls.certificate  # without a key file, the certificate's file also holds the key
     homes = []
     with suppress(RuntimeError):  # this user has no home folder
         homes.append(Path.home())

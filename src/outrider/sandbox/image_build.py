@@ -1,6 +1,6 @@
 """Builds the image of a Dockerfile: runs the steps of each stage in a sandbox, and keeps the written files as an image.
 
-sandbox/rootfs/dockerfile.py makes the plan of the steps from the Dockerfile. Invariants: the image appears whole or not
+sandbox/rootfs/dockerfile.py turns the Dockerfile into a plan of these steps. Invariants: the image appears whole or not
 at all; if several processes request the image at once, only the first builds it; no process of a build is alive after
 the build.
 """
@@ -53,7 +53,7 @@ PATHS_AT_ONCE = 500
 """Maximum number of paths in the command line of one program."""
 MAX_LINKS = 255
 ROOT_LAYER = "0"
-"""The folder with the changes to the sandbox's root file system, in an archive made by `save_layer`."""
+"""The folder of the changes to the sandbox's root file system, in an archive made by `save_layer`."""
 NOT_KEPT = ("proc/", "sys/", "dev/", PORTABLE_AT.strip("/"), APT_CONFIG.strip("/"))
 """Prefixes of the paths that belong to the running sandbox and not to the image."""
 
@@ -69,8 +69,11 @@ def build_image(
 ) -> RootImage:
     """Build the image of a folder's Dockerfile in sandboxes of kind `namespace`, unless the image exists. The image
     gets the name used by Harbor tasks, and also `name` if given. RUN may reach `hosts` (see build_proxy.py). `seconds`
-    bounds each RUN; `note` is called with a line before each step. Blocks, and must be called outside of an event loop.
-    Raises InvalidField for the Dockerfile, BadImage with the line that failed, and RuntimeUnavailable."""
+    is the time limit of each RUN; `note` is called with a line before each step.
+
+    Blocks, and must be called outside of an event loop. Raises InvalidField for the Dockerfile, BadImage with the line
+    that failed, and RuntimeUnavailable.
+    """
     if name is not None and "@" in name:
         raise InvalidField(
             f"{name!r} has a digest, which only images of a registry have", field="name", hint="give a name without @"
@@ -121,8 +124,8 @@ class Build:
     async def _save(self, plan: BuildPlan, target: Path) -> None:
         """Run the steps in a new sandbox of the base image, and save the written files. Raises BadImage."""
         proxy, (users, lacking) = BuildProxy(self._hosts), users_of_build()
-        # If this machine allows only one user, `users` is None. With 1, a base with files of other users would be
-        # accepted, and all files that RUN writes would be root's. With None, the runtime refuses such a base.
+        # If this machine allows only one user, `users` is None, and the runtime refuses a base that has files of other
+        # users. With 1, such a base would be accepted, and root would own all files that RUN writes.
         spec = RuntimeSpec(image=plan.base.name, workdir="/", users=users if users > 1 else None)
         async with open_sandbox(spec, gateway=proxy.serving) as runtime:
             await runtime.write(APT_CONFIG, APT_SETTINGS)
@@ -147,7 +150,7 @@ class Build:
 
 
 def users_of_build() -> tuple[int, RuntimeUnavailable | None]:
-    """Return the number of users in the sandbox of a build: MOST_USERS, or 1 with the reason why there are no more.
+    """Return the number of users in the sandbox of a build: MOST_USERS, or 1 and the reason why no more are possible.
     Packages such as tmux give files to other users."""
     try:
         user_ids(MOST_USERS)
@@ -166,8 +169,8 @@ def run_hint(context: Path, refused: frozenset[str], hosts: frozenset[str]) -> s
 
 
 async def carry_out(runtime: Runtime, step: BuildStep, *, env: Mapping[str, str], drafts: Path, seconds: float) -> None:
-    """Carry out one step. A RUN gets the variables `env` and those of its own instruction. The instruction's value of a
-    variable takes precedence. A RUN is killed after `seconds`. Raises RuntimeFailure, also if a command fails."""
+    """Carry out one step. A RUN gets the variables of its own instruction, and those of `env` that the instruction does
+    not set. A RUN is killed after `seconds`. Raises RuntimeFailure, also if a command fails."""
     match step:
         case RunInstruction():
             variables = {**env, **step.env}
@@ -203,7 +206,8 @@ async def goes_into(runtime: Runtime, step: Copy | CopyFrom | WriteFile) -> bool
 
 
 def kept_part(source: Path, without: Sequence[Path], drafts: Path) -> Path:
-    """Return a folder with the files of `source` that are not in `without`: the source itself, or a copy of it."""
+    """Return a folder with the files of `source` that are not in `without`: `source` itself if all its files are kept,
+    or else a copy."""
     if not any(path.is_relative_to(source) for path in without):
         return source
     left_out = frozenset(map(str, without))
@@ -218,8 +222,8 @@ def kept_part(source: Path, without: Sequence[Path], drafts: Path) -> Path:
 
 
 async def copy_from(runtime: Runtime, step: CopyFrom, origin: Path, drafts: Path) -> None:
-    """Copy files of another image, whose root is `origin`, into the sandbox. A source that is a link is followed within
-    `origin`, and its copy has the name of the link. Links in a folder stay links. `drafts` is a folder for temporary
+    """Copy files of another image, whose root is `origin`, into the sandbox. If a source is a link, it is followed
+    within `origin`, and the copy has the link's name. Links in a folder stay links. `drafts` is a folder for temporary
     files. Raises RuntimeFailure."""
     found = [match for source in step.sources for match in await asyncio.to_thread(matches, origin, source)]
     into = step.into or len(found) > 1 or (found[0][1].is_file() and await goes_into(runtime, step))
@@ -331,9 +335,9 @@ async def checked(runtime: Runtime, command: list[str]) -> None:
 
 
 def as_image_layer(saved: Path, target: Path) -> None:
-    """Convert an archive of a sandbox's writable layers into an image layer, which has only the changes to the root.
-    The archive marks removals as overlayfs does, by devices and attributes. The image layer marks them by file
-    names."""
+    """Convert an archive of a sandbox's writable layers into an image layer, which has only the changes to the root
+    file system. The archive marks removed files as overlayfs does, by devices and attributes; the image layer marks
+    them by file names."""
     with tarfile.open(saved, "r:") as archive, tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as layer:
         for member in archive:
             top, _, name = member.name.partition("/")

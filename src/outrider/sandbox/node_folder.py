@@ -1,10 +1,11 @@
 """A node's private folder below the system's temporary folder, and the removal of the leftovers of killed nodes.
 
-The folder's path is short, because the path of the gateway's Unix socket in the folder must fit into 107 bytes. Every
-process run for a sandbox of the node is marked with the folder's name (runtimes/kernel/process_marks.py). The marks
-show which processes a killed node has left. The node's keeper, a small process beside the node, ends these processes
-within seconds. Every node, at its start and every minute, ends the processes of this user's dead nodes and removes the
-folders of these nodes.
+The folder's path is short, because the gateway's Unix socket is in the folder, and its path must fit into 107 bytes.
+Every process run for a sandbox of the node is marked with the folder's name (runtimes/kernel/process_marks.py), so the
+processes left by a killed node can be found. They are ended in two ways:
+- The node's keeper, a small process beside the node, ends them within seconds.
+- Every node, at its start and every minute, ends the processes of this user's dead nodes and removes the folders of
+  these nodes.
 
 Invariant: only a process that holds the folder's lock removes the folder. Only such a process, or the folder's keeper,
 kills the processes marked with the folder's name. A node holds the lock as long as it needs the folder.
@@ -63,7 +64,7 @@ class NodeFolder:
         named = environment("TMPDIR")
         if named and not os.access(named, os.W_OK | os.X_OK):  # Python would silently use another folder
             raise ServiceError(f"TMPDIR is {named}, which cannot be written", hint="make that folder, or unset TMPDIR")
-        with contextlib.suppress(OSError):  # the node's own sweeps report the error
+        with contextlib.suppress(OSError):  # a later sweep reports the error
             cls.sweep()
         while True:
             path = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -92,12 +93,12 @@ class NodeFolder:
         probe.unlink()
 
     def remove(self) -> None:
-        """Remove the folder with its contents, and kill all processes that carry its mark."""
+        """Remove the folder with its contents, and kill all processes that are marked with its name."""
         try:
             if alive := process_marks.kill_marked(f"{self.path.name}/"):
                 log.error("%d processes of the sandboxes in %s cannot be killed", alive, self.path)
-            # `remove_tree` logs failures. The lock file is removed last: if this process is killed before, the next
-            # sweep removes the rest. A folder without a lock file would never be swept.
+            # The lock file is removed last, because a folder without a lock file would never be swept. If this process
+            # is killed before, the next sweep removes the rest.
             with contextlib.suppress(OSError), os.scandir(self.path) as entries:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
@@ -185,8 +186,8 @@ def remove_tree(path: Path) -> None:
 
 
 async def sweep(host: Host, failures: Failures) -> dict[str, int]:
-    """Remove the leftovers of killed nodes: folders, processes, control groups, and the leftovers that the parts of
-    `host` find. Call this function every SWEEP_EVERY_SECONDS.
+    """Remove the leftovers of killed nodes: folders, processes, control groups, and what the parts of `host` find. Call
+    this function every SWEEP_EVERY_SECONDS.
 
     Returns the number of things removed, by kind. Failures are recorded and never raised: a failed sweep must not end
     the node's sessions, and the next sweep tries again.

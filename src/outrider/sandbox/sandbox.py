@@ -58,9 +58,9 @@ class Sandbox:
         starts: SandboxStarts,
         door: Door | None = None,
     ) -> None:
-        """`field` is the name, for errors, of the task's field that holds the spec. The start is counted in `starts`.
-        `door` is the sandbox's network, which listens at the context's `gateway_socket`, or None for a sandbox without
-        a network."""
+        """`field` is the task's field that holds the spec, as named in errors. The start is counted in `starts`. `door`
+        is the proxy of the sandbox's network, which listens at the context's `gateway_socket`; it is None for a sandbox
+        without a network."""
         self.runtime = runtime
         self.door = door
         self._door_at = context.gateway_socket
@@ -85,7 +85,7 @@ class Sandbox:
 
     @property
     def records(self) -> list[NetworkRecord]:
-        """The record of the sandbox's network, if the task asks for one."""
+        """The record of the sandbox's network; empty unless the task asks for a record."""
         return [] if self.door is None or self.door.record is None else [self.door.record]
 
     async def ready(self) -> None:
@@ -110,14 +110,13 @@ class Sandbox:
             if isinstance(error, Exception):
                 self._starts.note(self._spec.sandbox_kind, None)
             await self.stop()
-            self._locks.close()  # `stop` may have run before the locks were taken
+            self._locks.close()  # `stop` may already have run, before the locks were taken
             raise
         self._starts.note(self._spec.sandbox_kind, time.monotonic() - began)
         self._ready = True
 
     async def _point_apt(self) -> None:
-        """Write apt's settings for the sandbox's network. In a sandbox whose user may not write the file, nothing is
-        written."""
+        """Write apt's settings for the sandbox's network. Does nothing if the sandbox's user may not write the file."""
         if self.door is not None:
             with suppress(RuntimeFailure, OSError):
                 await self.runtime.write(APT_CONFIG, APT_SETTINGS)
@@ -149,12 +148,16 @@ class Sandbox:
 
 
 class Sandboxes:
-    """Makes the sandboxes of a node. `paths` are the files of this machine that tasks may name. `background` runs the
-    tasks that start sandboxes for grading and that pull images, and records the failures of the warm pool. `pull` are
-    the prefixes of the image references that may be pulled when a session needs the image. `network` are the operator's
-    rules, by default without any network. `connections` counts the connections of the networks of all sandboxes; by
-    default each sandbox is counted alone. The model gateway listens on `gateway_socket`, and at the URL set by
-    `gateway_at`."""
+    """Makes the sandboxes of a node. The model gateway listens on `gateway_socket`, and at the URL set by `gateway_at`.
+
+    `paths`: the files of this machine that tasks may name.
+    `background`: runs the tasks that start sandboxes for grading and that pull images, and records the failures of the
+        warm pool.
+    `pull`: the prefixes of the image references that may be pulled when a session needs the image.
+    `network`: the operator's rules; by default no sandbox has a network.
+    `connections`: counts the network connections of all sandboxes together; by default each sandbox is counted
+        alone.
+    """
 
     def __init__(
         self,
@@ -180,7 +183,7 @@ class Sandboxes:
     @contextmanager
     def gateway_at(self, url: str) -> Iterator[None]:
         """Set the model gateway's URL, such as http://127.0.0.1:8700, for sandboxes made within this block. Sandboxes
-        that reach the gateway by its socket do not use the URL. Blocks nest."""
+        that reach the gateway by its socket do not use the URL. Blocks may be nested."""
         before, self._gateway_url = self._gateway_url, url
         try:
             yield
@@ -200,10 +203,13 @@ class Sandboxes:
         ahead: bool = False,
     ) -> Sandbox:
         """Make a sandbox without starting it. No other sandbox of this node has the same `name` and `attempt`. `field`
-        is the name, for errors, of the task's field that holds the spec. `ahead` is True if no session waits for the
-        sandbox. Raises InvalidField if the runtime is no longer installed, or if a path in the spec is not allowed
-        here. This can happen to a path that was allowed when the task was checked: the links in the path may lead
-        elsewhere on this machine, or may have changed."""
+        is the task's field that holds the spec, as named in errors. `ahead` is True if no session waits for the
+        sandbox.
+
+        Raises InvalidField if the runtime is no longer installed, or if a path in the spec is not allowed here. The
+        path was allowed when the task was checked, but its links may lead elsewhere on this machine, or may have
+        changed.
+        """
         kind: RuntimeKind = resolve("runtime", spec.sandbox_kind)
         if names_paths(spec):
             with renamed_field(RUNTIME, field):
@@ -233,8 +239,8 @@ class Sandboxes:
             raise
 
     async def _with_door(self, spec: RuntimeSpec, kind: RuntimeKind) -> tuple[RuntimeSpec, Door | None]:
-        """Return the spec with the variables for its network, and the door of its sandbox. Raises InvalidField for a
-        network that is not allowed, or if the kind supports no network."""
+        """Return the spec with the variables for its network, and the proxy of this network. Raises InvalidField for a
+        network that is not allowed, or if sandboxes of this kind cannot have one."""
         network = spec.network
         if network is None:
             return spec, None
@@ -279,8 +285,8 @@ async def prepare(
     paths: HostPaths,
     field: str = f"{RUNTIME}.prepare",
 ) -> None:
-    """Run a task's prepare steps in a started sandbox, in order. `field` is the name, for errors, of the task's field
-    that holds the steps.
+    """Run a task's prepare steps in a started sandbox, in order. `field` is the task's field that holds the steps, as
+    named in errors.
 
     Raises RuntimeFailure. The error of a command names the step, and includes the end of the command's output.
     """
@@ -299,17 +305,20 @@ async def prepare(
 
 
 async def collect(runtime: Runtime, hooks: Sequence[Collect]) -> None:
-    """Run a task's commands that collect the outcome. A failed command raises nothing, because the grader notices a
-    missing outcome."""
+    """Run a task's commands that collect the outcome of the agent's work. A failed command raises nothing, because the
+    grader notices a missing outcome."""
     for hook in hooks:
         with suppress(RuntimeFailure):
             await runtime.exec(hook.run, seconds=hook.seconds)
 
 
 async def run_step(runtime: Runtime, step: Run, *, name: str, field: str | None = None) -> None:
-    """Run the step's command until it succeeds. Raises RuntimeFailure, with the end of the output, when the command has
-    failed `attempts` times, not counting the runs begun within the first `grace_seconds`. The error is CommandFailed
-    unless the last run exceeded its time limit. A failure of the sandbox is raised at once."""
+    """Run the step's command until it succeeds or has failed `attempts` times. Runs that begin within the first
+    `grace_seconds` do not count as failed.
+
+    Raises RuntimeFailure, with the end of the output, if the last run exceeded its time limit, and CommandFailed
+    otherwise. A failure of the sandbox is raised at once.
+    """
     clock = asyncio.get_running_loop().time
     began, failures = clock(), 0
     while True:

@@ -29,10 +29,13 @@ async def open_sandbox(
     gateway: Callable[[Path], AbstractAsyncContextManager[None]] | None = None,
     network: NetworkRules | None = None,
 ) -> AsyncIterator[Runtime]:
-    """Start a sandbox, run the prepare steps of `spec`, and stop the sandbox when the block ends. The sandbox has no
-    model endpoint. `paths` are the files of this machine that `spec` may name; by default none. `gateway` opens a
-    server at a Unix socket; `Runtime.endpoint` then leads to this server. `network` are the rules for the destinations
-    that `spec` may name, by default none; in the block the sandbox has the network of the agent's phase.
+    """Start a sandbox, run the prepare steps of `spec`, and stop the sandbox when the block ends.
+
+    `paths`: the files of this machine that `spec` may name; by default none.
+    `gateway`: opens a server at a Unix socket, to which `Runtime.endpoint` leads. By default the sandbox has no model
+        endpoint.
+    `network`: the rules for the destinations that `spec` may name; by default none are allowed. In the block, the
+        sandbox has the network of the agent's phase.
 
     Raises InvalidField and RuntimeUnavailable for a spec that cannot work here, RuntimeFailure for a failed start or
     prepare step, and whatever the block raises.

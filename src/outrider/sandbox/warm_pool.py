@@ -1,9 +1,9 @@
 """The warm pool: sandboxes of the most recently requested kinds, started and prepared before a session needs them.
 
-A kind is a runtime spec, the files uploaded by its prepare steps, and the harness's mounts. Invariants: a sandbox of
-the pool is unused, and is either given to one session, alive and young, or stopped here; all ready, starting and
-stopping sandboxes together are within the memory limit; if a service elsewhere, such as Kubernetes, has no room for a
-session's sandbox, a sandbox of the pool is stopped.
+A kind is a runtime spec, the files uploaded by its prepare steps, and the harness's mounts. Invariants:
+- A sandbox of the pool is unused. It is either given to one session, alive and young, or stopped here.
+- All ready, starting and stopping sandboxes together are within the memory limit.
+- If a service elsewhere, such as Kubernetes, has no room for a session's sandbox, a sandbox of the pool is stopped.
 """
 
 from __future__ import annotations
@@ -50,17 +50,18 @@ CHECK_SECONDS = 30.0
 
 PROBE_SECONDS = 5.0
 MAX_AGE_SHARE = 0.1
-"""Maximum age of a warm sandbox that is given away, as a share of its lifetime. The rest of the lifetime is left to the
-session."""
+"""A warm sandbox is given away only while its age is below this share of its lifetime. The rest of the lifetime is left
+to the session."""
 
 MAX_FAILURES = 6
-"""Number of failed starts in a row after which a kind is given up until it is requested again."""
+"""After this number of failed starts in a row, no sandbox of the kind is started until the kind is requested again."""
 
 PAUSES = RetryPolicy(first=1.0, longest=300.0)
-"""Waits between starts of a kind that fails."""
+"""Waits between the starts of a kind whose starts fail."""
 
 WAY_SECONDS = 60.0
-"""If a session's sandbox found no room, no warm sandbox of the same runtime is started for this many seconds."""
+"""If there was no room for a session's sandbox, no warm sandbox of the same runtime is started for this many
+seconds."""
 
 
 class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,8 +97,8 @@ class SandboxKind:
         """The event loop's time before which no start is tried."""
 
     def most(self, each: int) -> int:
-        """Return the maximum target of this kind: `each`; 1 while its starts fail; 0 after MAX_FAILURES failures. It is
-        also 0 for a kind whose sandboxes become too old before the first check."""
+        """Return the maximum target of this kind: `each`, or 1 while its starts fail, or 0 after MAX_FAILURES failures.
+        It is also 0 if the sandboxes become too old before the first check."""
         if self.max_age < CHECK_SECONDS:
             return 0
         if self.failures:
@@ -128,8 +129,7 @@ class WarmPool:
         self._numbers = count()
         self._work = asyncio.Event()
         self._in_the_way: set[str] = set()
-        """Kinds of the runtimes that had no room for a session's sandbox. For each, one warm sandbox is stopped
-        next."""
+        """Runtimes that had no room for a session's sandbox. One warm sandbox of each is stopped next."""
         self._taken = 0
         self._misses = 0
 
@@ -201,7 +201,7 @@ class WarmPool:
         self._work.set()
 
     async def _give_way(self) -> None:
-        """Stop the oldest sandbox of the least recently requested kind, for each runtime that has no room."""
+        """For each runtime that has no room, stop the oldest warm sandbox of the least recently requested kind."""
         later = asyncio.get_running_loop().time() + WAY_SECONDS
         while self._in_the_way:
             runtime = self._in_the_way.pop()
@@ -212,7 +212,7 @@ class WarmPool:
                 await self._stop(last.ready.popleft(), last)
 
     async def _keep_full(self) -> None:
-        """Bring the pool to its targets, and wait until the targets may have changed."""
+        """Start missing sandboxes and stop surplus ones, and wait until the targets may have changed."""
         self._work.clear()
         await self._give_way()
         left = self._limits.memory_mb
@@ -257,7 +257,9 @@ class WarmPool:
                     kind.spec, f"warm-{next(self._numbers)}", 1, mounts=kind.mounts, ahead=True
                 )
                 await sandbox.ready()
-        except Exception as error:  # also a plugin's exception; a session that needs this kind will report it
+        # The runtime may be a plugin, which may raise any exception. A session that needs such a sandbox reports the
+        # error.
+        except Exception as error:
             self._free_memory(kind)
             kind.retry_at = asyncio.get_running_loop().time() + self._pauses.wait(kind.failures)
             kind.failures += 1
@@ -293,7 +295,7 @@ async def usable(sandbox: Sandbox) -> bool:
             await runtime.read("/", limit=1)  # the cheapest call: it starts no process
     except IsADirectoryError:
         return True
-    except Exception:  # also a plugin's own exceptions
+    except Exception:  # the runtime may be a plugin, which may raise any exception
         return False
     return False
 

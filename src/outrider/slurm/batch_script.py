@@ -25,8 +25,8 @@ END_SECONDS = 90
 """Seconds reserved for a job's end in addition to the service's own `stop_seconds`. In this time, sessions are
 interrupted, nodes end, unfinished sessions are counted, and the job is queued again."""
 LEAST_SECONDS = 30
-"""Minimum seconds of a useful run of the nodes. After a shorter run, a job that was already queued again three times is
-not queued again."""
+"""If the nodes ran for fewer seconds than this, the job is queued again only if it was queued again fewer than three
+times before."""
 
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?", re.DOTALL)
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -85,7 +85,7 @@ def _options(job: BatchJob) -> list[str]:
             )
             raise InvalidField(f"a time limit of {seconds} s is too short", field="time", hint=hint)
     if "\\" in str(job.folder):
-        # Slurm expands nothing in a log's name with a backslash, so all jobs would have the same log.
+        # If a log's path has a backslash, Slurm does not replace `%j` in it, so all jobs would write to the same log.
         raise InvalidField(f"Slurm cannot write to a folder whose name has a backslash: {job.folder}", field="data")
     options = {
         "job-name": job.name,
@@ -133,7 +133,7 @@ def _settings(job: BatchJob) -> list[str]:
 
 def _for_sbatch(option: str) -> str:
     """Quote a word for an #SBATCH line. sbatch reads such a line by the rules of a shell, except that a backslash
-    escapes the next character everywhere."""
+    escapes the next character even within quotes."""
     [word] = _one_line([option])
     return shlex.quote(word.replace("\\", "\\\\"))
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from outrider.wire.link_protocol import Nonsense
 
 SMALL = 64 << 10
-"""Messages up to this number of bytes are not counted. The most expensive message of this size, a list of empty lists,
-decodes in 26 ms."""
+"""The cost of a message is not counted if it has at most this number of bytes. The most expensive message of this size,
+a list of empty lists, decodes in 26 ms."""
 MAX_COST = 400_000
 """The maximum cost of a message. A list or map costs `CONTAINER` units; a key costs 1 unit, and so does a value of any
 other type. A unit takes 100 ns at most, so the maximum takes 40 ms."""
@@ -20,9 +20,9 @@ CONTAINER = 4
 MAX_DEPTH = 64
 """Maximum nesting of containers. Outrider's own messages have about a dozen levels."""
 
-# Tables whose keys are the first byte of a value. `_FIXED` has the number of bytes that follow. In `_SIZED`, `_LISTS`
-# and `_MAPS`, the first byte is followed by a length; the tables have the number of bytes of this length. Values whose
-# first byte is in `_EXTENSIONS` have one more byte, for the type.
+# What follows the first byte of a value in MessagePack. `_FIXED`: the number of bytes that follow. `_SIZED`, `_LISTS`
+# and `_MAPS`: a length follows, which has this number of bytes. Values whose first byte is in `_EXTENSIONS` have one
+# more byte, for the type.
 _FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
 _FIXED |= {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
 _SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}

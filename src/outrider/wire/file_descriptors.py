@@ -1,8 +1,8 @@
 """Limits the open files and connections of this process, and divides the file descriptors among groups of clients.
 
-The module does not depend on servers or sandboxes. Invariant: all clients together, inside and outside of sandboxes,
-can use only part of the descriptors; the rest is for the service itself (store, engines, sandboxes). So a client that
-opens as many connections as possible does not block other clients.
+Invariant: all clients together, inside and outside of sandboxes, can use only part of the descriptors; the rest is for
+the service itself (store, engines, sandboxes). So a client that opens as many connections as possible does not block
+other clients.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ import msgspec
 from outrider.errors import ServiceError
 
 WANTED = 65_536
-"""The limit of open file descriptors that a service sets for itself. If the hard limit is lower, the service uses the
-hard limit."""
+"""The limit of open file descriptors that a service sets for itself, unless the hard limit is lower."""
 LEAST = 4096
 """Number of file descriptors that a full node needs for its connections: a session holds about six descriptors, and
 each of its model calls two more."""
 FEWEST = 64
 """Minimum number of file descriptors with which a process can open its event loop and the store."""
 SESSIONS = 8
-"""One session may use at most 1/SESSIONS of the sandboxes' connections, within the bounds below. So this number of
-sessions can together use all of these connections. One access token may use the same share of the control
-connections."""
+"""One session may use 1/SESSIONS of the sandboxes' connections, so this number of sessions can together use all of
+them. One access token may use the same share of the connections for the control API."""
 EACH_LEAST, EACH_MOST = 8, 256
-"""Lower and upper bound of the maximum number of connections of one session. The lower bound also applies to one
-token."""
+"""Lower and upper bound of the share of one session. The lower bound also applies to the share of one token."""
 
 
 class ConnectionQuotas(msgspec.Struct, frozen=True):
-    """Maximum numbers of connections. `sandboxes`: connections of all sandboxes together, on the node's Unix socket.
-    `control`: connections of all other clients together. `doors`: connections of all sandboxes to the proxies of their
-    networks; for each of them the proxy may open another connection, to a server. `session`: concurrent model calls of
-    one session. `token`: concurrent calls of the control API with one token."""
+    """Maximum numbers of connections.
+
+    `sandboxes`: connections of all sandboxes together, on the node's Unix socket.
+    `control`: connections of all other clients together.
+    `doors`: connections of all sandboxes to the proxies of their networks. A proxy may open another connection for each
+        of them, to a server.
+    `session`: concurrent model calls of one session.
+    `token`: concurrent calls of the control API with one token.
+    """
 
     sandboxes: int
     control: int

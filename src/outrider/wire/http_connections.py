@@ -2,12 +2,11 @@
 
 The module has only the features that engine servers and the service's own clients need: no redirects, cookies, proxies
 or compression. `httptools` parses the responses. The module replaces aiohttp to save processor time: with 32 concurrent
-calls, a streamed call of 18 events takes 0.11 to 0.2 ms of CPU here, and 0.24 to 0.31 ms with aiohttp 3.14. The gateway
-takes about 1 ms of CPU for a whole call. The import of aiohttp takes a quarter of a second of CPU, which is more than
-all other work of a command such as `outrider status`.
+calls, a streamed call of 18 events takes 0.11 to 0.2 ms of CPU here, and 0.24 to 0.31 ms with aiohttp 3.14. Importing
+aiohttp takes a quarter of a second of CPU, which is more than all other work of a command such as `outrider status`.
 
-JSON and retries are in the callers. Invariant: a connection carries one exchange at a time, and is reused only after
-its response was read to the end.
+The callers encode JSON and retry requests. Invariant: a connection carries one exchange at a time, and is reused only
+after its response was read to the end.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ HIGH_WATER = 128 << 10
 
 
 class Connections:
-    """A server's connections, one for each concurrent exchange. `url` is an http or https URL without a query. For an
-    https URL, `tls` are the accepted authorities, by default those of this machine. A connection is given up if it is
-    not made within `connect_seconds`.
+    """The connections to a server, one for each concurrent exchange. `url` is an http or https URL without a query.
+    `tls` has the certificate authorities that are accepted for an https URL, by default those of this machine. A
+    connection is given up if it is not made within `connect_seconds`.
 
     `request` raises OSError or TimeoutError if the server cannot be reached.
     """
@@ -82,12 +81,13 @@ class Connections:
         opened: Callable[[Response], None] | None = None,
         repeatable: bool = False,
     ) -> Response:
-        """Send a request, and return the response once its head has arrived. `body` consists of consecutive pieces.
-        The caller must close the response. `opened` is called with the response before the request is sent, so that
-        another task can end the exchange with `Response.cut` at any time.
+        """Send a request, and return the response once its head has arrived. `body` consists of consecutive pieces. The
+        caller must close the response. `opened` is called with the response before the request is sent, so that another
+        task can end the exchange with `Response.cut` at any time.
 
-        A server may close a kept connection at the moment when the request is sent. A `repeatable` request is then sent
-        once more, over a new connection."""
+        A server may close a kept-alive connection at the moment when the request is sent. A `repeatable` request is
+        then sent once more, over a new connection.
+        """
         own = _lines(headers) if headers else b""
         length = b"Content-Length: %d\r\n" % sum(map(len, body)) if body or method == "POST" else b""
         start = f"{method} {self._path}{path} HTTP/1.1\r\n".encode()
@@ -153,9 +153,9 @@ class Connections:
         return None
 
     async def _connect(self) -> _Connection:
-        """Connect to the first of the server's addresses that accepts. Each address but the last is tried for an equal
-        share of the time limit, so that an address that does not reply does not block the others. Raises the error of
-        the last address."""
+        """Connect to the first of the server's addresses that accepts. Each address except the last may use only an
+        equal share of the time limit, so that an address that does not reply does not block the others. Raises the
+        error of the last address."""
         async with asyncio.timeout(self._connect_seconds):
             *others, last = await self._addresses()
             for address in others:

@@ -1,13 +1,16 @@
 """The HTTP server: uvicorn with limits for untrusted clients, and with a callback when a client disconnects.
 
 Plain ASGI has no such callback: an application must wait for `http.disconnect` in a second task for every request. The
-module has no routes. Invariants: an application's callback is called once when the client has left, even if the client
-left before the callback was set; data outside of bodies and unfinished requests use bounded memory and time; the number
-of open connections never exceeds the server's limit; one client cannot take all connections.
+module has no routes. Invariants:
+- An application's callback is called once when the client has left, even if the client left before the callback was
+  set.
+- Unfinished requests and all data outside of bodies use bounded memory and time.
+- The number of open connections never exceeds the server's limit.
+- One client cannot take all connections.
 
 The module subclasses two classes of uvicorn and uses attributes that uvicorn does not document.
-tests/test_http_server.py lists the attributes and checks them against the installed version; pyproject.toml allows only
-tested versions.
+tests/test_http_server.py lists these attributes and checks them against the installed version; pyproject.toml allows
+only tested versions.
 """
 
 from __future__ import annotations
@@ -39,10 +42,10 @@ CONNECTION = "outrider.connection"
 BACKLOG = 2048
 """Maximum number of connections that wait in the kernel to be accepted."""
 ACCEPTED_AT_ONCE = 64
-"""Maximum connections accepted before the event loop does anything else. The number is small, so that the server has
-read a new client's data before still newer connections may displace the client's connection."""
+"""Maximum number of connections accepted before the event loop does other work. The number is small, so that the server
+reads a new client's data before still newer connections can displace the client."""
 ACCEPTING = "accept connections"
-"""The name of a failure to accept connections, in the list of failing background work."""
+"""The name under which a failure to accept connections appears in the list of failing background work."""
 ACCEPT_FAILED = "socket.accept() out of system resource"
 """The message with which asyncio's event loop calls its exception handler when a connection cannot be accepted."""
 ACCEPT_SECONDS = 5.0
@@ -59,21 +62,22 @@ TOO_MANY = (
     b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(BUSY), BUSY)
 )
 WEBSOCKET_PIECE = 8 << 10
-"""Maximum bytes of a WebSocket that are parsed before other connections are served. This number of bytes has up to
+"""Maximum bytes from a WebSocket that are parsed before other connections are served. This number of bytes has up to
 1,400 frames, which take 15 ms."""
 MAX_FRAGMENTS = 16_384
 """Maximum number of frames of one WebSocket message. Clients send one frame. A proxy may split a message into frames of
 a few KiB."""
 ONCE = frozenset((b"host", b"authorization", b"content-length", b"transfer-encoding", b"origin"))
-"""Headers that determine the access of a request or the end of its body. A request with one of these headers twice is
-refused, because a proxy in front of this server may use the first and this server the second."""
+"""Headers that determine the access of a request or the end of its body. A request that has one of them twice is
+refused, because a proxy in front of this server may use the first value and this server the second."""
 
 
 class Timeouts(NamedTuple):
-    """Timeouts in seconds after which a connection is closed. Each is checked every `head` / 2 seconds.
+    """Timeouts in seconds after which a connection is closed. They are checked every `head` / 2 seconds.
 
-    `head`: a request's head is incomplete, or nothing of its body arrives, for this long. `idle`: no request follows a
-    reply. `unread`: the client reads nothing of its reply.
+    `head`: how long a request's head may be incomplete, and how long its body may be interrupted.
+    `idle`: how long the client may wait with the next request after a reply.
+    `unread`: how long the client may read nothing of its reply.
     """
 
     head: float = 60
@@ -109,12 +113,14 @@ class Disconnect:
 class ConnectionLimit:
     """Allows at most `most` connections to a server at once.
 
-    Every connection has an owner: the name given by the application with `claim`, and until then the client's address.
-    If a new connection exceeds the limit, an old connection is closed: the owner with the most connections loses the
-    connection whose client has been silent for longest. Claimed and unclaimed connections may each take half of the
-    limit, and the owner is chosen from the group that exceeds its half. So a client with many claimed connections loses
-    a connection of its own, even if other clients have the same address. A new client is accepted if any old connection
-    may be closed. One address has at most a quarter of `most` as unclaimed connections.
+    Every connection has an owner: the name that the application gives with `claim`, and until then the client's
+    address. If a new connection exceeds the limit, an old connection is closed. It belongs to the owner with the most
+    connections, and its client has been silent for longest. A new client is refused only if no old connection may be
+    closed.
+
+    Claimed and unclaimed connections may each take half of the limit, and the owner is chosen from the group that
+    exceeds its half. So a client with many claimed connections loses one of its own, even if other clients have the
+    same address. One address can have unclaimed connections up to a quarter of `most`.
     """
 
     def __init__(self, most: int) -> None:
@@ -154,8 +160,8 @@ class ConnectionLimit:
         self._group(connection).add(connection)
 
     def upgraded(self, connection: _Protocol) -> None:
-        """Record that the connection becomes a WebSocket. WebSockets are never closed in favour of a new connection.
-        The end of a WebSocket is recorded by `leave_upgraded`."""
+        """Record that the connection becomes a WebSocket, which is never closed in favour of a new connection. The end
+        of a WebSocket is recorded by `leave_upgraded`."""
         self._group(connection).discard(connection)
 
     def leave(self, connection: _Protocol) -> None:
@@ -303,7 +309,7 @@ class _Protocol(HttpToolsProtocol):
         self._due = self.loop.time() + self._timeouts.head
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._past_head:  # fields after the body are dropped, because they are not checked against `ONCE`
+        if not self._past_head:  # header fields after the body are dropped: they are not checked against `ONCE`
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -506,8 +512,8 @@ async def while_connected(scope: Scope, work: Awaitable[None]) -> None:
 
 
 def _address(client: tuple[str, int] | None) -> str:
-    """Return the owner of a connection without a claim: the client's IPv4 address or IPv6 network. One client may have
-    all 2**64 addresses of an IPv6 network."""
+    """Return the owner of an unclaimed connection: the client's IPv4 address or IPv6 network. One client may have all
+    2**64 addresses of an IPv6 network."""
     if client is None:
         return ""
     host = client[0].partition("%")[0]
@@ -519,10 +525,12 @@ def _address(client: tuple[str, int] | None) -> str:
 @contextlib.contextmanager
 def noting_refusals(failures: Failures) -> Iterator[None]:
     """While the block runs, note in `failures` when connections cannot be accepted because descriptors or memory have
-    run out. The failure ends when no attempt to accept a connection has failed for ACCEPT_SECONDS. asyncio's event loop
-    tries again every second, and calls its exception handler up to ACCEPTED_AT_ONCE times for each try. The default
-    handler would log a traceback for each call, whereas `failures` limits the log lines. (uvloop keeps a spare
-    descriptor, with which it accepts and closes the connection.)"""
+    run out. The failure is cleared when no attempt to accept a connection has failed for ACCEPT_SECONDS.
+
+    asyncio tries again every second, and calls the loop's exception handler up to ACCEPTED_AT_ONCE times for each try.
+    The default handler would log a traceback for each call, whereas `failures` limits the log lines. (uvloop keeps a
+    spare descriptor, with which it accepts and closes the connection.)
+    """
     loop = asyncio.get_running_loop()
     before = loop.get_exception_handler()
     ending: asyncio.TimerHandle | None = None

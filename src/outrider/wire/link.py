@@ -1,10 +1,9 @@
-"""One end of a connection between a service and a worker or node: sends messages in order, receives one message at a
-time, and sends heartbeats. The users of a link set the intervals: `nodes/remote_node.py` for nodes, and the options of
-relay engines.
+"""One end of a connection between a service and a worker or node. Sends messages in order, receives one message at a
+time, and sends heartbeats.
 
-The module does not interpret messages and does not depend on the transport. Invariants: when either end has closed the
-connection, or the peer was silent for too long, `run` returns and leaves no task running. Nothing is sent after a
-close.
+The module does not interpret messages and does not depend on the transport. Its callers set the intervals of heartbeats
+and silence. Invariants: when either end has closed the connection, or the peer was silent for too long, `run` returns
+and leaves no task running. Nothing is sent after a close.
 """
 
 from __future__ import annotations
@@ -30,8 +29,11 @@ closed."""
 
 
 class Disconnected(Exception):
-    """The connection has ended. `code` is the peer's WebSocket close code, a code of `Close` if this side has ended the
-    connection, or the HTTP status of a refused handshake; 1006 if there is no such code."""
+    """The connection has ended. `code` is one of the following:
+    - the peer's WebSocket close code
+    - a code of `Close`, if this side has ended the connection
+    - the HTTP status of a refused handshake
+    - 1006, if there is no other code"""
 
     def __init__(self, code: int, reason: str = "") -> None:
         super().__init__(f"{reason or 'connection lost'} ({code})")
@@ -184,8 +186,8 @@ class Link(Generic[In]):
                 await asyncio.Event().wait()
 
     async def _watch(self) -> Disconnected:
-        """Send heartbeats, and end a connection on which nothing arrives or nothing can be sent. One task checks this
-        at intervals. A timeout for each message would cost a sixth of the time to process the message."""
+        """Send heartbeats, and end a connection on which nothing arrives or nothing can be sent. One task checks both
+        at intervals, because a timeout for each message would cost a sixth of the time to process the message."""
         while True:
             pause = min(self._heartbeat / 2, self.silence / 4)
             due = self._clock() + pause

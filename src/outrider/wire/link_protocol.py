@@ -1,4 +1,4 @@
-"""Parts shared by the protocols of all links: close codes and reasons, heartbeats, and the MessagePack encoder."""
+"""Parts shared by all links' protocols: close codes and reasons, heartbeats, and the MessagePack encoder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Close(IntEnum):
     REPLACED = 4001  # the same worker has connected again
     NONSENSE = 4400  # the peer broke the protocol, or sent impossible tokens
     SILENT = 4408  # no message arrived for too long
-    CONFLICT = 4409  # the worker has another model, its engine is not a relay, or the node's name is in use
+    CONFLICT = 4409  # the worker's model is not the engine's, the engine is not a relay, or the node's name is in use
     REMOVED = 4410  # the engine was removed from the service, or the service has given the node up
     PROTOCOL = 4426  # the peer uses another version of the protocol
 

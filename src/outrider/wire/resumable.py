@@ -18,9 +18,9 @@ PIECE = 256 << 10
 """Frames are sent in pieces of this number of bytes, because a frame may be longer than the longest message of a
 connection, and because each piece shows that a slow connection is alive."""
 HEADER = 9
-"""Number of bytes of the header of each piece: one byte, which is 1 if more of the frame follows, and the number of
-pieces that the sender of this piece has received (uint64, little-endian). Acknowledgements travel only in pieces, so
-both ends must send from time to time."""
+"""Number of bytes of each piece's header. The first byte is 1 if more of the frame follows. Then follows the number of
+pieces that the sender has received (uint64, little-endian). Acknowledgements travel only in these headers, so both ends
+must send from time to time."""
 
 MAX_UNACKNOWLEDGED = 64 << 20
 """While more than this number of bytes are not acknowledged by the peer, `send` waits."""
@@ -50,8 +50,8 @@ class ResumableSocket(Socket):
         self._most = most
         self._most_unread = most_unread
         self._unacknowledged: deque[tuple[bool, bytes]] = deque()
-        """Pieces that the peer has not acknowledged. The first has the number `_acknowledged`. Each entry has True if
-        more of the frame follows, and the bytes of the piece."""
+        """Pieces that the peer has not acknowledged. The first has the number `_acknowledged`. Each entry tells
+        whether more of the frame follows, and has the bytes of the piece."""
         self._unacknowledged_bytes = 0
         self._acknowledged = 0
         self._written = 0

@@ -34,8 +34,8 @@ def presenting(certificate: Path, key: Path | None) -> ssl.SSLContext:
 
 def trusting(ca: str | None) -> ssl.SSLContext | None:
     """Return the TLS context of a client that accepts only the authorities in the PEM file `ca`. Returns None if `ca`
-    is None: the client accepts the authorities that are installed on this machine. Raises InvalidField if the file
-    cannot be loaded."""
+    is None: the client accepts the authorities installed on this machine. Raises InvalidField if the file cannot be
+    loaded."""
     if ca is None:
         return None
     import ssl
@@ -49,7 +49,7 @@ def trusting(ca: str | None) -> ssl.SSLContext | None:
 
 
 def trusting_this_machine() -> ssl.SSLContext:
-    """Return the TLS context of a client that accepts the authorities that are installed on this machine."""
+    """Return the TLS context of a client that accepts the authorities installed on this machine."""
     import ssl
 
     return ssl.create_default_context()

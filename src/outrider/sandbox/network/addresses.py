@@ -68,8 +68,8 @@ def is_sensitive(address: Address) -> bool:
 
 
 def is_public(address: Address) -> bool:
-    """Return True for an address of the public Internet that is not this machine's own. All notations of private
-    addresses give False."""
+    """Return True for an address of the public Internet that is not this machine's own. Returns False for private
+    addresses in any notation."""
     found = meanings(plain(address))
     return not is_sensitive(address) and all(one.is_global for one in found) and not any(map(is_own, found))
 

@@ -31,10 +31,14 @@ Resolve = Callable[[str, int, bool], Awaitable[Sequence[Address]]]
 
 
 class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
-    """A server to connect to. `internal` is True if the operator has named exactly this host and port; the server may
-    then have a private address. `named` is True if the task or the operator names exactly this host. A program in the
-    sandbox may have invented any other host. `proxy` is the URL of the HTTP proxy that leads to the server; None means
-    the proxy in this process's variables, and "" means no proxy."""
+    """A server to connect to.
+
+    `internal`: True if the operator has named exactly this host and port; the server may then have a private address.
+    `named`: True if the task or the operator names exactly this host. A program in the sandbox may have invented any
+        other host.
+    `proxy`: the URL of the HTTP proxy that leads to the server. None means the proxy in this process's variables, and
+        "" means no proxy.
+    """
 
     host: str
     port: int
@@ -61,10 +65,12 @@ class ServerConnection(msgspec.Struct, frozen=True):
 
 
 class Dialer:
-    """Opens the connections of one proxy. `environ`, by default this process's variables, may name the operator's own
-    proxy (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts that are reached without this proxy (NO_PROXY). No
-    connection is made to the service itself, whose places are in `own`, as `host:port`: the host is an address, a name,
-    or `*` for every address of this machine."""
+    """Opens the connections of one proxy.
+
+    `environ`, by default this process's variables, may name the operator's own proxy (HTTPS_PROXY, HTTP_PROXY,
+    ALL_PROXY) and the hosts that are reached without it (NO_PROXY). No connection is made to the service itself. `own`
+    has its addresses as `host:port`; the host is an address, a name, or `*` for every address of this machine.
+    """
 
     def __init__(
         self, resolve: Resolve, *, environ: Mapping[str, str] | None = None, own: Collection[str] = frozenset()
@@ -112,8 +118,8 @@ class Dialer:
         return found
 
     async def _services(self, port: int) -> frozenset[Address]:
-        """Return the addresses of the service's own names with this port. A name that this machine cannot resolve adds
-        no address."""
+        """Return the addresses of the service's own host names that are used with this port. A name that this machine
+        cannot resolve adds no address."""
         found: set[Address] = set()
         for host, _, own in (place.rpartition(":") for place in self._own):
             if own == str(port) and host != "*" and not host.startswith("[") and not is_address(host):
@@ -184,8 +190,8 @@ class Dialer:
         return ServerConnection(reader, writers[0], beneath=connection.writer)
 
     async def _tls_context(self) -> ssl.SSLContext:
-        """Return the context that checks servers' certificates. Its creation takes some milliseconds, because the
-        certificates of all authorities are read."""
+        """Return the context that checks servers' certificates. It is made in a thread, because reading the
+        certificates of all authorities takes some milliseconds."""
         if self._tls is None:
             self._tls = await asyncio.to_thread(ssl.create_default_context)
         return self._tls

@@ -37,25 +37,28 @@ from outrider.sandbox.network.shared import LEAST_PAUSE, SANDBOX_RATE, BytePace
 from outrider.spec import MEBIBYTE
 
 CONNECTIONS = 32
-"""Maximum number of connections to other machines at once."""
+"""Maximum number of connections of one sandbox to other machines at once."""
 MAX_CLIENTS = 256 + CONNECTIONS
 """Maximum number of connections to the door of one sandbox: 256 for the model gateway, and CONNECTIONS for other
 machines."""
 MAX_PLACES = 256
-"""Maximum number of servers with a `ServerUse` of their own in each phase, because a program may request any number of
-names. All further servers share one."""
+"""Maximum number of servers for which a `ServerUse` is kept in each phase, because a program may request any number of
+names. All further servers share one `ServerUse`."""
 OTHERS = "other servers"
 NOTE_SECONDS = 5.0
 """Minimum seconds between two calls of `note` (see `Door.follow`) for one server."""
 
 
 class ServerUse(msgspec.Struct, kw_only=True):
-    """The use of one server in one phase. `server` is `host:port`. Times are seconds since the epoch. `sent` and
-    `received` are bytes. `refusal` and `failure` are the reasons of the last refusal and the last failure. Requests are
-    numbered from 1. `last_failed` is the number of the last request with a failure that no program in the sandbox can
-    have caused; it is set only for a server that the task or the operator names exactly. `last_reached` is the number
-    of the last request that the server answered. Both are 0 if there is no such request. `broken` is True if
-    `last_failed` is not 0 and the server answered no later request."""
+    """The use of one server in one phase. Times are seconds since the epoch. Requests are numbered from 1.
+
+    `server`: the server as `host:port`.
+    `sent`, `received`: numbers of bytes.
+    `refusal`, `failure`: the reasons of the last refusal and the last failure.
+    `last_failed`: the number of the last request with a failure that no program in the sandbox can have caused, or 0.
+        It is set only for a server that the task or the operator names exactly.
+    `last_reached`: the number of the last request that the server answered, or 0.
+    """
 
     phase: Phase
     server: str
@@ -101,9 +104,10 @@ class Door:
         replay: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`gateway` is the model gateway's socket. `endpoint` is the gateway's URL in the sandbox. `pace` and
-        `connections` are shared by all sandboxes of the node. If `record` is true, the door keeps replies. If `replay`
-        is given, the door answers from this file. Blocks while the file is read. Raises RuntimeUnavailable."""
+        """`gateway` is the model gateway's socket, and `endpoint` is the gateway's URL in the sandbox. `pace` and
+        `connections` are shared by all sandboxes of the node. If `record` is true, the door records the replies of
+        servers. If `replay` is given, the door replies from this file and contacts no server. Blocks while the file is
+        read. Raises RuntimeUnavailable."""
         self._allowed = allowed
         self._gateway = gateway
         self._endpoint = endpoint
@@ -128,7 +132,8 @@ class Door:
     async def open(self, path: Path) -> None:
         """Serve at a Unix socket."""
         self._path = path
-        # A socket's path has at most 107 bytes, so the socket is bound by a short name of its folder.
+        # A socket's path has at most 107 bytes, so the socket is bound by a short path to its folder, below
+        # /proc/self/fd.
         folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             await self._held.enter_async_context(self._server.at(f"/proc/self/fd/{folder}/{path.name}"))
@@ -171,16 +176,16 @@ class Door:
         return unfollow
 
     def broken(self, *phases: Phase) -> str | None:
-        """Return why the last request to a server failed in one of the phases, or None if the last request to each
-        server succeeded. A request that has waited for its server for too long has failed. Only servers that the task
-        names exactly count, because a program can invent a server that matches a pattern and does not exist."""
+        """Return why a server is broken in one of the phases, or None. A server is broken if the last request to it has
+        failed, or has waited too long for the server. Only servers that the task names exactly count, because a program
+        can invent a server that matches a pattern and does not exist."""
         for passage in self._passages:
             passage.judge()
         return next((use.failure for use in self.uses.values() if use.broken and use.phase in phases), None)
 
     def forget_failures(self) -> None:
-        """Forget which servers failed during the grading, because the grading starts again. Requests that are under way
-        do not count any more."""
+        """Forget which servers failed during the grading, because the grading starts again. Requests in flight no
+        longer count."""
         for use in self.uses.values():
             if use.phase is Phase.VERIFIER:
                 use.last_failed, use.last_reached = 0, use.requests + 1
@@ -214,11 +219,12 @@ class Door:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes
     ) -> bytes | None:
         """Forward a connection to the model gateway, after sending `head` to the gateway. An empty `head` means a
-        tunnel. Return the head of the first request to another server, None if there is none.
+        tunnel. Returns the head of the first request to another server, or None.
 
-        HTTP lets a client send requests for the model gateway and for the proxy over one connection, because both have
-        one address. Bun does so. A client that sends a request to another server has already received all replies of
-        the model gateway."""
+        The gateway and the proxy have one address, so HTTP lets a client send requests for both over one connection.
+        Bun does so. Before such a client sends a request to another server, it has received all replies of the
+        gateway.
+        """
         try:
             server_reader, server_writer = await asyncio.open_unix_connection(self._gateway, limit=MAX_HEAD)
         except OSError:
@@ -236,9 +242,9 @@ class Door:
     async def _send_requests(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: asyncio.StreamWriter, head: bytes
     ) -> bytes | None:
-        """Send the requests of a connection to the model gateway; see `_to_gateway`. If the connection is a tunnel, or
-        the head of a request does not show where the request ends, everything that follows goes to the gateway without
-        a check."""
+        """Send the requests of a connection to the model gateway; see `_to_gateway`. All remaining bytes go to the
+        gateway without a check if the connection is a tunnel, or if a request's head does not show where the request
+        ends."""
         try:
             while head:
                 await put(server, head)
@@ -297,7 +303,8 @@ class Door:
             self._refused(self._use(self._phase, request.place), reason)
 
     def count(self, use: ServerUse, name: str, number: int) -> None:
-        """Count `number` bytes of a server's use as `sent` or `received`, as `name` states. Raises LimitExceeded."""
+        """Add `number` bytes to the total `name` ("sent" or "received") of a server and of the sandbox. Raises
+        LimitExceeded."""
         self._totals[name] += number
         setattr(use, name, getattr(use, name) + number)
         use.end = self._clock()
@@ -339,8 +346,8 @@ class Door:
         return self.uses[key]
 
     def _changed(self, use: ServerUse, *, soon: bool = True) -> None:
-        """Call `note` (see `follow`) with a use, at most once in NOTE_SECONDS for each server. If `soon` is true, a
-        server's first request or refusal is passed on without this wait."""
+        """Call `note` (see `follow`) with a use, at most once in NOTE_SECONDS for each server. If `soon` is true, the
+        first request to a server, or its first refusal, is reported at once."""
         key = use.phase, use.server
         now = self._clock()
         last = self._noted.get(key)

@@ -1,7 +1,7 @@
-"""The forward proxy: carries one request of each connection to a server, if the gate allows the request.
+"""The forward proxy: carries one request of each connection to a server, if the `ProxyGate` allows the request.
 
-The gate has the rules, and the dialer checks the addresses. The proxy follows no redirect. Invariants: each
-connection carries one request, whose head has one meaning, so every request is checked; a request needs little memory,
+The gate has the rules, and the dialer checks the addresses. The proxy follows no redirect. Invariants: each connection
+carries one request, whose head can be read in only one way, so every request is checked; a request needs little memory,
 however large its reply is.
 """
 
@@ -40,11 +40,11 @@ LINGER_SECONDS = 2.0
 """Seconds for a refused client to read the reason, while the rest of its request is discarded. A connection that is
 closed with unread bytes would be reset, and the reason would be lost."""
 CONNECT_PATIENCE = 5.0
-"""Limit in seconds of a wait for a connection to a server. If the phase ends after a longer wait, the server has
-failed. A shorter wait is not a failure, because any program can request a connection just before the program ends."""
+"""If the phase ends after a request has waited longer than this many seconds for a connection to its server, the server
+counts as failed. A shorter wait is not a failure, because a program can request a connection just before it ends."""
 ANSWER_PATIENCE = 30.0
-"""Limit in seconds of a wait for the beginning or for the next bytes of a server's reply. If the connection ends after
-a longer wait, the server has failed."""
+"""If the connection ends after waiting longer than this many seconds for the beginning or the next bytes of a reply,
+the server counts as failed."""
 CLIENT_SECONDS = 5.0
 """If the client has taken at least this many seconds to receive a reply, an early end of the reply is not a failure of
 the server."""
@@ -66,8 +66,9 @@ class LimitExceeded(Exception):
 
 
 class ProxyRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """The route of an allowed request. `replaced` are pairs of texts: the first one is replaced by the second one in
-    the pages and redirects of a package index. `methods` are the allowed methods; an empty set allows all methods."""
+    """The route of an allowed request. `replaced` are pairs of texts: in the pages and redirects of a package index,
+    the first text of each pair is replaced by the second. `methods` are the allowed methods; an empty set allows all
+    methods."""
 
     server: ProxiedServer
     replaced: Sequence[tuple[str, str]] = ()
@@ -75,7 +76,7 @@ class ProxyRoute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Passage(Protocol):
-    """One allowed request while it is carried. `sent` and `received` count bytes, and raise LimitExceeded."""
+    """An allowed request, until its connection ends. `sent` and `received` count bytes, and raise LimitExceeded."""
 
     route: ProxyRoute
 
@@ -86,54 +87,53 @@ class Passage(Protocol):
         ...
 
     def failed(self, reason: str, *, blameless: bool) -> None:
-        """Note a failure of the server. `blameless` is True if no program in the sandbox can have caused the
+        """Record a failure of the server. `blameless` is True if no program in the sandbox can have caused the
         failure."""
         ...
 
     def reached(self) -> None: ...
     def waits(self, reason: str | None, *, blameless: bool = False, patience: float = 0.0) -> None:
-        """Note the beginning of a wait for the server, or, if `reason` is None, the end of the wait. If the connection
-        ends after a wait of more than `patience` seconds, the server has failed. `reason` is the text of this
-        failure."""
+        """Record that a wait for the server begins, or that it ends if `reason` is None. If the connection ends after a
+        wait of more than `patience` seconds, the server has failed, and `reason` describes this failure."""
         ...
 
     def judge(self) -> None:
-        """Note a failure if the current wait has lasted too long."""
+        """Record a failure if the current wait has lasted too long."""
         ...
 
     def close(self) -> None: ...
 
 
 class ProxyGate(Protocol):
-    """The rules of a proxy."""
+    """Decides which requests a proxy carries."""
 
     def admit(self, request: RequestHead) -> Passage:
-        """Return the passage of an allowed request. Raises NotPassedOn."""
+        """Admit a request. Raises NotPassedOn for a request that is not allowed."""
         ...
 
     def refuse(self, request: RequestHead, reason: str) -> None:
-        """Note that an admitted request was refused for the address of its server, or for its method."""
+        """Record that an admitted request was refused because of its server's address or its method."""
         ...
 
 
 class Archive(Protocol):
-    """Keeps or replays the replies to requests that are not tunnels."""
+    """Records replies, or replays recorded replies. Not used for tunnels."""
 
     def replay(self, request: RequestHead) -> bytes | None:
-        """Return the whole recorded reply, or None if requests are carried to servers. Raises NotPassedOn."""
+        """Return the whole recorded reply, or None if this archive does not replay. Raises NotPassedOn."""
         ...
 
     def keeps(self, request: RequestHead) -> bool:
-        """Return whether the reply to a request is to be kept."""
+        """Return whether the reply to a request is recorded."""
         ...
 
     def reserve(self, size: int) -> bool:
-        """Reserve room for `size` bytes of a reply. Returns False, and notes that a reply is missing, if there is not
-        enough room. A negative `size` gives room back."""
+        """Reserve room for `size` bytes of a reply. If there is not enough room, records that a reply is missing and
+        returns False. A negative `size` gives room back."""
         ...
 
     def keep(self, request: RequestHead, reply: bytes) -> None:
-        """Keep a whole reply, for which room is reserved."""
+        """Record a whole reply. Room for it is already reserved."""
         ...
 
 
@@ -149,7 +149,7 @@ class Proxy:
         self._archive = archive
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
-        """Carry the request with this head, the first bytes of a connection."""
+        """Carry the request of a connection. `head` is the request's head, which has already been read."""
         try:
             request = read_request(head)
             passage = self._gate.admit(request)
@@ -179,8 +179,8 @@ class Proxy:
             except NotAllowed as error:
                 if not route.methods:
                     raise
-                # The operator's settings choose the address of a package index, and no program can change it. So a
-                # refused address is an error in the settings.
+                # The operator's settings name a package index, and no program can change its address. So a refused
+                # address is an error in the settings.
                 raise Unreachable(f"{error}: the operator may name {route.server.place} in network.internal") from error
             passage.waits(None)
         except NotAllowed as error:
@@ -208,7 +208,7 @@ class Proxy:
                 else:
                     await self._exchange(request, route, connection, flow, reader, writer)
         except NotPassedOn as error:
-            # A program chooses the page, so a page that is not allowed is not a failure of the index.
+            # The program chooses the page, so a page that is not allowed is not a failure of the index.
             blameless = is_plain_read(request, route) and not isinstance(error, NotAllowed)
             flow.end_wait()
             passage.failed(str(error), blameless=blameless)
@@ -284,8 +284,8 @@ class Proxy:
                 break
         flow.end_wait()
         flow.answered = True
-        # With an odd request a program can make most servers reply with such a status. The requests to a package index
-        # are restricted, so only for an index the status is a failure.
+        # Such a status is a failure only of a package index, because requests to an index are restricted. By an odd
+        # request, a program can make most other servers reply with this status.
         if route.methods and reply.status in OVERLOADED:
             status = f"{request.place} answered with status {reply.status}"
             flow.passage.failed(status, blameless=is_plain_read(request, route))
@@ -379,8 +379,8 @@ class CutShort(OSError):
 
 
 class KeptReply:
-    """Collects a reply for the archive, as long as there is room. If `store` is not called, the room is given back at
-    the end of the block."""
+    """Collects a reply for the archive while there is room. Unless `store` is called, the reserved room is given back
+    at the end of the block."""
 
     def __init__(self, request: RequestHead, archive: Archive | None) -> None:
         self._request = request
@@ -418,16 +418,16 @@ class KeptReply:
 
 
 class Awaited(msgspec.Struct, frozen=True):
-    """The server whose reply a request awaits. `blameless` is True if no program can make the server slow to answer."""
+    """The server whose reply a request awaits. `blameless` is True if no program in the sandbox can delay the reply."""
 
     place: str
     blameless: bool
 
 
 class Flow:
-    """The bytes of one connection, in both directions. `answered` is True once the server's reply has begun, and
-    `exceeded` once a limit of the sandbox has ended the connection. If `awaited` is None, the connection is a tunnel,
-    and no reply is awaited."""
+    """The bytes of one connection. `answered` is True once the server's reply has begun. `exceeded` is True once a
+    limit of the sandbox has ended the connection. If `awaited` is None, the connection is a tunnel, and no reply is
+    awaited."""
 
     def __init__(self, passage: Passage, awaited: Awaited | None) -> None:
         self.passage = passage
@@ -458,7 +458,7 @@ class Flow:
             self._quiet.reschedule(asyncio.get_running_loop().time())
 
     def begin_wait(self) -> None:
-        """Note that the reply's next bytes are awaited."""
+        """Record that the reply's next bytes are awaited."""
         if self._awaited is not None:
             what = "stopped in the middle of its reply" if self.answered else "did not answer"
             text = f"{self._awaited.place} {what}"
@@ -617,7 +617,7 @@ async def _write_page(
 
 
 class ConnectionPool:
-    """Counts the clients' connections to several `ProxyServer`s together, up to `most`. The first LEAST_CONNECTIONS
+    """Limits the clients' connections to several `ProxyServer`s together to `most`. The first LEAST_CONNECTIONS
     connections to each `ProxyServer` are always allowed, and are not counted."""
 
     def __init__(self, most: int) -> None:

@@ -1,8 +1,8 @@
 """The record of a sandbox's plain HTTP requests, and its replay.
 
-A record is a file of JSON lines. Only requests without a body and without credentials are recorded. Tunnels (HTTPS) are
-not recorded, because the proxy cannot read them. Invariants: a replay reaches no server; a record, with the replies
-that are not complete yet, has a bounded size.
+A record is a file of JSON lines. It has only requests without a body and without credentials. Tunnels (HTTPS) are not
+recorded, because the proxy cannot read them. Invariants: a replay reaches no server; a record, including replies that
+are not complete yet, has a bounded size.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class NetworkRecord:
             self.replies.append(msgspec.structs.replace(line, phase=phase))
 
     def _skip(self) -> None:
-        """Note that a reply is missing."""
+        """Record that a reply is missing."""
         if not self._full and (phase := self._phase()) is not None:
             self._full = True
             self.replies.append(RecordedReply(phase))
 
 
 class NetworkReplay:
-    """Answers requests from a record: the n-th request for a URL in a phase gets the n-th reply. If there are more
+    """Replies to requests from a record: the n-th request for a URL in a phase gets the n-th reply. If there are more
     requests than replies, the further requests get the last reply."""
 
     def __init__(self, replies: list[RecordedReply], phase: Callable[[], Phase | None]) -> None:

@@ -1,6 +1,6 @@
 """Reads the head of a request to the proxy, and of a server's reply.
 
-Pure. Invariant: a head that strict and lenient servers may read differently is refused.
+All functions are pure. Invariant: a head that strict and lenient servers may read differently is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOT_PASSED = frozenset(
 
 COOKIES = frozenset({"set-cookie", "set-cookie2"})
 PERSONAL = frozenset({"authorization", "cookie", "cookie2"})
-"""If a request has one of these headers, its reply may be for the sender only."""
+"""The reply to a request with one of these headers may be meant only for the sender."""
 
 
 class NotPassedOn(Exception):
@@ -48,15 +48,15 @@ class NotAllowed(NotPassedOn):
 
 
 class Unreachable(NotPassedOn):
-    """The request was allowed, and its server cannot be reached or does not speak HTTP."""
+    """The request was allowed, but its server cannot be reached or does not speak HTTP."""
 
     def __init__(self, text: str) -> None:
         super().__init__("502 Bad Gateway", text)
 
 
 class RequestHead(msgspec.Struct, frozen=True):
-    """The head of a request. `host` is the name or address as `host_name` writes it. `path` has the query, and is ""
-    for a tunnel (CONNECT). `fields` are the header lines to pass on. `length` is the size of the body in bytes."""
+    """The head of a request. `host` is the name or address as `host_name` writes it. `path` includes the query, and is
+    "" for a tunnel (CONNECT). `fields` are the header lines to pass on. `length` is the size of the body in bytes."""
 
     method: str
     host: str
@@ -76,7 +76,7 @@ class RequestHead(msgspec.Struct, frozen=True):
 
     @property
     def personal(self) -> bool:
-        """True if the reply may be for the sender only."""
+        """True if the reply may be meant only for the sender."""
         return any(name in PERSONAL for name, _ in _named(self.fields))
 
     @property
@@ -118,7 +118,7 @@ class ReplyHead(msgspec.Struct, frozen=True):
         return cls(int(line[1]), first, kept, int(lengths.pop()) if lengths else None, chunked)
 
     def value(self, name: str) -> str:
-        """Return the value of a header, "" without one."""
+        """Return the value of a header, or "" if there is no such header."""
         return next((value for each, value in _named(self.fields) if each == name), "")
 
     def head(self, *, recorded: bool = False) -> bytes:
@@ -128,7 +128,7 @@ class ReplyHead(msgspec.Struct, frozen=True):
 
 
 def place_of(host: str, port: int, *, hidden: int = 0) -> str:
-    """Return `host:port`, or only the host for the port `hidden`."""
+    """Return `host:port`, or only the host if the port is `hidden`."""
     shown = f"[{host}]" if ":" in host else host
     return shown if port == hidden else f"{shown}:{port}"
 
@@ -176,8 +176,8 @@ def _named(fields: list[str]) -> list[tuple[str, str]]:
 
 
 def _passed(fields: list[str], named: list[tuple[str, str]]) -> list[str]:
-    """Return the header lines that are passed on. The headers of NOT_PASSED and the headers listed in `Connection`,
-    except Content-Length and Content-Type, are left out."""
+    """Return the header lines that are passed on: all except NOT_PASSED and the headers listed in `Connection`.
+    Content-Length and Content-Type are passed on even if listed."""
     listed = {one.strip().lower() for name, value in named if name == "connection" for one in value.split(",")}
     without = NOT_PASSED | (listed - {"content-length", "content-type", "close"})
     return [field for field, (name, _) in zip(fields, named, strict=True) if name not in without]

@@ -22,7 +22,8 @@ from outrider.spec import RUNTIME, NetworkSpec
 READS = frozenset({"GET", "HEAD"})
 """The HTTP methods that mirrors allow: packages can be fetched, but not published."""
 MIRROR_SETTINGS = {"pip": "pip_index", "npm": "npm_registry", "apt": "apt_hosts"}
-"""The settings of [network] that name the servers of mirrors. Without its setting, a mirror is not available."""
+"""For each mirror, the setting of [network] that names its servers. Without the setting, the mirror is not
+available."""
 INSIDE = "{}.mirror.internal"
 """The name of a mirror's server inside a sandbox. Only the proxy resolves the name."""
 HINT = (
@@ -32,8 +33,8 @@ HINT = (
 
 
 class Mirror(msgspec.Struct, frozen=True, kw_only=True):
-    """A package index. `servers` are the server of the index and further servers; keys are the servers' names inside a
-    sandbox. `replaced` is the field of `ProxyRoute`. `variables` point package managers at the mirror."""
+    """A package index. `servers` has the index's server and the servers of its files; keys are the names that a sandbox
+    uses for them. `replaced` is the field of `ProxyRoute`. `variables` point package managers at the mirror."""
 
     servers: Mapping[str, ProxiedServer]
     replaced: tuple[tuple[str, str], ...]
@@ -44,7 +45,7 @@ class Mirror(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Allowed(msgspec.Struct, frozen=True):
-    """The destinations of one phase of a sandbox."""
+    """The allowed destinations of one phase of a sandbox."""
 
     destinations: tuple[Destination, ...]
     mirrors: tuple[tuple[str, Mirror], ...]
@@ -77,8 +78,8 @@ class NetworkRules:
         self.own = frozenset() if config is None else own_places(config, service_url)
 
     def may_ask(self, tenant: str | None) -> list[str]:
-        """Return the destinations that the tasks of a tenant may have; for None, the destinations of all tenants
-        together."""
+        """Return the destinations that the tasks of a tenant may ask for. If `tenant` is None, return those of all
+        tenants together."""
         found = list(self.settings.allow)
         for one in self.settings.tenants:
             if tenant is None or one.tenant == tenant:
@@ -113,8 +114,8 @@ class NetworkRules:
                     )
 
     def allowed(self, spec: NetworkSpec) -> dict[Phase, Allowed]:
-        """Return the destinations of each phase. Raises InvalidField for a destination that no tenant may use any more,
-        because the settings have changed since the task was submitted."""
+        """Return the destinations of each phase. Raises InvalidField for a destination that the settings do not allow,
+        or no longer allow, to any tenant."""
         self.check(spec, tenant=None, whose=None, field=RUNTIME)
         return {phase: self._allowed(spec.of(phase)) for phase in Phase}
 

@@ -1,4 +1,5 @@
-"""Resources for the networks of all sandboxes of a node: the threads that resolve names, and the pace of bytes.
+"""Resources for the networks of all sandboxes of a node: the threads that resolve names, and the limit of bytes per
+second.
 
 Invariants: a slow look-up of a host name delays nothing else on the node; the look-up of a host name that a program
 chose delays no look-up of a host name that a task declares; the proxies take a bounded share of the event loop's time,
@@ -32,7 +33,7 @@ LEAST_PAUSE = 0.002
 
 
 class BytePace:
-    """Spreads bytes over time, at most `rate` per second."""
+    """Limits a flow of bytes to `rate` bytes per second."""
 
     def __init__(self, rate: int) -> None:
         self._rate = rate
@@ -49,7 +50,7 @@ class BytePace:
 class Lookups:
     """The look-ups of one sandbox. `look_up` runs in a thread of the pool `named` for a host that the task names, and
     in a thread of `others` for any other host. A look-up counts against LOOKUPS until its thread ends, even if no
-    request waits for its result any more."""
+    request still waits for the result."""
 
     def __init__(
         self,

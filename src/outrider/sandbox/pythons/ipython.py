@@ -1,4 +1,4 @@
-"""The service's own IPython, for sandboxes whose Python has none.
+"""The service's own IPython, for sandboxes whose Python does not have IPython.
 
 One folder holds the interpreter of portable.py, IPython and the requirements of IPython. Sandboxes see the folder at
 the same path as the host. Invariant: of the distributions in the service's environment, the folder holds only IPython
@@ -36,9 +36,9 @@ def ipython_mounts() -> tuple[Path, ...]:
 
 
 def ipython_command() -> list[str]:
-    """Return the command that starts the interpreter in a sandbox with `ipython_mounts`, or an empty list without
-    IPython. The options -E and -s keep the sandbox's variables and the user's folder of packages from influencing
-    imports."""
+    """Return the command that starts the interpreter in a sandbox with `ipython_mounts`, or an empty list if IPython is
+    not installed. With the options -E and -s, neither the sandbox's environment variables nor the user's site-packages
+    influence imports."""
     place = _place()
     return [] if place is None else [*portable_command(str(place)), "-E", "-s"]
 
@@ -57,8 +57,7 @@ def _digest() -> str | None:
 
 def _closure(name: str) -> dict[str, metadata.Distribution]:
     """Return a distribution with its installed requirements, direct and indirect. Requirements of extras are left out.
-    Other environment markers are not evaluated: a requirement that a marker excludes is usually not installed, and only
-    installed requirements are returned."""
+    Other environment markers are ignored: if a marker excludes a requirement, it is usually not installed."""
     found: dict[str, metadata.Distribution] = {}
     waiting = [name]
     while waiting:
@@ -78,8 +77,7 @@ def _closure(name: str) -> dict[str, metadata.Distribution]:
 
 def _build(folder: Path) -> None:
     def link(source: str, target: str) -> None:
-        """Make a hard link if the file system supports it: the standard library then needs no second copy on the
-        disk."""
+        """Make a hard link if the file system supports it, so that the standard library is not stored twice."""
         try:
             os.link(source, target)
         except OSError:

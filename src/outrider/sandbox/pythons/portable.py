@@ -1,10 +1,9 @@
 """A Python interpreter for any root file system of this machine's architecture, even without Python or libraries.
 
 The interpreter is a folder, which sandboxes see at PORTABLE_AT: a copy of Outrider's interpreter with the dynamic
-loader, the standard library, and every shared library that may be needed. The interpreter is started through the copied
-loader. So the interpreter uses no files outside the folder. It also needs no environment variables, which its child
-processes would inherit. Invariant: the folder `python/DIGEST` in the cache is complete, has been tried, and never
-changes.
+loader, the standard library, and every shared library that may be needed. It is started through the copied loader, so
+it uses no files outside the folder. It also needs no environment variables, which its child processes would inherit.
+Invariant: the folder `python/DIGEST` in the cache is complete, has been tried, and never changes.
 """
 
 from __future__ import annotations
@@ -89,8 +88,8 @@ def _extensions() -> Path:
 
 
 def portable_digest() -> str:
-    """Return a digest of the interpreter's version and of its files' paths, sizes and times, as a name for the copy.
-    Raises RuntimeUnavailable."""
+    """Return a digest of the interpreter's version, and of the paths and times of its program and library folders. It
+    names the copy. Raises RuntimeUnavailable."""
     parts = [FORMAT, sys.version, sys.platlibdir]
     for path in (_executable(), _stdlib(), _extensions()):
         try:
@@ -112,7 +111,7 @@ def _build(folder: Path) -> None:
         return [n for n in names if n in LEFT_OUT or n.startswith("config-") or ".opt-" in n or n.endswith(".a")]
 
     shutil.copytree(_stdlib(), place, ignore=left_out)
-    compileall.compile_dir(place, quiet=2)  # quick if the copied files are compiled already
+    compileall.compile_dir(place, quiet=2)  # takes little time if the copied files are already compiled
     modules = [path for path in extensions.glob("*.so") if not path.name.startswith(MODULES_LEFT_OUT)]
     (folder / "bin").mkdir()
     (folder / "lib").mkdir(exist_ok=True)
@@ -136,7 +135,7 @@ def _build(folder: Path) -> None:
 
 
 def _loader() -> Path | None:
-    """Return the dynamic loader that the interpreter names, or None for a static program."""
+    """Return the dynamic loader of the interpreter, or None if the interpreter is statically linked."""
     named = _interpreter_of(_executable())
     return Path(named) if named else None
 
@@ -162,8 +161,9 @@ def _interpreter_of(program: Path) -> str | None:
 
 
 def _libraries(loader: Path, programs: Iterable[Path]) -> dict[str, Path]:
-    """Return the paths of the libraries that the programs load. Keys are the names by which the programs request the
-    libraries. A library missing on this host is left out: the host cannot import the module that needs it either."""
+    """Return the paths of the libraries that the programs load, by the name under which the programs request each
+    library. A library that is missing on this host is left out: the host cannot import the module that needs it
+    either."""
     found: dict[str, Path] = {}
     for program in programs:
         # The loader lists the libraries of a program, in lines `NAME => PATH (ADDRESS)`. The kernel's vDSO has no path.

@@ -1,7 +1,7 @@
 """Image archives: an OCI layout, the output of `docker save` or `podman save`, or a plain tar of a root file system.
 
-Each form is reduced to tar layers, which unpack.py unpacks, and the settings of the image. Invariant: a blob named by a
-digest is read only if its content has this digest.
+Each format is reduced to tar layers, which unpack.py unpacks, and the settings of the image. Invariant: a blob named by
+a digest is read only if its content has this digest.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ T = TypeVar("T")
 MAX_DOCUMENT = 8 << 20
 """Maximum bytes of a JSON document."""
 MAX_NESTING = 4
-"""Maximum nesting of indexes, and thereby the maximum number of indexes that are read."""
+"""Maximum nesting of indexes, and maximum number of indexes read: one on each level."""
 MAX_LAYERS = 512
 """Maximum layers of an image. Container engines make at most 127."""
 MAX_MEMBERS = 10_000
-"""The documents that show an archive's form are searched among this number of entries at the beginning of a tar. A root
-file system may have millions of entries, so not all are searched."""
+"""The format of an archive is recognized by documents among this number of entries at its beginning. Not all entries
+are searched, because a root file system may have millions."""
 CHUNK = 1 << 20
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 """Names of processor architectures in image indexes. Keys are the names that `uname -m` prints."""
@@ -123,8 +123,8 @@ def layered(path: Path) -> Iterator[Layered]:
 
 
 def _members(archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarInfo]:
-    """Yield the entries of an archive of `size` bytes. Raises BadImage for an archive that unpacks to more than an
-    image may have, and for an entry that does not start after the previous entry: tarfile would read the same entries
+    """Yield the entries of an archive of `size` bytes. Raises BadImage if the archive unpacks to more than an image may
+    have. Raises BadImage also if an entry does not start after the previous entry: tarfile would read the same entries
     over and over."""
     last = -1
     for member in archive:
@@ -172,8 +172,8 @@ def _saved(open_: Open) -> Layered:
 
 
 def _checked(layers: list[str]) -> list[str]:
-    """Return the names of an image's layers. Raises BadImage for more than MAX_LAYERS, which limits the work: each
-    layer is read twice."""
+    """Return the names of an image's layers. Raises BadImage for more than MAX_LAYERS, because each layer is read
+    twice."""
     if len(layers) > MAX_LAYERS:
         raise BadImage(f"the image has {len(layers)} layers: more than {MAX_LAYERS} are not read")
     return layers
@@ -210,12 +210,12 @@ def digest_of_file(file: BinaryIO) -> str:
 
 
 def digest_of(path: Path, without: frozenset[str] = frozenset()) -> str:
-    """Return a digest of a file or of a folder's content: names, kinds, contents, and execute permissions. The paths
-    in `without` do not count."""
+    """Return a digest of a file or of a folder's content: names, kinds, contents, and execute permissions. The paths in
+    `without` are left out."""
     found = hashlib.sha256()
     names = [str(path)]
     for folder, folders, files in os.walk(path):
-        # With this order, os.walk visits the folders in the same order on every machine, and skips the paths of
+        # os.walk enters the folders in this list: in the same order on every machine, and without the paths of
         # `without`.
         folders[:] = sorted(name for name in folders if os.path.join(folder, name) not in without)
         names += [os.path.join(folder, name) for name in sorted((*folders, *files))]

@@ -32,11 +32,12 @@ PROGRAMS = ("apptainer", "singularity")
 
 
 class Reuse(StrEnum):
-    """Condition for using an earlier build instead of a new one.
+    """Which earlier build may be used instead of a new build.
 
-    scratch: no earlier build is used, except a build that another process has finished since the request. versioned:
-    the base, the recipe, the contents of the recipe's files, and the version of Outrider are the same. lock: the base,
-    packages and requirements are the same; files, variables and commands are added in a second, short build.
+    scratch: no earlier build, except a build that another process has finished since the request.
+    versioned: a build with the same base, recipe, contents of the recipe's files, and version of Outrider.
+    lock: a build with the same base, packages and requirements; files, variables and commands are added in a second,
+        short build.
     """
 
     SCRATCH = "scratch"
@@ -57,8 +58,8 @@ def apptainer_program() -> str:
 
 
 class Builder:
-    """Builds images into `folder`. The methods block. `program` is the path of Apptainer, by default the path of the
-    program on the PATH. `note` is called with a line of text before long work. A build is killed after `seconds`."""
+    """Builds images into `folder`. The methods block. `program` is the path of Apptainer; by default it is searched on
+    the PATH. `note` is called with a line of text before long work. A build is killed after `seconds`."""
 
     def __init__(
         self,

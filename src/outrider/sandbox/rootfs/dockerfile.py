@@ -1,10 +1,11 @@
 """Reads Dockerfiles as build steps for images that can be built without a container engine.
 
-sandbox/image_build.py runs the steps. The supported part of the language is FROM an image of this machine or an earlier
-stage, COPY and ADD of local files and of other images' files, RUN, SHELL, WORKDIR, ENV, ARG, HEALTHCHECK, USER root,
-and here-documents. Labels, ports, volumes and start commands do not affect files, and are left out. Invariants:
-any other instruction, and any file outside of the context, is refused with the Dockerfile's name and line, and with a
-hint; two Dockerfiles have the same key only if they make the same image.
+sandbox/image_build.py runs the steps. These parts of the language are supported: FROM an image of this machine or an
+earlier stage, COPY and ADD of local files and of other images' files, RUN, SHELL, WORKDIR, ENV, ARG, HEALTHCHECK, USER
+root, and here-documents. Labels, ports, volumes and start commands do not affect files, and are ignored. Invariants:
+- Any other instruction, and any file outside of the context, is refused with the Dockerfile's name, the line, and a
+  hint.
+- Two Dockerfiles have the same key only if they make the same image.
 """
 
 from __future__ import annotations
@@ -70,15 +71,20 @@ MAX_PATH = 4096
 MAX_MESSAGE = 500
 """Maximum characters of an error message. A message quotes its instruction, which may be a million characters long."""
 ADDED = ("without", "is_file", "owner")
-"""Fields that were added to build steps after the last increase of FORMAT. Such a field is part of a key only if it is
-not empty, so images built earlier keep their keys."""
+"""Fields that were added to build steps after the last increase of FORMAT. An empty field of these is left out of the
+key, so images built before the field was added keep their keys."""
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
-    """Copies `sources`, files and folders of the context with links resolved, to the absolute path `target`. The
-    content of a folder goes into `target`. If `into` is true, files are put into the folder `target`. Otherwise a
-    single file becomes `target`, unless `target` is an existing folder. `without` are the paths in the sources that
-    the .dockerignore leaves out. `owner` is the user and group of the copies, as for `chown`, and "" for root."""
+    """Copies files and folders of the context. The content of a folder goes into `target`.
+
+    `sources`: the files and folders, with links resolved.
+    `target`: an absolute path.
+    `into`: True if files are put into the folder `target`. Otherwise a single file becomes `target`, unless `target` is
+        an existing folder.
+    `without`: the paths in the sources that the .dockerignore leaves out.
+    `owner`: the user and group of the copies, as for `chown`, or "" for root.
+    """
 
     line: int
     sources: tuple[Path, ...]
@@ -90,8 +96,7 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
 
 
 class CopyFrom(msgspec.Struct, frozen=True, kw_only=True, tag="CopyFrom"):
-    """Copies files of the image `origin`, in the way of `Copy`. `sources` are absolute paths or patterns in this
-    image."""
+    """Copies files of the image `origin`, as `Copy` does. `sources` are absolute paths or patterns in this image."""
 
     line: int
     origin: BaseImage
@@ -155,8 +160,8 @@ BuildStep = Copy | CopyFrom | WriteFile | RunInstruction | MakeFolder
 
 
 class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of an image's build from `base`. `env` and `workdir` are the image's settings. `digest` is the plan's
-    key in the form of a digest. `health` is no part of the image: a prepare step of the task runs the check."""
+    """The plan for building an image from `base`. `env` and `workdir` are the image's settings. `digest` is the plan's
+    key in the form of a digest. `health` is not part of the image: a prepare step of the task runs the check."""
 
     file: Path
     base: BaseImage
@@ -550,8 +555,8 @@ class Reader:
         )
 
     def _owner(self, one: Instruction, value: str) -> str:
-        """Return the owner named by --chown, in the form for `chown`, and "" for root. As in Docker, the group of a
-        name is the user's own, and the group of a number is the same number."""
+        """Return the owner named by --chown, in the form for `chown`, or "" for root. If --chown names no group, a
+        user's name stands for its own group, and a number for the group of the same number, as in Docker."""
         [owner] = self._words(Instruction(one.line, one.name, value)) or [""]
         if not OWNER.fullmatch(owner):
             raise self._refusal(one.line, f"--chown={value} is not of the form USER or USER:GROUP")
@@ -568,10 +573,12 @@ class Reader:
         return self._image(one, name) if stage is None else self._base_of(stage)
 
     def sources(self, one: Instruction, word: str) -> list[tuple[Path, tuple[Path, ...]]]:
-        """Return the files and folders of the build context that match `word`, a path or pattern, each with the paths
-        below it that the .dockerignore leaves out. Links are resolved. The context is the Dockerfile's folder. A path
-        that is only in the folder of the whole task is taken from there, as if `docker build -f` had been run in that
-        folder."""
+        """Return the files and folders of the build context that match `word`, a path or pattern, with links resolved.
+        Each is returned with the paths below it that the .dockerignore leaves out.
+
+        The context is the Dockerfile's folder. A path that exists only in the folder of the whole task is taken from
+        there, as if `docker build -f` had been run in that folder.
+        """
         if "://" in word or word.startswith("git@"):
             raise self._refusal(
                 one.line,
@@ -642,9 +649,9 @@ class Reader:
         return found
 
     def _left_out(self, one: Instruction, root: ContextFolder, path: Path, goal: Path) -> Iterator[Path]:
-        """Yield the paths in a folder that the .dockerignore leaves out: files and whole folders. If a `!` pattern
-        takes files back, the files of such a folder are yielded one by one instead. Raises InvalidField for a link that
-        leads out of the folder."""
+        """Yield the paths in a folder that the .dockerignore leaves out. A folder is yielded as a whole, but if a `!`
+        pattern includes files again, its files are yielded one by one. Raises InvalidField for a link that leads out of
+        the folder."""
         ignore = root.ignore
         for at, folders, files in os.walk(goal):
             entered = []
@@ -703,8 +710,8 @@ def kept_digest(path: Path, without: tuple[Path, ...]) -> str:
 
 
 def with_documents(one: Instruction) -> str:
-    """Return the script of a RUN. If the RUN is only a here-document, the script is the here-document's body, run by
-    the program that a first line with #! names."""
+    """Return the script of a RUN. If the RUN is only a here-document, the script is the body of the here-document, run
+    by the program that the body's #! line names."""
     if len(one.documents) != 1 or one.text != one.documents[0].word:
         return "\n".join((one.text, *(document.text for document in one.documents)))
     [document] = one.documents
@@ -719,7 +726,7 @@ def quoted(word: str) -> str:
 
 
 def seconds(text: str) -> float | None:
-    """Return the seconds of a duration such as 1m30s, or None for another text."""
+    """Return the seconds of a duration such as 1m30s, or None if `text` is not a duration."""
     match = SECONDS.fullmatch(text) if text else None
     if match is None:
         return None

@@ -17,9 +17,9 @@ HERE_DOCUMENT = re.compile(r"\d*<<(-?)([\"']?)([A-Za-z0-9_.]+)\2")
 WITH_DOCUMENTS = frozenset({"RUN", "COPY", "ADD"})
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-+])([^{}]*))?\})")
 MAX_VALUES = 128 << 10
-"""Maximum characters of all variables of one kind together (ARG before FROM, ARG, ENV), and of the values filled into
-one instruction. A longer variable is not possible in Linux. Without a bound, values that refer to other values could
-double in length with each line."""
+"""Maximum total characters of all variables of one kind (ARG before FROM, ARG, ENV), and of the values filled into one
+instruction. Linux does not support longer variables. Without the limit, values that refer to other values could double
+in length with each line."""
 LITERAL = "\0"
 """Placeholder for a literal $ until variables are filled in."""
 
@@ -33,9 +33,14 @@ class BadText(ValueError):
 
 
 class HereDocument(msgspec.Struct, frozen=True):
-    """A here-document: the `word` that opens it, its name, and its lines. `raw` is true if the name is quoted, so that
-    no variable is filled in. `body` has no leading tabs if the word has a dash; `text` is the body as written, with the
-    line that ends it."""
+    """A here-document.
+
+    `word`: the word that opens it.
+    `name`: its name.
+    `raw`: True if the name is quoted, so that no variable is filled in.
+    `body`: its lines, without leading tabs if the word has a dash.
+    `text`: the lines as written, with the line that ends it.
+    """
 
     word: str
     name: str
@@ -81,7 +86,7 @@ def instructions(text: str) -> Iterator[Instruction]:
 
 
 def _documents(text: str, lines: Iterator[tuple[int, str]], begin: int) -> Iterator[HereDocument]:
-    """Yield the here-documents that the words of an instruction open. Takes their lines from `lines`."""
+    """Yield the here-documents that the words of an instruction open. Reads their lines from `lines`."""
     if "<<" not in text or json_list(text):
         return
     words = shlex.shlex(text, posix=False)

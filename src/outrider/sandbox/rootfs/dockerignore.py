@@ -1,7 +1,8 @@
 """The files of a build context that its .dockerignore leaves out.
 
-The rules are Docker's: one pattern a line, `#` begins a comment, `!` takes files back, the last matching pattern
-decides, and a pattern that matches a folder matches everything below it. Pure except for `read_ignore`.
+The rules are Docker's: there is one pattern per line; `#` begins a comment; `!` includes files again; the last matching
+pattern decides; a pattern that matches a folder matches everything below it. All functions except `read_ignore` are
+pure.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class Ignore(msgspec.Struct, frozen=True):
 
 
 def read_ignore(context: Path) -> Ignore:
-    """Return the patterns of a context, which are none if the context has no file of IGNORE_FILES. Raises InvalidField
-    with the file and the line."""
+    """Return the patterns of a context. If the context has no file of IGNORE_FILES, there are no patterns. Raises
+    InvalidField with the file and the line."""
     for name in IGNORE_FILES:
         if (file := context / name).exists():
             text = read_text_file(file, field="dockerfile", limit=MAX_FILE)
@@ -109,8 +110,8 @@ def patterns(lines: Iterable[str], file: Path) -> Iterator[Pattern]:
 
 
 def expression(name: str) -> re.Pattern[str] | None:
-    """Return the expression of one name of a pattern, or None for `**`. Raises ValueError for a set of characters
-    without an end, and for a backslash at the end."""
+    """Return the expression of one name of a pattern, or None for `**`. Raises ValueError for a `[` without a `]`, and
+    for a backslash at the end."""
     if name == "**":
         return None
     shell, at = "", 0

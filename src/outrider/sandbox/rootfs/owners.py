@@ -20,26 +20,29 @@ the root itself is ""."""
 MOST_USERS = 65_536
 """Maximum number of user ids in a sandbox."""
 MOST_BYTES, MOST_ENTRIES = 256 << 20, 50_000
-"""Maximum size and number of files that are given to their owners at the start of a sandbox. Each such file is copied
-into the sandbox's memory."""
+"""Maximum total size and maximum number of the files that are given to their owners when a sandbox starts. Each of
+these files is copied into the sandbox's memory."""
 PLAIN_USERS = frozenset({"_apt", "man"})
 """Users of Debian's base system that own nothing but caches. A sandbox with one user rebuilds the caches as root."""
 FIRST_PERSON, HOMES = 1000, "home/"
-"""The first id of a person's account, and the folder of such accounts. Many base images have the home of an account
-that no program of the image uses."""
+"""The first user id of a person, and the folder of people's homes. Such homes do not require several users, because
+many base images have an account that no program of the image uses."""
 SYSTEM = ("usr", "etc", "bin", "")
-"""Paths that usually belong to root. If another user owns one of them, this user made the archive, so all files of this
-user count as root's."""
+"""Paths that usually belong to root. If another user owns one of them, this user probably made the archive, so root
+gets all files of this user."""
 MAX_PASSWD = 1 << 20
 ONE_OWNER = "or set task.runtime.users to 1, if the task works with root as the owner of all files"
 """The end of a hint for a task whose sandbox cannot have the owners of its image."""
 
 
 class Ownership(msgspec.Struct, frozen=True, kw_only=True):
-    """A summary of the owners in an image. `entries` and `bytes` are the number and the size of the files that the
-    sandbox copies to give them to their owners. `foreign` describes the first file for which a sandbox needs several
-    users; it is "" if one user is enough. `highest` is the highest id of such files. `unkept` is the reason why no
-    sandbox can have these owners, or ""."""
+    """A summary of the owners in an image.
+
+    `entries`, `bytes`: number and size of the files that the sandbox copies to give them to their owners.
+    `foreign`: describes the first file for which a sandbox needs several users, or "" if one user is enough.
+    `highest`: the highest user or group id of the files for which a sandbox needs several users.
+    `unkept`: the reason why no sandbox can have these owners, or "".
+    """
 
     entries: int = 0
     bytes: int = 0
@@ -49,9 +52,9 @@ class Ownership(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kept_owners(root: Path, owners: Owners, base: Owners | None = None) -> tuple[Owners, Ownership]:
-    """Return the owners that are not root, of files that exist below `root`, and the summary. `base` are the owners in
-    the image's base, if the image was built on one. The home of an account that the build made counts as used by the
-    task, so a sandbox of the image needs several users."""
+    """Return the owners, except root, of the files that exist below `root`, and the summary. `base` are the owners in
+    the image's base, if the image was built on one. If the build has made an account, its home is assumed to be used by
+    the task, so a sandbox of the image needs several users."""
     makers = {owners[path][0] for path in SYSTEM if path in owners and owners[path][0]}
     names = _user_names(root)
     kept: Owners = {}
@@ -112,7 +115,7 @@ def _is_plain(root: Path, folder: str, known: dict[str, bool]) -> bool:
 
 
 def _user_names(root: Path) -> dict[int, str]:
-    """Return the names of the users in /etc/passwd of a root. No link is followed."""
+    """Return the names of the users in /etc/passwd of a root file system. No link is followed."""
     if not _is_plain(root, "etc", {"": True}):
         return {}
     try:

@@ -33,14 +33,16 @@ LOOK_SECONDS = 0.2
 
 
 async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
-    """Import the image of a reference such as `docker.io/library/python:3.12`. A cancellation kills skopeo. If another
-    process or task of this user is already pulling the same reference, this function waits for the end of that pull,
-    and then uses its image or raises its error. An error on another machine is ignored, because that machine may have
-    another network and other credentials.
+    """Import the image of a reference such as `docker.io/library/python:3.12`. A cancellation kills skopeo.
 
-    Raises InvalidField, RuntimeUnavailable without skopeo, and BadImage if skopeo fails (with its messages), if skopeo
-    needs more than PULL_SECONDS, or if the image cannot be imported. Raises OSError if the disk is
-    full or this process lacks a resource, such as descriptors."""
+    If another process or task of this user is already pulling the same reference, this function waits for the end of
+    that pull, and then uses its image or raises its error. Errors of pulls on other machines are ignored, because
+    another machine may have another network and other credentials.
+
+    Raises InvalidField, and RuntimeUnavailable without skopeo. Raises BadImage if skopeo fails (with its messages) or
+    needs more than PULL_SECONDS, or if the image cannot be imported. Raises OSError if the disk is full or this process
+    lacks a resource, such as descriptors.
+    """
     checked_name(name)
     tool = shutil.which("skopeo")
     if tool is None:
@@ -59,13 +61,13 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
             field="name",
             hint=f"pull {reference.partition('@')[0]}@{name.partition('@')[2]}",
         )
-    # The puller locks this file, empties it, and at the end writes the outcome.
+    # The process that pulls the image locks this file, empties it, and at the end writes the outcome.
     with store.pull_file(reference).open("a+b") as record:
         before = os.fstat(record.fileno()).st_mtime_ns
         await _lock(record)
         record.seek(0)
         if (outcome := record.read()) and os.fstat(record.fileno()).st_mtime_ns != before:
-            # The lock was held by a pull that was running when this pull began, and that has now ended.
+            # Another pull held the lock when this pull began, and has now ended.
             ended = msgspec.json.decode(outcome, type=PullOutcome)
             if ended.failure and ended.host == host_id():
                 raise BadImage(ended.failure, hint=ended.hint)
@@ -81,7 +83,8 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
                 image = await shielded(lambda: asyncio.to_thread(store.import_, layout, name, pulled=True))
         except (BadImage, OSError) as error:
             if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise  # the error is not recorded: a lack of descriptors, for example, concerns this process alone
+                # The error is not recorded, because it concerns only this process: a lack of descriptors, for example.
+                raise
             hint = error.hint if isinstance(error, BadImage) else None
             record.write(msgspec.json.encode(PullOutcome(failure=described(error), hint=hint, host=host_id())))
             raise
@@ -90,9 +93,8 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
 
 
 class PullOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a pull: the digest of the image; or the message and the hint of the failure, with the machine
-    (`host_id`) on which the pull has failed. Pulls of the same reference that have waited for this pull read the
-    outcome."""
+    """The outcome of a pull, for pulls of the same reference that have waited for it: the digest of the image, or the
+    message and the hint of the failure. `host` is the machine on which the pull has failed (`host_id`)."""
 
     digest: str = ""
     failure: str = ""

@@ -1,9 +1,9 @@
 """Recipes of images: a TOML file, and the Apptainer definition rendered from it.
 
-build.py runs Apptainer on the definition. A recipe lists an image's parts as data, so that builds of the same content
-have the same key, and one of them can be used for the others. Apptainer itself never reuses a build. Invariant: each
-text of a recipe stays in its section of the definition: no text can begin a new section or use Apptainer's
-placeholders.
+build.py runs Apptainer on the definition. Apptainer itself never reuses a build. A recipe lists an image's parts as
+data, from which a key is computed: builds of the same content have the same key, so an earlier build can be reused.
+Invariant: each text of a recipe stays in its section of the definition: no text can begin a new section or use
+Apptainer's placeholders.
 """
 
 from __future__ import annotations
@@ -34,9 +34,14 @@ INDENT = "    "
 
 
 class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The base of an image. `source` is a file of `docker save`, a folder with an OCI layout, a SIF file or root folder
-    (`localimage`), the name of an imported image (`image`), or a Debian suite (`debootstrap`), whose packages come from
-    `mirror`."""
+    """The base of an image. `mirror` is the address of a Debian mirror, for debootstrap. `source` depends on `kind`:
+
+    `docker-archive`: a file written by `docker save`.
+    `oci`: a folder with an OCI layout.
+    `localimage`: a SIF file or a root folder.
+    `image`: the name of an imported image.
+    `debootstrap`: a Debian suite.
+    """
 
     kind: Literal["docker-archive", "oci", "localimage", "image", "debootstrap"]
     source: str
@@ -49,9 +54,15 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The fields of a recipe file. `packages` are Debian packages. `pip` are requirements, one per entry, and
-    `requirements` is a file of requirements. `files` are copied in. `commands` run last, each in the image's shell.
-    `env` is set for the commands and in every sandbox."""
+    """The fields of a recipe file.
+
+    `packages`: Debian packages.
+    `pip`: requirements, one per entry.
+    `requirements`: a file of requirements.
+    `files`: files that are copied into the image.
+    `env`: variables for the commands and for every sandbox.
+    `commands`: commands that run last, each in the image's shell.
+    """
 
     base: Base
     packages: tuple[str, ...] = ()
@@ -63,9 +74,9 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Definition(msgspec.Struct, frozen=True, kw_only=True):
-    """One build. `header` are the pairs (name, value) that name the source of the base to Apptainer. `identity`
-    identifies the content of the base: a digest; for debootstrap, the mirror and the suite; or the key of an earlier
-    build. `pip` is the text of a requirements file."""
+    """One build. `header` are (name, value) pairs that tell Apptainer the source of the base. `identity` identifies the
+    content of the base: a digest, or the key of an earlier build, or for debootstrap the mirror and the suite. `pip` is
+    the text of a requirements file."""
 
     header: tuple[tuple[str, str], ...]
     identity: str
@@ -76,7 +87,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
     commands: tuple[str, ...] = ()
 
     def key(self, *parts: str) -> str:
-        """Return the key of the build. Of several builds with the same key, one can be used for the others. `parts` are
+        """Return the key of the build. If two builds have the same key, one can be used for the other. `parts` are
         further inputs of the key. Blocks while the files are read for their digests."""
         contents = [(file.target, digest_of(Path(file.source))) for file in self.files]
         said = [*parts, self.identity, self.packages, self.pip, contents, sorted(self.env.items()), self.commands]
@@ -110,7 +121,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read a recipe file, whose paths are relative to its folder. Raises InvalidField with the field."""
+    """Read a recipe file, whose paths are relative to its folder. Raises InvalidField, which names the field."""
     try:
         recipe = msgspec.convert(read_toml_file(path, field="recipe"), Recipe)
     except msgspec.ValidationError as error:
@@ -128,7 +139,6 @@ def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
     """Return the definition of a recipe. Blocks while the base is read for its digest. Raises InvalidField, and
     NotFound for an image that was not imported."""
     _check(recipe)
-    # The header names the base to Apptainer; the identity is a digest of the base's content.
     base = recipe.base
     if base.kind == "image":
         image = store.image(base.source)

@@ -1,8 +1,8 @@
 """Reads SIF files, Apptainer's images: finds the root file system in a file and unpacks it.
 
 The layout is from the SIF specification: a header of 128 bytes, then descriptors of 585 bytes. Only the system
-partition is used, and only as squashfs, the only kind that Apptainer builds. Invariant: offsets and sizes in the file
-are used only within the file's bounds.
+partition is used, and it must be squashfs, because Apptainer builds no other kind. Invariant: offsets and sizes in the
+file are used only within the file's bounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SQUASHFS = 1
 SYSTEM_PARTITION = 2
 MAX_DESCRIPTORS = 4096
 UNSQUASHFS_SECONDS = 3600.0
-"""Time limit in seconds for each of the two runs of unsquashfs, which list an image and then unpack it."""
+"""Time limit in seconds for each run of unsquashfs. It runs twice: to list an image, and then to unpack it."""
 MAX_LINE = 64 << 10
 """Maximum bytes read as one line of a listing. A path has at most 4096 bytes."""
 
@@ -73,8 +73,8 @@ def root_partition(path: Path) -> Partition:
 
 
 def unpack_sif(path: Path, target: Path, *, seconds: float = UNSQUASHFS_SECONDS) -> Contents:
-    """Unpack the root file system into an empty folder. unsquashfs runs twice, each time for up to `seconds`. Raises
-    BadImage, and RuntimeUnavailable without unsquashfs."""
+    """Unpack the root file system into an empty folder. `seconds` limits each run of unsquashfs. Raises BadImage, and
+    RuntimeUnavailable without unsquashfs."""
     tool = shutil.which("unsquashfs")
     if tool is None:
         raise RuntimeUnavailable("unsquashfs is not installed", hint="it is in the package squashfs-tools")

@@ -1,4 +1,4 @@
-"""The images of this user on this machine: root folders by content, and the names given to them.
+"""The images of this user on this machine: root folders, named by a digest, and the names given to them.
 
     images/HEX/root         the root file system, owned by the user
     images/HEX/image.json   its description
@@ -36,17 +36,22 @@ from outrider.sandbox.rootfs.unpack import UNREADABLE, BadImage, Contents, unpac
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64})?(@sha256:[0-9a-f]{64})?")
 PINNED = re.compile(r"@sha256:[0-9a-f]{64}")
-"""Pattern of the end of an image's name that is a digest of a registry's manifest. Such a name is given only to the
-image with this digest."""
+"""Pattern of the digest at the end of an image's name, which is the digest of a registry's manifest. The name is given
+only to the image with this digest."""
 
 OWNERS = "owners"
 
 
 class RootImage(msgspec.Struct, frozen=True, kw_only=True):
-    """The description of an image. `digest` identifies the content of the source from which the image was made. `env`
-    and `workdir` are the image's settings. `created` is the time of import or build, in seconds since the epoch.
-    `bytes` is the total size of the image's files. `left_out` is the number of devices, sockets and pipes left out.
-    `owners` is the summary of the files' owners."""
+    """The description of an image.
+
+    `digest`: identifies the content of the source from which the image was made.
+    `env`, `workdir`: the image's settings.
+    `created`: the time of import or build, in seconds since the epoch.
+    `bytes`: the total size of the image's files.
+    `left_out`: the number of devices, sockets and pipes that were left out.
+    `owners`: the summary of the files' owners.
+    """
 
     digest: str
     source: str
@@ -125,13 +130,16 @@ class ImageStore:
 
         while True:
             build_once(self._folder / _hex(digest), build, is_built=lambda place: (place / "image.json").exists())
-            with suppress(NotFound):  # another process has just removed the image: make it again
+            with suppress(NotFound):  # if another process has just removed the image, it is made again
                 return self.give(name, digest)
 
     def give(self, name: str, digest: str) -> RootImage:
-        """Give the image with this digest a name, and return the image. An earlier image of the same name loses this
-        name. If the earlier image has no other name, its digest becomes its name, so that it can still be listed, used
-        and removed. Raises InvalidField for an invalid name, and NotFound if there is no such image."""
+        """Give the image with this digest a name, and return the image.
+
+        An earlier image with this name loses the name. If it has no other name, its digest becomes its name, so that it
+        can still be listed, used and removed. Raises InvalidField for an invalid name, and NotFound if there is no such
+        image.
+        """
         place = self._name(checked_name(name))
         with locked(self._names):
             image = self._described(_hex(digest))
@@ -186,8 +194,8 @@ class ImageStore:
                     return False
                 place = self._folder / _hex(image.digest)
                 held.enter_context(locked(place))
-                # The folder first gets the name of a draft, because a half-removed image must not be found. If this
-                # process is killed before the folder is gone, the next import removes the rest as an abandoned draft.
+                # The folder first gets a draft's name, because a half-removed image must not be found. If this process
+                # is killed before the folder is gone, the next import removes the rest as an abandoned draft.
                 gone = new_draft(place)
                 os.rename(place, gone / "image")
             remove_tree(gone)  # the removal takes seconds, and the names are not locked meanwhile
@@ -273,7 +281,7 @@ def checked_name(name: str, *, field: str = "name") -> str:
 
 
 def _check_pin(name: str, digest: str, pulled: bool) -> None:
-    """Raise InvalidField if the name ends with a digest, and this digest is not known to be the image's."""
+    """Raise InvalidField if the name ends with a digest that is not known to be the image's."""
     _, pinned, wanted = name.partition("@")
     if pinned and not pulled and digest != wanted:
         raise InvalidField(

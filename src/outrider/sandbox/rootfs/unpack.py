@@ -1,9 +1,9 @@
 """Unpacks tar layers into one folder, which belongs to the user who unpacks them.
 
-archives.py reads the image formats. The owners of files are returned, and not set (see owners.py). Set-user-id bits
-and extended attributes are left out. Devices, sockets and pipes are left out and counted. Links in a layer are followed
-with the folder as `/`. Invariant: no archive can cause a read or a write outside of the folder. A malformed archive
-raises BadImage.
+archives.py reads the image formats. The owners of files are returned, and not set (see owners.py). Set-user-id bits and
+extended attributes are dropped. Devices, sockets and pipes are skipped and counted. Links in a layer are followed with
+the folder as `/`. Invariant: no archive can cause a read or a write outside of the folder. A malformed archive raises
+BadImage.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ OPAQUE removes all lower content of its folder."""
 MAX_LINKS = 40
 """Maximum links followed on the way to one entry, the same as in Linux."""
 MAX_DEPTH = 256
-"""Maximum depth of folders. Roots of real systems have about thirty levels. A folder whose path is too long for the
-kernel cannot be used."""
+"""Maximum depth of folders, because the kernel cannot use a path that is too long. Real root file systems have about
+thirty levels."""
 MAX_HEADER = 1 << 20
 """Maximum bytes of an entry's long name or extended header. tarfile reads such a field in one piece."""
 MAX_BYTES = 64 << 30
 """Maximum bytes of an image's files, and maximum bytes of its layers when they are unpacked."""
 RATIO, ANY_RATIO_BYTES = 100, 1 << 30
-"""Maximum ratio of an image's size to the size of its archives, and a size in bytes that is allowed at any ratio.
-Layers of real images shrink to a third. A file of zeros can shrink to a thousandth, and a sparse file to nothing."""
+"""Limits of compression: an image may be RATIO times as large as its archives, and an image of up to ANY_RATIO_BYTES is
+always allowed. Layers of real images shrink to a third. A file of zeros can shrink to a thousandth, and a sparse file
+to nothing."""
 MAX_ENTRIES = 4_000_000
 """Maximum files, folders and links of an image. The largest images for machine learning have a million."""
 KEPT_FREE, KEPT_SHARE = 1 << 30, 20
@@ -55,7 +56,8 @@ OLDEST, NEWEST = -(1 << 31), 1 << 33
 
 
 class BadImage(RequestError):
-    """An image cannot be made: an archive is no image, is broken or too large, or a build or a download has failed."""
+    """An image cannot be made, because its archive is broken, too large or not an image, or because a build or a
+    download has failed."""
 
     code = "bad_image"
 
@@ -133,7 +135,8 @@ class Room:
 
 
 def check_expansion(size: int, archived: int) -> None:
-    """Raise BadImage if an image of `size` bytes is too large, either at all or for archives of `archived` bytes."""
+    """Raise BadImage if an image of `size` bytes is larger than any image may be, or too large for archives of
+    `archived` bytes."""
     if size > MAX_BYTES:
         raise BadImage(f"the image is larger than {MAX_BYTES >> 30} GiB")
     if size > ANY_RATIO_BYTES and size > RATIO * archived:
@@ -143,9 +146,14 @@ def check_expansion(size: int, archived: int) -> None:
 
 
 class Contents(msgspec.Struct):
-    """The contents of a root: the number of files, folders and links, the bytes of files, the number of special files
-    left out, and the owners of files that are not root's. `base_owners` are the owners in the image's base; None for
-    an image without a base."""
+    """The contents of a root file system.
+
+    `entries`: the number of files, folders and links.
+    `bytes`: the bytes of files.
+    `left_out`: the number of special files that were skipped.
+    `owners`: the owners of files that are not root's.
+    `base_owners`: the owners in the image's base, or None for an image without a base.
+    """
 
     entries: int = 0
     bytes: int = 0
@@ -155,7 +163,7 @@ class Contents(msgspec.Struct):
 
 
 def contents_of(root: Path) -> Contents:
-    """Count the contents of an unpacked root."""
+    """Count the contents of an unpacked root file system."""
     found = Contents()
     for folder, folders, files in os.walk(root):
         found.entries += len(folders) + len(files)
@@ -165,9 +173,11 @@ def contents_of(root: Path) -> Contents:
 
 def unpack(layers: Iterable[BinaryIO], target: Path, *, owners: Mapping[str, tuple[int, int]] = {}) -> Contents:
     """Unpack layers, the lowest first, into a folder, and close them. Layers are tar, optionally compressed with gzip,
-    bzip2 or xz. `owners` are the owners of the files that the folder already has. The returned owners may name paths
-    that a later layer has removed. Raises BadImage, also for an image above the limits. After an error the folder holds
-    a part of the image."""
+    bzip2 or xz. `owners` are the owners of the files that are already in the folder. The returned owners may name paths
+    that a later layer has removed.
+
+    Raises BadImage, also if the image exceeds a limit. After an error, the folder holds a part of the image.
+    """
     contents, room = Contents(owners=dict(owners)), Room(target)
     for number, layer in enumerate(layers):
         try:
@@ -184,9 +194,9 @@ def unpack(layers: Iterable[BinaryIO], target: Path, *, owners: Mapping[str, tup
 
 
 class _Layer:
-    """Unpacks one layer. `_own` holds the paths written by this layer, and all folders above these paths. Whiteouts of
-    the layer do not remove these paths, because a whiteout applies only to lower layers, even if the whiteout comes
-    later in the archive than the path."""
+    """Unpacks one layer. `_own` holds the paths written by this layer, and all folders above them. A whiteout
+    removes only files of lower layers, so it does not remove the paths in `_own`, even if it comes after them in the
+    archive."""
 
     def __init__(self, root: Path, contents: Contents, room: Room) -> None:
         self._root = str(root)
@@ -199,14 +209,14 @@ class _Layer:
         opaque: set[str] = set()
         for member in archive:
             self._room.take_entry()
-            # The offset is the end of the entry's data. Data of entries that are left out count, because tarfile reads
-            # them, too.
+            # The offset is the end of the entry's data. The data of skipped entries also counts, because tarfile reads
+            # it.
             check_expansion(archive.offset, self._room.archived)
             folder, name = self._place(member.name)
             if name.startswith(WHITEOUT):
-                # Remove files of lower layers: one name, or all content of the folder. A second opaque mark of a folder
-                # has no effect, because the folder then has only files of this layer. It is skipped, so that a folder
-                # with a million files is not listed a million times.
+                # A whiteout removes files of lower layers: one name, or all content of the folder. A second opaque
+                # whiteout of a folder has no effect. It is skipped, so that a folder with a million files is not listed
+                # a million times.
                 if name == OPAQUE and folder in opaque:
                     continue
                 opaque |= {folder} if name == OPAQUE else set()
@@ -293,9 +303,9 @@ class _Layer:
         return (self._folder(parts[:-1]), parts[-1]) if parts else (self._root, "")
 
     def _folder(self, parts: list[str]) -> str:
-        """Return the host's path of a folder in the image. Links are followed with the root as `/`. Missing parts, and
-        parts that are not folders, become folders. The kernel must not resolve the path, because it would follow
-        absolute links out of the image."""
+        """Return the host's path of a folder in the image. Missing parts of the path, and parts that are not folders,
+        become folders. Links are followed with the root as `/`. The kernel must not resolve the path, because it would
+        follow absolute links out of the image."""
         at: list[str] = []
         todo = deque(parts)
         links = 0

@@ -1,8 +1,8 @@
-"""Pulls the images that sessions want and this machine lacks, if the operator allows their references.
+"""Pulls images that sessions need and this machine lacks, if the operator allows their references.
 
 A session waits for its images before any resources are set aside for the session. Invariants: an image is pulled only
-if its name begins with an allowed reference; in this process at most one pull of the same image and at most MAX_PULLS
-pulls run at once. A session that is cancelled leaves its pull to the other sessions.
+if its name begins with an allowed reference; in this process, at most one pull of the same image and at most MAX_PULLS
+pulls run at once. If a session is cancelled, its pull continues for other sessions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_PULLS = 4
 
 
 def may_pull(spec: RuntimeSpec, kind: RuntimeKind, allowed: Sequence[str]) -> bool:
-    """Return True if the image of a sandbox may be pulled: the kind takes images from this machine's image store, and
+    """Return True if the image of a sandbox may be pulled: sandboxes of this kind use this machine's image store, and
     the image's name begins with one of the `allowed` references."""
     named = spec.image
     if named is None or os.path.isabs(named) or not getattr(kind, "uses_image_store", False):
@@ -37,8 +37,7 @@ def may_pull(spec: RuntimeSpec, kind: RuntimeKind, allowed: Sequence[str]) -> bo
 
 
 class ImagePulls:
-    """The pulls of a node. `allowed` are the prefixes of the references that may be pulled; by default there are none.
-    `chores` runs the pulls."""
+    """The pulls of a node. `allowed` are the prefixes of the references that may be pulled. `chores` runs the pulls."""
 
     def __init__(self, allowed: Sequence[str], chores: Chores) -> None:
         self._allowed = tuple(allowed)
@@ -47,9 +46,9 @@ class ImagePulls:
         self._slots = asyncio.Semaphore(MAX_PULLS)
 
     async def want(self, spec: RuntimeSpec, *, field: str) -> None:
-        """Wait until the image of a sandbox is on this machine, if the image may be pulled. Returns at once for an
-        image that is already there, and for an image that may not be pulled. `field` is the name, for errors, of the
-        task's field that holds the spec. Raises RuntimeFailure, with the message of the registry, if the pull fails."""
+        """Wait until the image of a sandbox is on this machine, if the image may be pulled. Returns at once if the
+        image is already there or may not be pulled. `field` is the task's field that holds the spec, as named in
+        errors. Raises RuntimeFailure, with the message of the registry, if the pull fails."""
         if spec.image is None or not may_pull(spec, resolve("runtime", spec.sandbox_kind), self._allowed):
             return
         if await asyncio.to_thread(has_image, spec.image):
@@ -58,7 +57,8 @@ class ImagePulls:
             task = self._chores.create_task(self._pull(spec.image), name="pull an image")
             self._running[spec.image] = task
             task.add_done_callback(partial(self._ended, spec.image))
-        await asyncio.wait({task})  # a cancelled session does not cancel the pull, for which others may wait
+        # A cancelled session does not cancel the pull, because other sessions may wait for it.
+        await asyncio.wait({task})
         if (failure := task.result()) is not None:
             raise failure.replace(field=f"{field}.image")
 
