@@ -23,7 +23,7 @@ from outrider.trajectory import Turn
 ENTRIES = msgspec.msgpack.Decoder(list[Entry])
 
 PLAIN = re.compile(r"[^A-Za-z0-9_]")
-"""Matches a character that programs may replace in the names of MCP tools."""
+"""Matches a character that agent programs may replace in the names of MCP tools."""
 
 STAGE_OF_STATE = {
     SessionState.INITIALIZING: "init",
@@ -147,7 +147,7 @@ def _mcp_tools(spans: Iterable[SpanView]) -> dict[str, str]:
 
 def mcp_calls(tools: Iterable[str], names: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the server and the tool of each call of an MCP tool. `tools` are the names of the called tools. `names`
-    maps each server to the pattern of its tools' names, which contains {tool}."""
+    maps each server to the pattern of its tools' names, such as `mcp__files__{tool}`."""
     found = []
     for called in tools:
         plain = PLAIN.sub("_", called)

@@ -112,7 +112,8 @@ def constrained(request: ModelRequest, assigned: ServingEngine, family: str) -> 
     is returned unchanged. `family` is the model family of the renderer.
 
     Raises RequestError for a constraint or a choice of tools that the engine does not support, for both at once, and
-    for a constraint together with tools if the engine takes token ids."""
+    for a constraint together with tools if the engine takes token ids.
+    """
     choice = request.tool_choice
     if choice is None:
         _check_constraint(request, assigned)
