@@ -31,10 +31,13 @@ RESERVED_PRIORITY = URGENT
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """The input of a node. `session.attempt` is the number of this attempt, from 1. `reserved` is True if the attempt
-    uses the slots reserved for evaluations. `stored` is the result of an agent's run that this attempt grades without
-    running the agent, None for any other attempt. The agent's run belongs to an earlier session, or to this session if
-    the agent ran elsewhere."""
+    """The input of a node: one attempt of a session.
+
+    session: `session.attempt` is the number of this attempt, from 1.
+    reserved: True if the attempt uses the slots reserved for evaluations.
+    stored: set if the attempt only grades and runs no agent: the result of the graded run. The run belongs to an
+        earlier session or, if the agent ran elsewhere, to this session.
+    """
 
     session: SessionRow
     task: TaskSpec
@@ -63,7 +66,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def logged(self) -> LoggedSession:
-        """The name of the attempt in lines of the log."""
+        """The ids of the attempt for log lines, and the secrets that no line may contain."""
         session = self.session
         return LoggedSession(
             group=session.group_id, session=session.id, attempt=session.attempt, secrets=secrets_of(self.task)

@@ -94,7 +94,7 @@ class RunEnded(RequestError):
 
 
 class FailedCall(msgspec.Struct, frozen=True):
-    """A failed call as data. `tools` is True if the call is known to have offered tools."""
+    """A failed call in a form that can be stored. `tools` is True if the call is known to have offered tools."""
 
     error: ErrorRecord
     tools: bool
@@ -111,13 +111,13 @@ class _Failed(msgspec.Struct, frozen=True):
 
 class FailedCalls:
     """One model's failed calls, until later calls make up for them. If the run ends while a failed call is recorded,
-    the run has the error of this call. `begin` is called when a call begins. When the call has ended, `ended` is called
-    with the number that `begin` returned, unless the client caused the error or gave the call up.
+    the run fails with this call's error. `begin` is called when a call begins. When the call has ended, `ended` is
+    called with the number that `begin` returned, unless the client caused the error or gave the call up.
 
-    A later call makes up for a failed call if the later call begins after the failure and succeeds. If the later call
-    fails as well, the later failure replaces the earlier failure. A call that was already running at the time of the
-    failure has no effect. A call without tools does not make up for a failed call with tools, because agents request
-    titles and branch names beside their work, and still do so when the work has failed.
+    A call makes up for a failed call if it begins after the failure and succeeds. If it fails as well, its failure
+    replaces the earlier one. A call that was already running at the time of the failure has no effect. A call without
+    tools does not make up for a failed call with tools, because agents request titles and branch names beside their
+    work, and still do so when the work has failed.
     """
 
     def __init__(self) -> None:
@@ -153,29 +153,28 @@ class FailedCalls:
 
     @property
     def error(self) -> OutriderError | None:
-        """The newest recorded error of an engine, because of which the run must not be graded. If there is no such
-        error, the newest error of a prompt that was too long, or None."""
+        """The newest recorded error of an engine. A run with such an error must not be graded. If there is none, the
+        newest error of a prompt that was too long, or None."""
         errors = [one.error for one in reversed(self._failed)]
         return next((error for error in errors if not isinstance(error, ContextOverflow)), next(iter(errors), None))
 
 
 class Conversation:
-    """One attempt's calls of one model. `record` stores a turn and is awaited before the completion of a call is
-    returned. `on_limit` is called at most once: when the session has used up its turns or tokens, a call was refused
-    for this reason, and no call is in flight. `limit` is the reason why the last call was refused; None after a call
-    that was admitted.
+    """One attempt's calls of one model. Requests are read and joined one at a time. Long work on a request runs in the
+    worker thread (`offload`).
 
-    `step` is the index of the task's current step, and `step_turns` the number of its turns.
-
-    `keep_failed` stores the failed calls for which no later call has made up. The conversation awaits `keep_failed`
-    whenever these calls change, before the client gets the error or the end of the reply.
-
-    `broken` is the error that caused a turn to be missing from the record, or None. When `broken` is set, `on_broken`
-    is called, and later calls are refused. `hung_up` is True if a client gave up a call before the run ended. `frozen`
-    is the name of a frozen model, for errors; None for the policy. `overdue` counts the seconds that calls wait for an
-    engine or the store beyond the usual time.
-
-    Requests are read and joined one at a time. Long work on a request runs in the worker thread (`offload`).
+    record: stores a turn, and is awaited before the completion of a call is returned.
+    on_limit: called at most once: when the session has used up its turns or tokens, a call was refused for this reason,
+        and no call is in flight.
+    limit: the reason why the last call was refused; None after a call that was admitted.
+    step, step_turns: the index of the task's current step, and the number of its turns.
+    keep_failed: stores the failed calls for which no later call has made up. It is awaited whenever these calls change,
+        before the client gets the error or the end of the reply.
+    broken: the error that caused a turn to be missing from the record, or None. When it is set, `on_broken` is called,
+        and later calls are refused.
+    hung_up: True if a client gave up a call before the run ended.
+    frozen: the name of a frozen model, for errors; None for the policy.
+    overdue: counts the seconds that calls wait for an engine or the store beyond the usual time.
     """
 
     def __init__(
@@ -283,8 +282,8 @@ class Conversation:
         recorded.
 
         The prompt is rendered here, even if the session's engine has a renderer of its own. An image is counted only if
-        a text stands for the image. Raises RequestError, also for an image that cannot be counted. If the request has
-        images, the session's engine is requested from the pool first, which may raise RunEnded or EngineError instead.
+        a text stands for the image. Raises RequestError, also for an image that cannot be counted. If the model reads
+        images or the request has any, the session's engine is needed, so RunEnded or EngineError may be raised instead.
         """
         thinking = self._thinking_in_prompt(request)
         form = None if self._images is None else (await self._assigned()).image_form
@@ -301,7 +300,8 @@ class Conversation:
         return tokens
 
     async def _check_images_countable(self, request: ModelRequest, cause: RequestError | None = None) -> None:
-        """Raise RequestError if the session's engine reads images and the request has an image."""
+        """Raise RequestError if the request has an image and the session's engine takes messages, because such an
+        engine makes the image's tokens itself."""
         if (await self._assigned()).mode is not TokenMode.TOKENS:
             readable = self._readable_by_messages(request)
             messages = await self._read_files(readable, None, partial(parse_messages, readable))
@@ -417,7 +417,8 @@ class Conversation:
         return (await self._assigned()).context_tokens
 
     def _waited(self) -> tuple[float, float]:
-        """Return the session's overdue seconds and its held seconds until now."""
+        """Return the seconds until now by which the session's waits were overdue, and for which a pause held its
+        calls."""
         return self._overdue.seconds(), self._overdue.held_seconds()
 
     @contextmanager
@@ -484,8 +485,8 @@ class Conversation:
                 on_limit()
 
     async def _begin(self, request: ModelRequest, dialect: str, received: float, held: ExitStack) -> EngineCall:
-        """Return the call, which is ready to be started. When `held` is closed, the call gives back everything that it
-        holds."""
+        """Return the call, ready to be started. When `held` is closed, the call gives back its memory for pixel
+        values."""
         assigned = await self.backend.pool.calls.select(self.session_key, self._overdue)
         context = self.backend.context_tokens or assigned.context_tokens
         BodyCapacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
@@ -565,8 +566,8 @@ class Conversation:
         return None if reader is None else partial(reader.pages, pictures=pictures)
 
     async def _read_files(self, readable: ReadableMessages, form: ImageForm | None, work: Callable[[], Steps[T]]) -> T:
-        """Run `work` on the messages of a request. The documents of the request are read first and its images decoded,
-        each once in the session. Raises RequestError for too many images."""
+        """Run `work` on the messages of a request. A document or image that `work` needs is first read or decoded, once
+        in the session, and `work` is run again. Raises RequestError for too many images."""
         for _ in range(2 * MAX_IMAGES + 1):  # each round prepares the files of one more message
             try:
                 async with self._reading:
@@ -597,7 +598,7 @@ class Conversation:
     async def _request_images(
         self, prompt: PromptNode, readable: ReadableMessages, form: ImageForm | None, held: ExitStack
     ) -> tuple[RequestImage, ...]:
-        """Return the images of a prompt. An image whose result is not kept is decoded again from the request's
+        """Return the images of a prompt. An image that is not in the cache any more is decoded again from the request's
         messages. Waits for memory for the pixel values, which is given back when `held` is closed."""
         spans = prompt.all_images()
         if not spans:
@@ -658,7 +659,7 @@ class Conversation:
             )
 
     def _sampling_for(self, client: RequestedSampling, context: int | None, *, prompt_tokens: int) -> SamplingParams:
-        """Return the sampling of the session's next call."""
+        """Return the sampling parameters of the session's next call."""
         self._sampled_calls += 1
         return sampling_for(
             self._sampling,
@@ -723,8 +724,8 @@ def _bytes_of(turn: Turn) -> int:
 
 
 def overdue_error(overdue: float, what: str) -> OutriderError:
-    """Return the error of a run that ended badly, or of a call that was given up, after `overdue` overdue seconds.
-    `what` is the resource of the longest overdue wait."""
+    """Return the error of a run that ended badly, or of a call that was given up, after waits that were `overdue`
+    seconds too long. `what` is the part that was waited for longest."""
     kind = ServiceError if what == STORE else EngineSilent
     return kind(
         f"the agent waited {overdue:.1f} s longer than usual, mostly for {what or 'an engine'}, and then gave a call up"

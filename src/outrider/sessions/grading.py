@@ -1,9 +1,9 @@
 """Grades the outcome of an agent's run. If grading is impossible, decides whether the agent is to blame.
 
-An outcome is graded in the agent's own sandbox or, if the task carries files, in a new sandbox that no agent has
-touched. The new sandbox has the agent's runtime, or the evaluator's own if there is one. If the task carries paths or a
-diff, the new sandbox gets only these, and may start while the agent still runs. If the task carries `all`, the new
-sandbox starts from all files that the agent wrote. Tokens and the session's lanes are handled elsewhere.
+An outcome is graded in the agent's own sandbox or, if files are carried to the grading (`evaluator.carry`), in a new
+sandbox that no agent has touched. The new sandbox has the agent's runtime, or the evaluator's own if there is one. If
+the task carries paths or a diff, the new sandbox gets only these, and may start while the agent still runs. If the task
+carries `all`, the new sandbox starts from all files that the agent wrote.
 
 Invariants:
 
@@ -95,11 +95,13 @@ class Grading:
     begins, and `grade` once, when the run has ended; or call only `grade_again`. Leaving the block stops all sandboxes
     that the grading has started and not yet stopped.
 
-    `keep` stores a file of carried data as an artifact of the given name. `log` takes the output of the evaluator. The
-    records of the networks of new sandboxes are added to `records`. `numbers` yields a new number for each of the
-    session's sandboxes for grading. `field` is the evaluator's field in the task. `goes_on` is True if another step
-    follows in the agent's sandbox. In this case the agent's sandbox is stopped only if the agent is to be blamed, and
-    the session's resources are enough for a sandbox for grading beside the agent's.
+    keep: stores a file of carried data as an artifact of the given name.
+    log: takes the output of the evaluator.
+    records: gets the records of the networks of new sandboxes.
+    numbers: yields a new number for each of the session's sandboxes for grading.
+    field: the evaluator's field in the task.
+    goes_on: True if another step follows in the agent's sandbox. Then this sandbox is stopped only if the agent is to
+        be blamed, and the session's resources are enough for a sandbox for grading beside it.
     """
 
     def __init__(
@@ -270,8 +272,9 @@ class Grading:
             return Grade(verdict=await self._confirm_excess(error, outcome, self._graders), excess=True)
 
     async def _decide_unchanged(self, runtime: Runtime, outcome: Outcome) -> None:
-        """Set the verdict and the empty patch if the agent has changed nothing in the carried repository, and the
-        evaluator needs no sandbox for the verdict. The repository's base is known from an earlier grading."""
+        """If the agent has changed nothing in the carried repository, and the evaluator needs no sandbox to grade this,
+        set the verdict and the empty patch. The check needs the repository's tree from an earlier grading
+        (`PatchBases`)."""
         host = self._sandboxes.host
         if not isinstance(self._carry, DiffSpec) or not isinstance(self._evaluator, DecidesEarly):
             return
@@ -285,7 +288,7 @@ class Grading:
             self._decided = decided
 
     def _decide(self, outcome: Outcome, patch: bytes) -> Verdict | None:
-        """Return the verdict of an evaluator that needs no sandbox for an outcome with this patch, otherwise None.
+        """Return the verdict on an outcome with this patch if the evaluator needs no sandbox for it, otherwise None.
         Raises EvaluatorError."""
         if not isinstance(self._evaluator, DecidesEarly):
             return None
@@ -312,7 +315,7 @@ class Grading:
     async def _take_out(self, runtime: Runtime) -> None:
         """Copy the graded files from the agent's sandbox to the host. Raises RuntimeFailure."""
         await self._make_folder()
-        if self._carry == "all":  # admission refuses "all" for other runtimes
+        if self._carry == "all":  # admission allows "all" only for runtimes that save layers
             await cast(SavesLayers, runtime).save_layer(self._archive)
             self._layer = self._archive
         else:
@@ -392,8 +395,8 @@ class Grading:
         `failure` is NoShell), and carry the task's files. If an untouched sandbox fails, `failure` is raised.
 
         `outcome` is then evaluated in an untouched sandbox, as if the agent had done nothing. The reward is this
-        evaluation's reward, but at most 0. If the evaluation raises EvaluatorError, a `failure` that is an
-        EvaluatorError is raised; for any other `failure` the reward is 0.
+        evaluation's reward, but at most 0. If the evaluation raises EvaluatorError, the reward is 0, unless `failure`
+        is an EvaluatorError as well: then `failure` is raised.
         """
         reward, reason = 0.0, storable(f"{EXCESS}: {failure.message}")
         shell = failure.kind if isinstance(failure, NoShell) else None
@@ -432,7 +435,7 @@ class Grading:
         if ahead is not None:
             try:
                 await ahead.ready()
-            except RuntimeFailure as error:  # one failed start must not cost the verdict
+            except RuntimeFailure as error:  # after one failed start, another sandbox is tried
                 log.warning("%s: a sandbox for grading failed, and is started again: %s", self._attempt.name, error)
                 await shielded(ahead.close)
                 ahead = None

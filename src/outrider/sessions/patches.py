@@ -147,9 +147,9 @@ def _excluded(spec: DiffSpec) -> str:
 
 
 class PatchBases:
-    """Remembers the git tree that a repository has right after preparation. A key consists of the sandbox's runtime and
-    the repository's path. The object is a shared part of the node (`Host.part`). A grading that makes a patch stores
-    the tree. If preparation is not reproducible, the next tree differs, and the stored tree is useless but harmless."""
+    """Remembers the git tree of each repository right after preparation, by the sandbox's runtime and the repository's
+    path. A grading that makes a patch stores the tree. If preparation is not reproducible, the next tree differs, and
+    the stored tree is useless but harmless. The gradings of a node share one object (`Host.part`)."""
 
     def __init__(self, host: Host) -> None:
         self._trees: OrderedDict[bytes, str] = OrderedDict()

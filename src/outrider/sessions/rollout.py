@@ -110,8 +110,8 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of an agent's run. `failure`, set only for AGENT_EXCESS, is an error from inside the agent's sandbox. The
-    grading has yet to confirm that the agent caused the error."""
+    """How an agent's run ended. `failure` is set only for AGENT_EXCESS. It is an error from inside the agent's sandbox,
+    and the grading must still confirm that the agent caused it."""
 
     reason: StopReason
     outcome: HarnessOutcome
@@ -253,14 +253,14 @@ class Rollout:
         return await self._node.model.offload.run(build)  # counting the tokens of a long session takes a while
 
     async def _stages(self) -> Ending:
-        """Run the stages of the attempt, in order. Everything held is released in the reverse order, whatever
-        happens."""
+        """Run the stages of the attempt, in order. Sandboxes, slots and resources are released in the reverse order,
+        whatever happens."""
         lanes, line = self._node.lanes, (self._attempt.priority, self._attempt.tenant)
-        # The parts are made in a thread, because this may take long: options may have megabytes, and some harnesses
-        # must build the folder that the sandbox mounts.
+        # This runs in a thread, because it may take long: options may have megabytes, and some harnesses must build the
+        # folder that the sandbox mounts.
         harness, mounts, evaluators = await asyncio.to_thread(self._made)
         *earlier, grading = [self._grading_of(number, made, mounts) for number, made in enumerate(evaluators)]
-        # Nothing is set aside yet and no budget runs, so the wait for an image delays no other session and is not
+        # The session holds nothing yet and no budget runs, so the wait for an image delays no other session and is not
         # charged.
         for runtime, field in runtimes_of(self._task):
             await self._node.sandboxes.pulls.want(runtime, field=field)
