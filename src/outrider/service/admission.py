@@ -178,8 +178,8 @@ def _shown(location: Location) -> str:
 
 
 def _step_kind_tried(location: Location) -> Location:
-    """Return the part of an error's location up to and including the kind of prepare step, or () if the location has no
-    kind."""
+    """Return the part of an error's location up to and including the kind of prepare step, or () if the location names
+    no kind."""
     end = next((place for place, part in enumerate(location, start=1) if part in STEP_KINDS), 0)
     return location[:end]
 

@@ -91,7 +91,7 @@ class AllowLists:
         )
 
     def check_host(self, url: str) -> None:
-        """Raise InvalidField for a callback to a host or literal address that is not allowed."""
+        """Raise InvalidField if the host name or IP address of a callback is not allowed."""
         host = (urlsplit(url).hostname or "").rstrip(".")
         try:
             address = plain(ip_address(host))

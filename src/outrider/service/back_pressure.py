@@ -1,12 +1,12 @@
 """Refuses new groups while the queue is full, and computes when a client should try again.
 
-A group of any size is accepted in these cases. Its own sessions are not counted.
+A group of any size is accepted in each of these cases. Its own sessions are not counted.
 
 - The queue is shorter than the bound.
-- The queue is shorter than twice the bound, and the group's run has less than an equal part of the bound in the queue.
-  So one run cannot fill the queue for all others.
-- The queue is shorter than three times the bound, and the group's tenant has less than an equal part. So one tenant
-  cannot fill the queue with many runs.
+- The queue is shorter than twice the bound, and the group's run has less than its share of the bound in the queue. So
+  one run cannot fill the queue for all others. The share is the bound divided by the number of runs.
+- The queue is shorter than three times the bound, and the group's tenant has less than its share. So one tenant cannot
+  fill the queue with many runs.
 
 The sessions of one run are in one bucket of the queue (see `store/queue.py`).
 """

@@ -131,7 +131,7 @@ class Deliverer:
         admitted = self._admit(delivery for delivery in due if delivery.group_id not in busy)
         for delivery in admitted:
             chores.create_task(self._deliver(delivery), name=f"deliver {delivery.group_id}", chore="a callback")
-        # After a full page, the outbox may have further rows for other receivers. So the outbox is read again at once,
+        # If a whole page was read, the outbox may have more rows, for other receivers. So it is read again at once,
         # unless no push could be started.
         if len(due) < LOOK_AHEAD or not admitted:
             await wait_for_event(self._work, self._pauses.first)
@@ -257,8 +257,8 @@ class Deliverer:
         except TimeoutError:
             return Failure(f"the receiver did not answer within {TRY_SECONDS:.0f} s")
         except (aiohttp.InvalidURL, ValueError):
-            # aiohttp raises either error for an invalid URL. The error's text is left out, because it may contain a
-            # secret URL.
+            # aiohttp raises one of these errors for an invalid URL. The error's text is left out, because it may
+            # contain a secret URL.
             return Failure("the callback URL cannot be used", refused=True)
         except (aiohttp.ClientError, OSError) as error:
             return Failure(storable((str(error) or type(error).__name__)[:MAX_FAULT]))

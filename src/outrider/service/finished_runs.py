@@ -164,9 +164,9 @@ class _Sessions:
 
 
 class SampleFileRun:
-    """The sessions of a JSONL file of samples, as `outrider export` and the demo write. The file holds token ids and no
-    messages, so texts are decoded from the ids. A row is read from the file when the row is needed; only its position
-    is kept in memory."""
+    """The sessions of a JSONL file of samples, which `outrider export` or the demo has written. The file holds token
+    ids and no messages, so texts are decoded from the ids. Only the positions of the rows are kept in memory; a row is
+    read when it is needed."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer | None) -> None:
         """Read the file once. Raises InvalidField for a file that cannot be read, or whose rows are not samples."""
@@ -307,8 +307,8 @@ class SampleFileRun:
 
 
 def _turns(rows: Sequence[JsonSample], tokenizer: Tokenizer | None) -> tuple[TurnView, ...]:
-    """Make the turns of a session from the session's rows. A turn that several rows hold is read from the row that
-    trains it."""
+    """Make the turns of a session from the session's rows. If several rows hold a turn, the turn is read from the row
+    that trains it."""
     found: dict[int, TurnView] = {}
     for row in rows:
         for place, index in enumerate(row.turns):

@@ -34,7 +34,7 @@ LANES = ("init", "ready", "run", "eval", "grading")
 RUNTIMES = (*BUILTINS["runtime"], OTHER)
 
 Labels = tuple[str, ...]
-"""Values of a family's labels, in their order."""
+"""The values of a metric's labels, in the order of the labels."""
 
 
 class Family(NamedTuple):

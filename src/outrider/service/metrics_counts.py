@@ -236,7 +236,7 @@ class ServiceCounts:
             self._prompt_bytes += len(prompt)
             while self._prompt_bytes > PROMPT_BYTES:
                 self._forget_prompt(next(iter(self._prompts)))
-        elif known[0] != session_id:  # a new attempt of the same session is not a sibling
+        elif known[0] != session_id:  # another attempt of the same session does not count
             self.shared_prompt_tokens += common_length(known[1], prompt)
 
     def _forget_prompt(self, key: str) -> None:

@@ -101,8 +101,8 @@ class NodePlacement:
         return [place.node for place in self._places.values()]
 
     def machines(self) -> list[Node]:
-        """Return one node of each machine: the node with the most slots, because the other nodes may just be
-        starting."""
+        """Return one node of each machine: the node with the most slots, because the other nodes may not have started
+        completely."""
         nodes = sorted((place.node for place in self._places.values()), key=lambda node: node.stats().capacity)
         return list({node.machine: node for node in nodes}.values())
 

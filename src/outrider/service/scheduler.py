@@ -486,7 +486,8 @@ class Scheduler:
             self._specs.pop(result.group_id, None)
             self._on_done()
             return
-        spec = self._specs.get(result.group_id)  # None if `_start` found a session cancelled
+        # None if `_start` has removed it, because the session to start was cancelled
+        spec = self._specs.get(result.group_id)
         self.sessions_done.publish(SessionEnd(session, result, group_done, None if spec is None else spec.n))
         if group_done:
             self._specs.pop(result.group_id, None)

@@ -113,8 +113,8 @@ class Service:
     For a `caller` who is not an admin, the id of another tenant's object raises NotFound, like an unknown id, and lists
     leave such objects out (see docs/security.md).
 
-    `service/assembly.py` makes the service from parts that are already open; the service closes none of them. All
-    checks of tasks share `host`. `pauses` are the waits between a session's failed attempts. Failures of background
+    `service/assembly.py` makes the service from parts that are already open; the service closes none of them. `host` is
+    shared by all checks of tasks. `pauses` are the waits between a session's failed attempts. Failures of background
     work are recorded in `failures`.
     """
 
@@ -136,15 +136,7 @@ class Service:
     ) -> None:
         self.config = config
         self._paths = paths
-        # Accepts groups, and runs their sessions within `async with service.running()`.
-        #
-        # For a `caller` who is not an admin, the id of another tenant's object raises NotFound, like an unknown id, and
-        # lists leave such objects out (see docs/security.md).
-        #
-        # `service/assembly.py` makes the service from parts that are already open; the service closes none of them.
-        # `host` is shared by all checks of tasks. `pauses` are the waits between a session's failed attempts. Failures
-        # of background work are recorded in `failures`.
-        self.version = installed_version("outrider")
+        self.version = installed_version("outrider")  # read now, because later no descriptor may be free for the file
         self.failures = failures = failures or Failures()
         self._checks = SubmissionChecks(host)
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)

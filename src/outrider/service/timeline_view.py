@@ -195,8 +195,8 @@ def _call(turn: Turn, model: str, stored: Mapping[str, float], mcp_tools: Mappin
 
 
 def _attempts(session: SessionRow, events: Sequence[EventView]) -> list[AttemptView]:
-    """Return the attempts in the order of their numbers. If the events are removed already, only the newest attempt is
-    returned, which is made from the session's row."""
+    """Return the attempts in the order of their numbers. If the events were removed, only the newest attempt is
+    returned, made from the session's row."""
     began: dict[int, tuple[float, str | None]] = {}
     ended: dict[int, tuple[float, str | None, str]] = {}
     for event in events:

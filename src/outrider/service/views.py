@@ -96,8 +96,8 @@ class ViewReader:
         return [sample_columns.head(reply), *await self.batches(view.samples or ()), sample_columns.END]
 
     async def prepare_columns(self) -> None:
-        """Import the libraries for Arrow streams. The event loop makes the head of a stream, and must not wait for this
-        import."""
+        """Import the libraries for Arrow streams, because the event loop makes the head of a stream and must not wait
+        for this import."""
         await self._offload.run(sample_columns.prepare)
 
     async def batches(self, samples: Sequence[Sample]) -> list[bytes]:

@@ -99,10 +99,12 @@ class NodeLost(Exception):
 
 
 class Node(Protocol):
-    """A host of sessions. `run` returns the result of an attempt, and raises only CancelledError and NodeLost. `counts`
-    returns the node's counts since the service's start. `has_image` returns True if the runtime's image need not be
-    fetched before a sandbox starts. `pull_image` fetches an image from a registry, and raises OutriderError. Nodes on
-    one `machine` share resources and images.
+    """A host of sessions. Nodes on one `machine` share resources and images.
+
+    run: returns the result of an attempt, and raises only CancelledError and NodeLost.
+    counts: returns the node's counts since the service's start.
+    has_image: returns True if the runtime's image need not be fetched before a sandbox starts.
+    pull_image: fetches an image from a registry, and raises OutriderError.
     """
 
     name: str
@@ -168,7 +170,7 @@ def session_result(
     other arguments are fields of `SessionResult`.
     """
     policy = {} if task is None else policy_of(task.branches)
-    order = list(BranchPolicy)  # from TRAIN, which uses most of a session, to DROP
+    order = list(BranchPolicy)  # from TRAIN, which keeps the most for training, to DROP
     policy = {kind: max(chosen, at_most, key=order.index) for kind, chosen in policy.items()}
     counts = count_session(turns, policy)
     return SessionResult(

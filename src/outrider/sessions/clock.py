@@ -118,7 +118,7 @@ class PausableTimeout:
                 self._set_end(loop.time() + self._left)
 
     def _set_end(self, when: float | None) -> None:
-        with suppress(RuntimeError):  # the time is over, or a task from the block runs after the block's end
+        with suppress(RuntimeError):  # raised if the time is over or the block has already ended
             self.block.reschedule(when)
 
 

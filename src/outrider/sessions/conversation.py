@@ -72,8 +72,8 @@ STORE = "the store"
 STORE_SECONDS = 1.0
 """Storing a turn is overdue after this many seconds. Usually it takes milliseconds."""
 STORE_BYTES_PER_SECOND = 1 << 20
-"""For each STORE_BYTES_PER_SECOND bytes of text and images in a turn, storing the turn may take one more second before
-it is overdue. The agent is responsible for the size of its turns."""
+"""Storing a turn may take one more second for each STORE_BYTES_PER_SECOND bytes of its text and images. The agent is
+responsible for the size of its turns."""
 
 
 GIVEN_UP_SECONDS = 0.25
@@ -424,8 +424,8 @@ class Conversation:
     @contextmanager
     def _may_be_given_up(self) -> Iterator[None]:
         """Record a call that has not begun as given up, if the block is cancelled or the run ends during the block. The
-        client of a call that waits at the end of the run may have hung up unnoticed: the connection of a request is not
-        read while the request waits for an engine."""
+        client may have hung up unnoticed by then, because its connection is not read while the request waits for an
+        engine."""
         key, waited = object(), self._waited()
         self._not_begun[key] = waited
         try:

@@ -24,7 +24,7 @@ replaces this number."""
 
 
 class EndedRun(msgspec.Struct, frozen=True):
-    """The input of filters: why the agent's run ended, its model calls, and its patch if a patch is carried."""
+    """The input of filters: why the agent's run ended, its model calls, and its patch if the task carries a diff."""
 
     reason: StopReason
     turns: Sequence[Turn]

@@ -558,7 +558,7 @@ async def probe(runtime: Runtime, shell: ShellKind | None) -> None:
 
 
 class GraderSandbox:
-    """A sandbox for grading. A task of `owner` makes and starts the sandbox, as soon as this object is made.
+    """A sandbox for grading. An asyncio task of `owner` makes and starts the sandbox, as soon as this object is made.
 
     The slots of `starts` bound the number of such sandboxes that start at once. A start takes at most `seconds`, not
     counting the wait for a slot and the time for which a service such as E2B queues the start.

@@ -29,8 +29,9 @@ CANCEL_SECONDS = 10.0
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of `PUT /runs/{run_id}`. `variables` are environment variables for agent programs of all vendors.
-    `seconds` is the time limit of the run. `files` is True if an archive was sent to `/runs/{run_id}/files` before."""
+    """The body of `PUT /runs/{run_id}`. `variables` are environment variables for the agent programs of several
+    vendors. `seconds` is the time limit of the run. `files` is True if an archive was sent to `/runs/{run_id}/files`
+    before."""
 
     run_id: str
     session: SessionIds

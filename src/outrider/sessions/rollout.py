@@ -395,8 +395,8 @@ class Rollout:
         except TimeoutError:
             return self._timed_out(Stage.NEXT_STEP)
         except (RuntimeFailure, HarnessError) as failure:
-            # A failed command counts as a failure from inside. The grading then runs the command in a new sandbox, and
-            # blames the agent only if the command succeeds there.
+            # A failed command counts as a failure from inside the sandbox. The grading then runs the command in a new
+            # sandbox, and blames the agent only if the command succeeds there.
             inside = isinstance(failure, CommandFailed) or await came_from_inside(sandbox.runtime, failure)
             replied = self.conversation.replies > 0
             facts = Facts(stage=Stage.NEXT_STEP, end=end_of(failure), inside=inside, replied=replied)

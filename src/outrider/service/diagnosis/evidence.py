@@ -57,7 +57,8 @@ TEST_COUNTS = ("tests", "tests_run", "num_tests", "total_tests", "test_count", "
 of these names after a dot, a slash or a colon, such as `unit/tests`."""
 
 OUTSIDE = frozenset({StopReason.CANCELLED, StopReason.EARLY_STOP})
-"""Endings that a person or the group caused. Such sessions count neither as failed nor as successful."""
+"""Stop reasons of sessions that a person or the session's group has ended. Such sessions count neither as failed nor as
+successful."""
 CUT_SHORT = (StopReason.MAX_TOKENS, StopReason.MAX_TURNS, StopReason.CONTEXT_OVERFLOW)
 OUT_OF_TIME = (StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT, StopReason.EXPIRED)
 REWRITES = (
@@ -284,7 +285,7 @@ class RunEvidence:
         return [(id, sorted(group.sessions.items())[:each]) for _, id, group in chosen]
 
     def add_facts(self, group_id: str, facts: SessionFacts) -> None:
-        """Add a session of the sample. The sessions of a group are added one after the other."""
+        """Add a session of the sample. Add all sessions of a group before those of the next group."""
         session_id = facts.session_id
         self.read_sessions += 1
         self.read_turns += facts.turns
@@ -381,8 +382,8 @@ class _GroupUnderWay:
 
 
 def run_of(row: GroupRow) -> str:
-    """Return the name of the run to which a group belongs. The name consists of the group's tenant, its harness, and
-    the label that names its bucket in the queue, if the group has one."""
+    """Return the name of the run to which a group belongs: the group's tenant, its harness and, if it has one, the
+    label that also names its bucket in the queue."""
     named = next((f"{name}={row.labels[name]}" for name in BUCKET_LABELS if row.labels.get(name)), "")
     return " ".join(filter(None, (row.tenant, row.harness, named)))
 

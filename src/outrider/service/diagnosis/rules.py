@@ -427,7 +427,7 @@ def _of_all(tallies: Callable[[RunEvidence], NamedTallies], evidence: RunEvidenc
 
 
 def _of(tally: Callable[[RunEvidence], SessionTally], count: str, evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure the share of one tally. `count` is the key in `numbers` for the denominator of the share; "" leaves the
+    """Measure the share of one tally. `count` is the name in `numbers` for the share's denominator, or "" to leave the
     denominator out."""
     found = tally(evidence)
     yield _measured(found, numbers={count: found.ratio.whole} if count else {})
@@ -493,7 +493,7 @@ def _of_lines(
 
 
 def _commonest_line(evidence: RunEvidence) -> ChangedLine | None:
-    """Return an example of the most frequent kind of change between siblings."""
+    """Return an example of the most frequent kind of change between the sessions of a group."""
     counted = sorted(evidence.prompt_lines.items(), key=lambda item: (-item[1][0], item[0]))
     return counted[0][1][1] if counted else None
 

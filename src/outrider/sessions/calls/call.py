@@ -79,7 +79,7 @@ class EngineCall(Protocol):
 
     promised_tokens: int
     ended: bool
-    """True once the reply has ended, although the generation has not ended."""
+    """True once the reply is complete, even if the engine still generates."""
 
     def start(self, share: TokenShare) -> PoolReply[Any]: ...
     def take(self, chunk: Any) -> list[Step]: ...

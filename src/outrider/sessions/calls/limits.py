@@ -1,7 +1,7 @@
 """The limits of a session's model calls: on the body of each request, and on the tokens left to sample.
 
-A body with too many bytes or too many JSON values is refused before it is parsed, so a body that cannot fit the model's
-context costs at most a count of its bytes and values. The checks do not depend on dialects, because JSON's separators
+A body with too many bytes or too many JSON values is refused before it is parsed. So for a body that cannot fit the
+model's context, only its bytes and values are counted. The checks do not depend on dialects, because JSON's separators
 are the same in all dialects. Invariant: the bytes held for calls are bounded for each session and, for LARGE bodies,
 over all sessions. A body's bytes count from the first byte to the end of the call. The number of a session's calls is
 limited in `api/gateway.py`.

@@ -1,4 +1,4 @@
-"""One model call on an engine that takes token ids, from the joined prompt to the turn.
+"""One model call on an engine that takes token ids, from the prompt to the recorded turn.
 
 Invariant: the call's turn has every token that the engine reported, up to the session's limit, no matter whether the
 call succeeded, failed halfway or was given up.
