@@ -315,8 +315,8 @@ class ServiceMetrics:
             ("outrider_session_errors", counts.errors),
             ("outrider_failed_attempts", counts.failed_attempts),
         ):
-            # The count of every error code starts at 0, because `rate` and `increase` ignore the first value of a
-            # series.
+            # The count of every error code starts at 0, because Prometheus' `rate` and `increase` ignore the first
+            # value of a series.
             zeros = {(boundary, code): 0 for code, boundary in known_codes().items()}
             for (boundary, code), number in (zeros | errors).items():
                 yield Value(family, (boundary.value, code), number)
@@ -360,7 +360,7 @@ class ServiceMetrics:
             for engine in statuses
             for value in _engine_values(engine, engine.name if engine.name in named else OTHER)
         )
-        # The counts of removed engines are added to the value that all engines without a value of their own share.
+        # The counts of removed engines are added to the shared value (OTHER).
         yield from _added_up(
             value
             for name, engine in counts.engines.items()

@@ -179,7 +179,7 @@ class Runs:
         return await self.pauses(caller, changed=changed)
 
     async def _cancelled(self, session_id: str, caller: Principal) -> SessionRow | None:
-        """Cancel a session. Returns None for a session that is done or removed by now."""
+        """Cancel a session. Returns None for a session that is already done or removed."""
         try:
             row = await self._store.cancel_session(session_id, tenant=caller.sees)
         except NotFound:

@@ -25,8 +25,8 @@ OPEN_SECONDS = 5.0
 """Maximum seconds for which a request to open a session waits until the session takes model calls. Calls before that
 get the error `session_not_running`."""
 FIELDS = (("task.harness.external.", ""), ("task.", ""))
-"""Pairs of prefixes: a prefix of fields in a group's spec, and the prefix of the same fields in a `SessionSpec`. For
-example, `task.limits` is `limits`. Errors about the group name the fields of the `SessionSpec`."""
+"""Pairs of field prefixes: one in a group's spec, and the same in a `SessionSpec`. For example, `task.limits` is
+`limits`. Errors about the group name the fields of the `SessionSpec`."""
 
 Submit = Callable[[GroupSpec, Principal], Awaitable[GroupView]]
 """See `Service.submit`."""

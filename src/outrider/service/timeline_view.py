@@ -31,7 +31,7 @@ STAGE_OF_STATE = {
     SessionState.RUNNING: "run",
     SessionState.EVALUATING: "eval",
 }
-"""The stage that is shown as current, by the session's state."""
+"""For each state of a session, the stage that is shown as current."""
 
 
 def timeline_view(
@@ -220,7 +220,7 @@ def _attempts(session: SessionRow, events: Sequence[EventView]) -> list[AttemptV
 
 
 def _queued(session: SessionRow, attempts: Sequence[AttemptView], attempt: int) -> Iterable[SpanView]:
-    """Return the span in the queue before the attempt. The span has no end if the session still waits."""
+    """Return the span of the wait in the queue before the attempt. It has no end if the session still waits."""
     before = [one for one in attempts if one.attempt < attempt]
     since = session.created if not before else (before[-1].ended or before[-1].began)
     until = next((one.began for one in attempts if one.attempt == attempt), None)

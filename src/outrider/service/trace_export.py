@@ -126,7 +126,7 @@ class TraceExport:
         """Send traces. Raises ServiceError if the collector accepts no spans now."""
         if self._accepts([span for trace in traces for span in trace]):
             return
-        # If the collector accepts an empty message, the collector works, and would refuse these spans at every attempt.
+        # If the collector accepts an empty message, it works, and would refuse these spans at every attempt.
         if not self._accepts([]):
             raise ServiceError(
                 "the collector of traces does not accept them",

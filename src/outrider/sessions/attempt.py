@@ -205,8 +205,8 @@ def session_result(
 
 
 def seconds_of_calls(turns: Iterable[Turn]) -> float:
-    """Return the time during which at least one of the model calls was under way, in seconds. Calls that overlap, such
-    as those of sub-agents, count once."""
+    """Return the seconds in which at least one model call was under way. Calls that overlap, such as those of
+    sub-agents, count once."""
     total, end = 0.0, 0.0
     for timings in sorted((turn.timings for turn in turns), key=lambda timings: timings.received):
         total += max(0.0, timings.finished - max(timings.received, end))

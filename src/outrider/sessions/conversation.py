@@ -417,8 +417,8 @@ class Conversation:
         return (await self._assigned()).context_tokens
 
     def _waited(self) -> tuple[float, float]:
-        """Return the seconds until now by which the session's waits were overdue, and for which a pause held its
-        calls."""
+        """Return the seconds for which the session's waits were overdue, and those for which a pause of the policy held
+        its calls."""
         return self._overdue.seconds(), self._overdue.held_seconds()
 
     @contextmanager
@@ -549,16 +549,16 @@ class Conversation:
         return self.backend.images
 
     def _readable_by_tokens(self, request: ModelRequest, form: ImageForm | None) -> ReadableMessages:
-        """Return the request's messages as a model reads them on an engine that takes token ids. `form` is the form in
-        which the engine takes images, None if it takes no images."""
+        """Return the request's messages for an engine that takes token ids. `form` is the form in which the engine
+        takes images, None if it takes no images."""
         reads_images = form is not None and self._images is not None
         grids = self._grids if reads_images else None
         pages = self._pages(pictures=reads_images)
         return ReadableMessages(request.messages, images=request.needs_images, grids=grids, pages=pages)
 
     def _readable_by_messages(self, request: ModelRequest) -> ReadableMessages:
-        """Return the request's messages as a model reads them on an engine that takes messages. It is unknown whether
-        this model reads images, so documents are given as texts."""
+        """Return the request's messages for an engine that takes messages. It is unknown whether its model reads
+        images, so documents are given as texts."""
         return ReadableMessages(request.messages, images=True, pages=self._pages(pictures=False))
 
     def _pages(self, *, pictures: bool) -> PagesOf | None:
@@ -724,8 +724,8 @@ def _bytes_of(turn: Turn) -> int:
 
 
 def overdue_error(overdue: float, what: str) -> OutriderError:
-    """Return the error of a run that ended badly, or of a call that was given up, after waits that were `overdue`
-    seconds too long. `what` is the part that was waited for longest."""
+    """Return the error of a run that ended badly, or of a call that was given up, after waiting `overdue` seconds too
+    long. `what` is the part that was waited for longest."""
     kind = ServiceError if what == STORE else EngineSilent
     return kind(
         f"the agent waited {overdue:.1f} s longer than usual, mostly for {what or 'an engine'}, and then gave a call up"

@@ -35,9 +35,9 @@ def fits(needs: Quantities, room: Quantities) -> bool:
 
 
 def room_behind(needs: Quantities, room: Quantities, *, first: bool) -> Quantities:
-    """Return the part of `room` that later requests may use while a request with these `needs` waits. They get nothing
-    of a kind of which the waiting request needs more than there is. They get all of the other kinds, but not what the
-    waiting request needs if it is the first in line."""
+    """Return the part of `room` that later requests may use while a request with these `needs` waits. If `room` has too
+    little of a kind for the waiting request, they get nothing of this kind. Of each other kind they get all, less the
+    needs of the waiting request if it is the first in line."""
     return tuple(0 if need > have else have - need if first else have for need, have in zip(needs, room, strict=True))
 
 

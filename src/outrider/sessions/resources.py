@@ -209,7 +209,7 @@ def machine_capacity(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> ResourceA
 
 
 def _group_folders(mount: Path, group: str | None) -> Iterator[Path]:
-    """Yield the folders of a group and of all groups above the group, each of which limits the group.
+    """Yield the folders of a control group and of all groups above it, because each of them limits the group.
 
     In a container /proc may name the group by its path on the host, which is not below the container's mount. Then the
     mount is the process's own group.

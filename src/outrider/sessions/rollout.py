@@ -261,7 +261,7 @@ class Rollout:
         harness, mounts, evaluators = await asyncio.to_thread(self._made)
         *earlier, grading = [self._grading_of(number, made, mounts) for number, made in enumerate(evaluators)]
         # The session holds nothing yet and no budget runs, so the wait for an image delays no other session and is not
-        # charged.
+        # charged to this one.
         for runtime, field in runtimes_of(self._task):
             await self._node.sandboxes.pulls.want(runtime, field=field)
         if self._attempt.stored is not None:
@@ -551,8 +551,8 @@ class Rollout:
         return End.RETURNED, None, outcome
 
     def _timed_out(self, stage: Stage, *others: Budget) -> Ending:
-        """Return the ending for a TimeoutError outside of a run. `others` are budgets besides the session's. Raises
-        HarnessError if no budget is exhausted."""
+        """Return the ending for a TimeoutError outside of the agent's run. `others` are budgets besides the session's.
+        Raises HarnessError if no budget is exhausted."""
         exhausted = any(budget.exhausted for budget in (self._budget, *others))
         decision = decide(Facts(stage=stage, end=End.SESSION_CLOCK if exhausted else End.TIMEOUT))
         if decision.reason is None:

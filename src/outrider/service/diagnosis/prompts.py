@@ -125,7 +125,7 @@ def _kind(first: str, second: str) -> str:
 
 
 def _around(first: str, second: str) -> tuple[str, str]:
-    """Return the parts of two lines that are shown, from a little before the difference."""
+    """Cut both lines to the part that is shown, which begins a little before the difference."""
     start = max(0, _words(first, second)[2] - SHOWN_CHARACTERS // 2)
     end = start + SHOWN_CHARACTERS
     mark = "…" if start else ""

@@ -420,8 +420,8 @@ def diagnose(evidence: RunEvidence, rules: Sequence[RunRule] = RULES) -> list[Ru
 
 
 def _of_all(tallies: Callable[[RunEvidence], NamedTallies], evidence: RunEvidence) -> Iterator[Measured]:
-    """For each name in the tallies, such as an error code, measure the share of its sessions among all sessions.
-    Sessions that a person or the group ended are left out."""
+    """For each name in the tallies, such as an error code, measure its share of all sessions. Sessions that a person or
+    the group ended are left out."""
     for name, tally in sorted(tallies(evidence).items()):
         yield _measured(tally, ratio=tally.ratio.padded(evidence.counted), subject=name)
 

@@ -1,4 +1,4 @@
-"""Reads the facts of one session that the rules need, from the session's turns and timeline.
+"""Reads what the rules need to know about one session from the session's turns and timeline.
 
 The turns are read one by one, in order of their index, and none is kept whole. The module is pure. Invariant: a tool's
 result counts once, although later requests repeat the result.

@@ -154,8 +154,8 @@ def check_choice_kept(choice: ToolChoice | None, reply: Message, finish: FinishR
 
 
 def _check_constraint(request: ModelRequest, assigned: ServingEngine) -> None:
-    """Raise RequestError if the engine does not support the form that the request demands of the reply. An engine that
-    takes token ids also supports no such form together with tools."""
+    """Raise RequestError if the engine cannot constrain the reply as requested. An engine that takes token ids cannot
+    constrain the reply to a request with tools."""
     constraint = request.sampling.constraint
     if constraint is None:
         return
