@@ -108,7 +108,8 @@ class Deliverer:
         self._translators: dict[str, Translate] = {}
 
     def translate(self, system: str, translate: Translate) -> None:
-        """Use `translate` to make the bodies for groups that clients of `system` have submitted."""
+        """Use `translate` to make the callback bodies of groups that clients of another system, named `system`, have
+        submitted."""
         self._translators[system] = translate
 
     def wake(self) -> None:

@@ -493,7 +493,7 @@ class Scheduler:
             self._specs.pop(result.group_id, None)
             self._on_done()
         elif result.verdict is not None and (spec is None or spec.min_usable is not None):
-            # With this verdict, the group may have enough usable sessions, so that its other sessions are ended.
+            # With this verdict, the group may have enough usable sessions. Then its other sessions are ended.
             await self.end(await self._store.to_end(result.group_id))
 
     async def _renew_and_retake(self) -> None:

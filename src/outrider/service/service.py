@@ -326,7 +326,7 @@ class Service:
                 )
         external = spec.task.harness.elsewhere is not None and not getattr(spec, "regrades", [])
         # If `processes` is 0, all sessions run on nodes that join. Soon after the start, a node of any size may still
-        # join, so no session is too large yet.
+        # join, so no session is refused as too large.
         if not self.scheduler.places.may_fit(session_needs(spec.task), others=self.config.processes == 0):
             check_resources(spec.task, self.scheduler.places.stats())
 
@@ -375,8 +375,8 @@ class Service:
         return await self.reader.view(stored)
 
     def translate_callbacks(self, system: str, translate: Translate) -> None:
-        """Use `translate` to make the callbacks of the groups that clients of `system` have submitted. Call this method
-        before `running`: without `translate`, these callbacks wait in the outbox."""
+        """Use `translate` to make the callbacks of groups that clients of another system, `system`, have submitted.
+        Call this method before `running`: without `translate`, these callbacks wait in the outbox."""
         self._deliverer.translate(system, translate)
 
     async def cancel(self, group_id: str, caller: Principal = LOCAL) -> GroupView:

@@ -47,14 +47,14 @@ BYTES_OF_A_POSITION = 32
 """Approximate bytes of JSON for one position of a sample: its id, mask, log-probability and version."""
 
 FROZEN = "frozen"
-"""The kind that is shown for turns of frozen models. It is not a kind of branch, because some branches are trained, and
-turns of frozen models never are."""
+"""The kind that is shown for turns of frozen models. No kind of branch has this name, because branches may be trained,
+and these turns never are."""
 
 SESSIONS_AT_ONCE = 16
 """Maximum number of sessions whose turns are in memory at once while rows are built."""
 PAGE_BYTES = 8 << 20
-"""A page of results ends with the group that reaches this many bytes. This group is not left for the next page, because
-its size is known only after its rows are built, and the rows would be built twice."""
+"""A page of results ends with the group that reaches this many bytes. The group stays on the page, because its size is
+known only after its rows are built, and the next page would build them again."""
 
 
 class ViewReader:
