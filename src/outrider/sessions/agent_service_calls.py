@@ -1,4 +1,4 @@
-"""Sends requests to agent services: programs of the operator that run agents.
+"""Sends requests to agent services, which are programs of the operator that run agents.
 
 Requests are signed like callbacks. This module imports aiohttp only when a run begins, because the import takes a
 seventh of the processor time of Outrider's start. Invariants: an error contains neither the address nor the key of a

@@ -1,8 +1,8 @@
-"""Keeps files after the agent's run has ended: the artifacts that the task names, the files in the session's folders in
-the sandbox, and the output of the graders.
+"""Keeps files after the agent's run: the artifacts that the task names, the files in the session's folders in the
+sandbox, and the output of the graders.
 
-Invariant: keeping files raises no exception except for a cancellation. A file that is not kept is listed with the
-reason, or the reason is logged.
+Invariant: keeping files raises no exception except CancelledError. A file that is not kept is listed with the reason,
+or the reason is logged.
 """
 
 from __future__ import annotations

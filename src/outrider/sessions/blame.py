@@ -35,9 +35,10 @@ class Stage(StrEnum):
     NEXT_STEP = "next step"
     """A sandbox in which an agent has worked is prepared for the task's next step."""
     GRADE = "grade"
-    """The agent's outcome is evaluated, after carried files have been copied to a new sandbox."""
+    """The agent's outcome is evaluated. If the task carries files to a new sandbox, they are copied first."""
     CONFIRM = "confirm"
-    """After the agent's sandbox or its grading failed, a sandbox that no agent has touched is graded."""
+    """The agent's sandbox or the grading has failed. To find out whether the agent is to blame, a sandbox that no agent
+    has touched is graded."""
 
 
 class End(StrEnum):
@@ -67,7 +68,8 @@ class End(StrEnum):
 
 
 def end_of(error: BaseException) -> End:
-    """Return the end of a stage that raised `error`. Timeouts of the session's own clocks are handled by the caller."""
+    """Return the cause of a stage's end from the `error` that the stage raised. Timeouts of the session's own clocks
+    are handled by the caller."""
     kinds = (
         (TimeoutError, End.TIMEOUT),
         (LimitReached, End.LIMIT),
@@ -245,7 +247,7 @@ RULES = (
         maybe_agent=True,
         why="the agent could not work in the sandbox; a limit that was also reached does not matter",
     ),
-    # Then come the ends of a run, with the strongest reason first.
+    # Reasons for the end of a run, the strongest first.
     BlameRule(
         name="model refused",
         ends=(End.REFUSED,),

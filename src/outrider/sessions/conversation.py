@@ -143,7 +143,7 @@ class FailedCalls:
         self._failed = ()
 
     def resume(self, failed: Sequence[FailedCall]) -> None:
-        """Continue the record of an earlier attempt. Every call of this attempt begins after these failures."""
+        """Take over the failures that an earlier attempt has recorded. Every call of this attempt begins after them."""
         self._failed = tuple(_Failed(error_from(one.error), 0, one.tools) for one in failed)
 
     @property
@@ -312,8 +312,8 @@ class Conversation:
                 ) from cause
 
     async def call(self, request: ModelRequest, *, dialect: str) -> AsyncGenerator[list[Step], None]:
-        """Run one model call. Yields an Opening with the engine's first chunk, Deltas as tokens are sampled, and one
-        Completion at the end. Steps that arise at the same time are in one list. No list is empty.
+        """Run one model call. Yields lists of steps, none of them empty: an Opening with the engine's first chunk,
+        Deltas as tokens are sampled, and one Completion at the end.
 
         Raises RequestError, LimitReached, RunEnded, ContextOverflow or EngineError. Closing the generator aborts the
         generation. The tokens sampled until then are recorded as an aborted turn, unless the engine takes messages.
@@ -477,7 +477,7 @@ class Conversation:
 
     def _end_at_limit(self) -> None:
         """Call `on_limit` if a call was refused and every later call would be refused, too. The check is made only
-        while no call is in flight, because a call that fails gives its turn back."""
+        while no call is in flight, because a call in flight may fail and give its turn back."""
         used_up = self.turns >= self._limits.turns or not self._allowance.unsampled
         if used_up and self._open and self.limit is not None:
             on_limit, self._on_limit = self._on_limit, None
@@ -641,9 +641,9 @@ class Conversation:
         return first_of(self._sampling.thinking, request.sampling.thinking, None)
 
     def _thinking_in_prompt(self, request: ModelRequest) -> bool | None:
-        """Return True if the end of the prompt turns reasoning on, False if off. None leaves the choice to the chat
-        template, which may have no switch. Reasoning is off for a constrained reply, because no constraint covers
-        reasoning."""
+        """Return True if the end of the prompt turns reasoning on, and False if it turns reasoning off. None leaves the
+        choice to the chat template, which may have no switch. Reasoning is off for a constrained reply, because no
+        constraint covers reasoning."""
         if not self.backend.renderer.switches_thinking:
             return None
         return self._wanted_thinking(request) if request.sampling.constraint is None else False

@@ -248,9 +248,9 @@ class Grading:
     async def grade_again(
         self, outcome: Outcome, fetch: Callable[[Path], Awaitable[None]] | None, *, gpus: tuple[str, ...]
     ) -> Grade:
-        """Grade a run whose sandbox is gone. `fetch` writes the run's carried data into a file. If no data was kept,
-        `fetch` is None, and the evaluator gets no files, but has the agent's answer and transcript, and
-        `Outcome.beside`. `gpus` are set aside for this grading. Raises the errors of `grade` and of `fetch`."""
+        """Grade a run whose sandbox is gone. `fetch` writes the run's carried data into a file. `fetch` is None if no
+        data was kept: then the evaluator gets no files, only the agent's answer and transcript, and `Outcome.beside`.
+        `gpus` are set aside for this grading. Raises the errors of `grade` and of `fetch`."""
         self._gpus = gpus
         if fetch is None:
             self._carry = None
@@ -429,8 +429,8 @@ class Grading:
 
     @asynccontextmanager
     async def _new_sandbox(self, layer: Path | None) -> AsyncIterator[Runtime]:
-        """Yield the sandbox that was started ahead, if it is ready, or else another new sandbox. The sandbox is stopped
-        when the block ends."""
+        """Yield the sandbox that was started ahead or, if there is none or its start failed, a new one. The sandbox is
+        stopped when the block ends."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             try:
@@ -514,14 +514,14 @@ class Grading:
 
 
 def _raised(error: Exception) -> EvaluatorError:
-    """Return the error for an evaluator that raised an exception of its own."""
+    """Return the error for an evaluator that raised an exception other than OutriderError."""
     log_tail = "".join(traceback.format_exception(error))[-LOG_TAIL:]
     return EvaluatorError(f"the evaluator raised {type(error).__name__}: {error}", log_tail=log_tail)
 
 
 def _read_verdict(verdict: object, outcome: Outcome) -> Verdict:
-    """Check the value that an evaluator returned, and return the value as a verdict. Raises EvaluatorError for a value
-    that is no verdict."""
+    """Check the value that an evaluator returned, and return it as a verdict. Raises EvaluatorError for a value that is
+    not a verdict."""
     try:
         read = read_verdict(verdict)
         check_indexes(read, outcome.calls)

@@ -130,8 +130,8 @@ async def is_unchanged(runtime: Runtime, spec: DiffSpec, repository: str, base: 
     """Return True if the repository in the agent's sandbox has the files of the tree `base`, so that the agent's patch
     is empty. The result is False whenever the check is uncertain or fails.
 
-    The agent may have replaced programs in the sandbox. It can thus pretend that its patch is empty, but cannot pretend
-    that the patch is a different one.
+    The agent may have replaced programs in the sandbox. So it can pretend that its patch is empty, but it cannot fake
+    another patch.
     """
     place = shlex.quote(f"{runtime.scratch}/outrider-unchanged-{secrets.token_hex(8)}")
     script = UNCHANGED.format(repository=shlex.quote(repository), place=place, base=base, excluded=_excluded(spec))

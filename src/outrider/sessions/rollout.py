@@ -147,7 +147,7 @@ class Rollout:
         self._node = node
         self._overdue = Overdue()
         self._queued: list[QueuesStarts] = []
-        """Runtimes whose starts may be queued elsewhere."""
+        """Runtimes whose starts another service may queue."""
         overdue, queued = self._overdue, self._queued  # the lambda must not refer to this rollout: see `on_limit` below
         self._stalled_seconds: Callable[[], float] = lambda: (
             node.stalled_seconds() + overdue.seconds() + sum(one.queued_seconds() for one in queued)

@@ -286,8 +286,8 @@ def count_values(body: bytes, piece_size: int = _PIECE) -> Steps[int]:
 
 
 class LimitReached(RequestError):
-    """A call was refused, because the session has used up its turns or tokens of `model` (None: the policy), or because
-    the running calls may use up the rest."""
+    """A call was refused, because the session has used up its turns or tokens of a model, or because the running calls
+    may use up the rest. `model` is None for the policy."""
 
     code = "limit_reached"
     http_status = 429

@@ -117,7 +117,7 @@ class MessageCall:
         if last is None or last.finish is None or last.reply is None:
             raise EngineUnavailable("the engine ended a stream without finishing it")
         check_choice_kept(self._request.tool_choice, last.reply, last.finish, None)
-        # If the response has no ids, the number of tokens reported by the engine counts.
+        # If the response has no ids, the engine's own number of tokens is used.
         reported = (last.usage or {}).get("completion_tokens", 0)
         self._share.take(len(last.output_ids) if last.output_ids is not None else reported)
         return []
@@ -348,9 +348,9 @@ class CapturedTurns:
         )
 
     def _quoted(self, messages: Sequence[Message], opening: ConversationStart) -> int | None:
-        """Find the last message in `messages` that is a recorded reply of a conversation with the same first message as
-        `opening`. Return the index of the newest turn that gave this reply. Returns None if there is no such message,
-        or if a turn with this `opening` gave the same reply."""
+        """Find the last reply in `messages` that a recorded conversation with the same first message has given. Return
+        the index of the newest turn that gave this reply. Returns None if there is no such reply, or if the
+        conversation of `opening` itself has given it."""
         for message in reversed(messages):
             if message.role is Role.ASSISTANT:
                 said = self._replies.get((opening.first, message_key(message).body))
