@@ -1,8 +1,8 @@
-"""Parses the body of a request into a spec, and checks a task against the capabilities of this machine.
+"""Parses the body of a request into a spec, and checks whether this machine can run a task.
 
-The checks resolve every name in the task, but start nothing. Invariant: a group is stored only after it has passed the
-checks. If a session still fails for a reason that a check covers, it ran on another machine, or something has changed
-since the check.
+The checks look up everything that the task names, such as its runtime, but start nothing. Invariant: a group is stored
+only after it has passed the checks. A session can still fail for a reason that was checked, if it runs on another
+machine or this machine has changed since.
 """
 
 from __future__ import annotations
@@ -76,24 +76,23 @@ RUNTIME_METHODS = ("create", "available", "check_spec")
 """Methods that an object must have to be accepted as a runtime."""
 
 MAX_DEPTH = 64
-"""Maximum nesting of objects and lists in a request. JSON decoders accept values that are nested too deeply for
-encoders to write."""
+"""Maximum nesting of objects and lists in a request. JSON decoders accept deeper values than encoders can write."""
 MAX_NAMES = 1024
-"""Maximum number of fields of a JSON object in a request, except the objects in `options`. The maximum number of
-variables in `env` is the same."""
+"""Maximum number of fields of a JSON object in a request, such as `env`. Objects in `options` and the rewards of a
+report may have more."""
 
 WRITABLE = ("/root", "/tmp", "/var/tmp", "/dev", "/proc", "/run")
-"""Folders that exist in every sandbox with its own root file system, and to which programs in the sandbox write. A
-read-only mount above such a folder would hide it."""
+"""Folders of a sandbox to which programs write. A virtual environment must not be mounted over such a folder, because
+its mount is read-only."""
 
 STEP_KINDS = frozenset({"Run", "Upload", "function-after[_decodable(), Write]"})
-"""Parts of an error's location that name a kind of prepare step. Pydantic tries each kind of step, and adds the kind's
-name to the location of an error."""
+"""The kinds of prepare step, as pydantic names them in an error's location. Pydantic tries every kind, and reports the
+errors of each."""
 NO_FIELDS = STEP_KINDS | {"[key]", "DiffSpec"}
 """Parts of an error's location that are not field names."""
 LIST_OF = "list["
-"""Prefix of a part of an error's location, such as `list[str]`. Pydantic adds this part if a field may be a list or a
-value of another type."""
+"""Prefix of parts such as `list[str]` in an error's location. Pydantic adds such a part where a field may be a list or
+a value of another type."""
 RESOURCES = ("cpus", "memory_mb", "gpus")
 """Resources of a node that are reserved for sessions."""
 CHECK_SECONDS = 120.0
@@ -101,9 +100,9 @@ CHECK_SECONDS = 120.0
 
 
 def parse_body(kind: type[S], body: bytes) -> S:
-    """Return the spec in the body of a request: strict JSON (no NaN, no invalid UTF-8). An empty body stands for `{}`
-    if no field is required. Raises RequestError for a body that is not a JSON object, and InvalidField, with the
-    field's name, for an invalid value."""
+    """Parse the body of a request into a spec. The body is strict JSON (no NaN, no invalid UTF-8); an empty body stands
+    for `{}` if no field is required. Raises RequestError for a body that is not a JSON object, and InvalidField, with
+    the field's name, for an invalid value."""
     if not body and not any(field.is_required() for field in kind.model_fields.values()):
         body = b"{}"
     try:
@@ -143,7 +142,7 @@ def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
         below: list[tuple[Location, Any]] = []
         for path, outer in level:
             if isinstance(outer, Mapping):
-                # Objects with one entry per turn or row.
+                # A report's `turns` and `rows` have one entry for each turn or row.
                 rewards = kind is ReportSpec and path in (("turns",), ("rows",))
                 if len(outer) > MAX_NAMES and "options" not in path and not rewards:
                     raise InvalidField(
@@ -160,7 +159,7 @@ def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
     except ValidationError as error:
         errors = complaints(error)
         # For an invalid prepare step, pydantic reports the errors of every kind of step that it has tried. The kind
-        # with the fewest errors is most likely the intended kind.
+        # with the fewest errors is most likely the one that the caller meant.
         counts = Counter(_step_kind_tried(details["loc"]) for details in errors)
         # An unknown field is reported before a missing field, because the unknown name may be a misspelling of the
         # missing one.
@@ -179,15 +178,15 @@ def _shown(location: Location) -> str:
 
 
 def _step_kind_tried(location: Location) -> Location:
-    """Return the part of an error's location up to and including the kind of prepare step, or () if the location has no
-    kind."""
+    """Return the part of an error's location up to and including the kind of prepare step, or () if the location names
+    no kind."""
     end = next((place for place, part in enumerate(location, start=1) if part in STEP_KINDS), 0)
     return location[:end]
 
 
 def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
-    """Raise InvalidField if a session of the task fits on no node, even on an empty node. While there are no nodes,
-    nothing is raised."""
+    """Raise InvalidField if the task's sandboxes need more resources than any node has in total. Does nothing while
+    there are no nodes."""
 
     def fits(needs: ResourceAmount) -> bool:
         return any(needs.within(total_of(node.resources)) for node in nodes)
@@ -197,8 +196,7 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
         return
     graded = "" if not fits(agent) else ", with the sandboxes for grading,"
     short = [name for name in RESOURCES if getattr(needs, name) > max(getattr(node.resources, name) for node in nodes)]
-    # Each resource alone may fit some node, although no node has enough of all resources. In this case the error is
-    # about the memory.
+    # If each resource alone fits on some node, but no node has enough of all, the error names the memory.
     name = short[0] if short else "memory_mb"
     have = " or ".join(dict.fromkeys(total_of(node.resources).in_words() for node in nodes))
     raise InvalidField(
@@ -209,8 +207,8 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
 
 
 class Bound(NamedTuple):
-    """The maximum `most` of a quantity that a task may request. `asked` returns the quantity that a task requests, and
-    `field` is the field named in the error."""
+    """A limit on a task. `asked` returns the number that the task requests, `most` is the maximum, and `field` is the
+    field that the error names."""
 
     field: str
     most: float
@@ -222,12 +220,12 @@ BOUNDS = (
     Bound("task.limits.session_seconds", 86_400, lambda task: task.limits.session_seconds),
     Bound("task.evaluator.seconds", 86_400, lambda task: sum(step.evaluator.seconds for step in steps_of(task))),
 )
-"""Maximum seconds for which a session may hold a slot of the lanes `init`, `run` and `eval`. A session is never
-interrupted for a session of another tenant, so these bounds limit each tenant's wait for a first slot."""
+"""Maximum seconds for which a session may hold a slot of the lanes `init`, `run` and `eval`. No session is interrupted
+to make room for another tenant, so these bounds limit how long a tenant waits for its first slot."""
 
 
 def check_bounds(task: TaskSpec) -> None:
-    """Raise InvalidField for quantities that only an admin's task may request."""
+    """Raise InvalidField if a task exceeds BOUNDS. The tasks of admins are not checked."""
     for bound in BOUNDS:
         if (asked := bound.asked(task)) > bound.most:
             raise InvalidField(
@@ -245,14 +243,13 @@ def check_group(
     here: bool = True,
     pull: Sequence[str] = (),
 ) -> list[Evaluator]:
-    """Check everything about a group that depends on this machine. Blocks on the file system. Returns the evaluators
-    of the task's steps, for `SubmissionChecks`.
+    """Check everything about a group that depends on this machine, and return the evaluators of the task's steps, for
+    `SubmissionChecks`. Blocks on the file system. Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
 
-    `paths` are the host's files that a task may name, and `endpoints` the external graders. If `here` is true, sessions
-    run on this machine, and the machine's runtimes and harnesses are checked, too. Other machines check their own
-    runtimes and harnesses when a session starts there. `pull` are prefixes of image references. An image whose
-    reference has such a prefix is pulled when a session needs it, so it need not be on this machine. Raises
-    InvalidField, RuntimeUnavailable or HarnessUnavailable.
+    `paths` are the host's files that a task may name, and `endpoints` the external graders. If `here` is True, sessions
+    run on this machine, so its runtimes and harnesses are checked, too; other machines check their own when a session
+    starts there. An image whose reference begins with one of the prefixes `pull` need not be on this machine, because
+    it is pulled when a session needs it.
     """
     task = spec.task
     runtimes = runtimes_of(task)
@@ -329,10 +326,10 @@ def _runtime_kind(name: str, *, field: str) -> RuntimeKind:
 
 
 class SubmissionChecks:
-    """Runs the slower checks of evaluators' specs, for example reading a gold answer.
+    """Runs the slow checks of evaluators' specs, such as parsing a gold answer.
 
-    Groups of a tenant are checked one at a time, so that the gold answers of one tenant do not occupy the whole
-    machine. The checks of a group may take `seconds` in all, including the wait for earlier groups.
+    The groups of a tenant are checked one at a time, so that one tenant does not occupy the whole machine. The checks
+    of a group may take `seconds` in all, including the wait for earlier groups.
     """
 
     def __init__(self, host: Host, *, seconds: float = CHECK_SECONDS) -> None:
@@ -379,8 +376,8 @@ def _check_uploads(prepare: Sequence[PrepareStep], paths: HostPaths, *, field: s
 
 
 def _check_paths(spec: RuntimeSpec, paths: HostPaths) -> None:
-    """Raise InvalidField unless every path of the host is allowed and exists. An image given by name is not a path: the
-    operator has imported such an image."""
+    """Raise InvalidField unless every host path in the spec is allowed and exists. The name of an image is not a path,
+    and is not checked here."""
     resolved = paths.resolved(spec)
     if resolved.rootfs is not None and not os.path.isdir(resolved.rootfs):
         raise InvalidField(f"{spec.rootfs!r} is not a folder on this node", field="task.runtime.rootfs")

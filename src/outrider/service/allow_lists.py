@@ -1,7 +1,7 @@
-"""Checks the Python code, runtimes, images, networks and callback hosts that a task names, and the addresses to which
-callbacks connect, against the operator's settings.
+"""Checks what a task names against the operator's settings: Python code, runtimes, images, networks and callback hosts.
+Also checks the addresses to which callbacks connect.
 
-Paths of the host are checked where they are resolved, in admission.py. This module imports nothing that a task names.
+Paths of the host are checked in admission.py. This module never imports the Python code that a task names.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from outrider.spec import GroupSpec, RuntimeSpec, fields_of_step, runtimes_of, s
 class AllowLists:
     """Checks groups and connections against the allow lists of the settings.
 
-    Callbacks are checked twice: the host when a group is submitted, and the address when a connection is opened. So a
-    host name whose address changes cannot lead to a refused address.
+    Callbacks are checked twice: the host name when a group is submitted, and the address when the connection is opened.
+    The second check is needed because the name may lead to another address by then.
     """
 
     def __init__(self, config: Config) -> None:
@@ -80,7 +80,7 @@ class AllowLists:
             return
         module, _, attribute = name.partition(":")
         for allowed in self._config.plugins.allow:
-            # A dotted attribute could name an object of another module: os.system, if the module imports os.
+            # A dotted attribute could reach another module: `os.system`, if the allowed module imports os.
             within = "." not in attribute and (module == allowed or module.startswith(f"{allowed}."))
             if allowed in ("*", name) or within:
                 return
@@ -91,7 +91,7 @@ class AllowLists:
         )
 
     def check_host(self, url: str) -> None:
-        """Raise InvalidField for a callback to a host or literal address that is not allowed."""
+        """Raise InvalidField if the host name or IP address of a callback is not allowed."""
         host = (urlsplit(url).hostname or "").rstrip(".")
         try:
             address = plain(ip_address(host))
@@ -108,17 +108,17 @@ class AllowLists:
             )
 
     def socket(self, place: tuple[int, int, int, str, Sequence[Any]]) -> socket.socket:
-        """Return a socket for a callback's connection to the address in `place`, which is a tuple of
-        `socket.getaddrinfo`. Raises OSError for an address that callbacks may not use."""
+        """Return a socket for a callback's connection. `place` is an entry of `socket.getaddrinfo`. Raises OSError for
+        an address that callbacks may not use."""
         family, kind, protocol, _, address = place
         if self._refused(plain(ip_address(address[0]))):
             raise OSError(f"callbacks may not go to {address[0]}: the operator's setting is callbacks.allow")
         return socket.socket(family, kind, protocol)
 
     def _refused(self, address: Address) -> bool:
-        """Return True for a sensitive address that is not in the settings. Sensitive are link-local and multicast
-        addresses, cloud metadata services (which give credentials to any process on this machine) and, if the service
-        is public, this machine's own addresses."""
+        """Return True for a sensitive address that the setting callbacks.allow does not list. These addresses are
+        sensitive: link-local and multicast addresses, cloud metadata services (which give credentials to any process on
+        this machine) and, if the service is public, this machine's own addresses."""
         return any(
             (one.is_link_local or one.is_multicast or one in METADATA or (self._config.public and is_own(one)))
             and not self._listed(one)

@@ -1,7 +1,7 @@
 """Opens a service on this machine with all its parts, in the order of their dependencies.
 
-The store, engines and node of a service are chosen only here. Invariant: if a part fails to open, the parts opened
-before are closed again, last first.
+The store, engines and node of a service are chosen only here. Invariant: if a part fails to open, the parts that are
+already open are closed in reverse order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from outrider.store.run_index.index import RunIndex
 
 
 class Opened(NamedTuple):
-    """An open service, and the node of this process, which runs the sessions. `node` is None if other processes run the
+    """An open service, and the node that runs its sessions in this process. `node` is None if other processes run the
     sessions."""
 
     service: Service

@@ -25,9 +25,15 @@ FILES = 8
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of the log. `who` is the name of a token and `role` its role, `place` the caller's address, `call` the
-    method and route, `ids` the ids in the request and of created objects, `status` the HTTP status of the reply, `at`
-    seconds since the epoch."""
+    """One line of the log.
+
+    at: seconds since the epoch.
+    who, role: the name and role of the caller's token.
+    place: the caller's address.
+    call: the method and route.
+    ids: the ids in the request and of created objects.
+    status: the HTTP status of the reply.
+    """
 
     at: float
     who: str
@@ -48,9 +54,8 @@ class AuditLog:
         self._one_at_a_time = asyncio.Lock()
 
     async def add(self, entry: AuditEntry) -> None:
-        """Write a line. If a resource of the machine is exhausted (such as the disk), the error is recorded and not
-        raised, because clients must still be able to cancel work. The line is then written to the service's log
-        instead."""
+        """Write a line. If the disk or another resource of the machine is exhausted, the line goes to the service's log
+        instead and the error is not raised, because clients must still be able to cancel work."""
         async with self._one_at_a_time:
             try:
                 await asyncio.to_thread(self._write, msgspec.json.encode(entry) + b"\n")
@@ -67,7 +72,7 @@ class AuditLog:
         try:
             size = os.fstat(file).st_size
             try:
-                while line:  # an almost full disk takes a part of the line before a write fails
+                while line:  # an almost full disk may accept only a part of the line
                     line = line[os.write(file, line) :]
             except OSError:
                 os.ftruncate(file, size)

@@ -1,10 +1,14 @@
 """Refuses new groups while the queue is full, and computes when a client should try again.
 
-A group of any size is accepted while the queue is shorter than the bound: the group's own sessions are not counted.
-While the queue is shorter than twice the bound, a group is also accepted if its bucket has less than an equal part of
-the bound, so that one run cannot fill the queue for all others. While the queue is shorter than three times the bound,
-a group is also accepted if its tenant has less than an equal part, so that one tenant cannot fill the queue with many
-runs. A bucket holds the sessions of one run (see `store/queue.py`).
+A group of any size is accepted in each of these cases. Its own sessions are not counted.
+
+- The queue is shorter than the bound.
+- The queue is shorter than twice the bound, and the group's run has less than its share of the bound in the queue. So
+  one run cannot fill the queue for all others. The share is the bound divided by the number of runs.
+- The queue is shorter than three times the bound, and the group's tenant has less than its share. So one tenant cannot
+  fill the queue with many runs.
+
+The sessions of one run are in one bucket of the queue (see `store/queue.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ RATE_SECONDS = 60.0
 """Seconds over which the rate of finished sessions is measured."""
 
 SHORTEST, LONGEST = 1.0, 60.0
-"""Minimum and maximum of the header Retry-After in the reply to a refused client, in seconds."""
+"""Minimum and maximum seconds of the header Retry-After in the reply to a refused client."""
 
 COUNT_SECONDS = 0.5
 """Minimum seconds between two counts of a full queue, because a count takes 12 ms at 100,000 sessions."""
@@ -49,8 +53,8 @@ class BackPressure:
         self._ends.append(self._clock())
 
     async def check(self, group: GroupRow) -> None:
-        """Count the group as accepted, or raise QueueFull. A group with a known idempotency key was accepted earlier,
-        so it is not refused."""
+        """Count the group's sessions as queued, or raise QueueFull. A group whose idempotency key is already stored was
+        accepted earlier, so it is not refused."""
         length = await self._count()
         waiting = length.sessions + self._added
         if waiting >= self._bound:
@@ -64,8 +68,8 @@ class BackPressure:
         async with self._counting:
             known = self._length
             fresh = self._clock() - self._counted_at < COUNT_SECONDS
-            # Sessions added since the last count may have started. So a queue that is full only because of these
-            # sessions is counted again.
+            # Sessions that were added since the last count may have started already. So the queue is counted again if
+            # it is full only because of them.
             full = known is not None and known.sessions >= self._bound and fresh
             if known is None or (known.sessions + self._added >= self._bound and not full):
                 self._added, self._counted_at = 0, self._clock()

@@ -29,7 +29,7 @@ async def open_store(config: Config, failures: Failures | None = None) -> AsyncI
     data folder, and InvalidField if the data folder cannot be used."""
     try:
         config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A lock of the kernel is released however the process ends. A file with a process id would be left behind.
+        # The kernel releases this lock however the process ends. A file with a process id would be left behind.
         lock = os.open(config.data / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
         raise InvalidField(

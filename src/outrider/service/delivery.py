@@ -1,9 +1,9 @@
 """Pushes finished groups from the outbox to their callback URLs, at least once.
 
-The body of a push is the reply to `GET /v1/groups/{id}`. If a client of another system has submitted the group
-(`GroupRow.translator`), the body has this system's form. The header `Idempotency-Key` is the group's id, so that a
-receiver recognises a repeated push. Invariant: a delivery leaves the outbox only after a 2xx reply, or when an admin
-discards the delivery. A delivery that is given up stays in the outbox as a dead letter.
+The body of a push is the reply to `GET /v1/groups/{id}`. If a client of another system submitted the group
+(`GroupRow.translator`), the body has the format of that system instead. The header `Idempotency-Key` is the group's id,
+so that a receiver recognises a repeated push. Invariant: a delivery leaves the outbox only after a 2xx reply, or when
+an admin discards the delivery. A delivery that is given up stays in the outbox as a dead letter.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ PAUSES = RetryPolicy(first=1.0, longest=600.0)
 LONGEST_PAUSE = 3600.0
 """Maximum wait in seconds that a receiver can request with `Retry-After`."""
 MIN_TRIES = 10
-"""A refused push is given up after this many tries, which take about ten minutes: enough time to set up a receiver.
-After other failures, a push is given up only once it has also been due for PATIENCE seconds."""
+"""A push that the receiver refuses is given up after this many tries, which take about ten minutes: enough time to set
+up a receiver. After other failures, such as a timeout, the push must also have been due for PATIENCE seconds."""
 PATIENCE = 3 * 86400.0
 MAX_PUSHES = 32
 """Maximum number of pushes under way."""
 MAX_PUSHES_EACH = 8
-"""Maximum number of pushes under way to one receiver, so that a slow receiver does not delay pushes to other receivers.
-After a failed push the receiver gets one push at a time, until a push succeeds."""
+"""Maximum number of pushes under way to one receiver, so that a slow receiver does not delay others. After a failed
+push the receiver gets one push at a time, until a push succeeds."""
 MAX_FAILING = 1000
 """Maximum number of receivers remembered as failing. A forgotten receiver gets several pushes at a time again, until
 one of these pushes fails."""
 LOOK_AHEAD = 1000
-"""Maximum number of outbox rows read at a time. The number is much larger than MAX_PUSHES, because the first rows may
-all be for one slow receiver."""
+"""Maximum number of outbox rows read at a time. It is much larger than MAX_PUSHES, because the first rows may all be
+for one slow receiver."""
 MAX_FAULT = 300
 """Maximum length in characters of a stored failure description."""
 Translate = Callable[[GroupRow], Awaitable[bytes]]
 """A function that makes the body of a finished group's callback. Raises NotFound if the group was removed."""
 NOT_REFUSED = frozenset({408, 425, 429})
-"""Statuses below 500 after which a push should be tried again later."""
+"""HTTP statuses below 500 that do not count as a refusal, because a later try may succeed."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """The reason why a push failed. `refused` is True if the receiver is unlikely to accept another try, or its address
-    is wrong. `wait` is the number of seconds before the next try that the receiver has requested."""
+    """The reason why a push failed. `refused` is True if another try is unlikely to succeed, for example because the
+    URL is wrong. `wait` is the pause in seconds that the receiver has requested before the next try."""
 
     fault: str
     refused: bool = False
@@ -108,7 +108,8 @@ class Deliverer:
         self._translators: dict[str, Translate] = {}
 
     def translate(self, system: str, translate: Translate) -> None:
-        """Use `translate` to make the bodies for groups that clients of `system` have submitted."""
+        """Use `translate` to make the callback bodies of groups that clients of another system, named `system`, have
+        submitted."""
         self._translators[system] = translate
 
     def wake(self) -> None:
@@ -120,8 +121,8 @@ class Deliverer:
             await chores.begin("callbacks", partial(self._push_due, sessions, chores))
 
     async def _push_due(self, sessions: AsyncExitStack, chores: Chores) -> None:
-        """Start the pushes that are due, and wait until more pushes may be due. The HTTP session is entered into the
-        exit stack `sessions`."""
+        """Start the pushes that are due, and wait until more pushes may be due. The exit stack `sessions` closes the
+        HTTP session."""
         self._work.clear()
         # A push that ends while the outbox is read may still be listed as due, but must not be sent again.
         busy = set(self._under_way)
@@ -131,15 +132,15 @@ class Deliverer:
         admitted = self._admit(delivery for delivery in due if delivery.group_id not in busy)
         for delivery in admitted:
             chores.create_task(self._deliver(delivery), name=f"deliver {delivery.group_id}", chore="a callback")
-        # After a full page, the outbox may have further rows for other receivers. So the outbox is read again at once,
+        # If a whole page was read, the outbox may have more rows, for other receivers. So it is read again at once,
         # unless no push could be started.
         if len(due) < LOOK_AHEAD or not admitted:
             await wait_for_event(self._work, self._pauses.first)
 
     async def _session(self) -> aiohttp.ClientSession:
         # aiohttp is imported before the first push, because a service without callbacks does not need it, and its
-        # import takes a seventh of the processor time of a service's start. The event loop does not wait for the
-        # import, which is in a thread.
+        # import takes a seventh of the processor time of a service's start. The import runs in a thread, so that it
+        # does not block the event loop.
         await asyncio.to_thread(import_module, "aiohttp")
         import aiohttp
 
@@ -220,8 +221,8 @@ class Deliverer:
 
     async def _put_off(self, delivery: Delivery, failure: Failure) -> None:
         group_id, tries, now = delivery.group_id, delivery.tries + 1, time.time()
-        # A push is given up only after enough tries and enough time. The time alone is no proof, because the clock may
-        # be set forward by days.
+        # A push is given up only after enough tries and enough time. The time alone is not enough, because the clock
+        # may be set forward by days.
         if tries >= MIN_TRIES and (failure.refused or now - delivery.since >= self._patience):
             log.error("callback of %s given up after %d tries: %s", group_id, tries, failure.fault)
             await retry_store(lambda: self._store.give_up_delivery(group_id, fault=failure.fault), self._failures)
@@ -233,7 +234,8 @@ class Deliverer:
         )
 
     async def _push(self, delivery: Delivery, body: bytes) -> Failure | None:
-        """Return None if the receiver replied with a 2xx, else the failure. The body of the reply is not read."""
+        """Send one push. Returns None after a 2xx reply, and the failure otherwise. The body of the reply is not
+        read."""
         import aiohttp  # imported late: see `_session`
 
         assert self._http is not None  # opened before the first delivery
@@ -256,16 +258,16 @@ class Deliverer:
         except TimeoutError:
             return Failure(f"the receiver did not answer within {TRY_SECONDS:.0f} s")
         except (aiohttp.InvalidURL, ValueError):
-            # aiohttp raises either error for an invalid URL. The error's text is left out, because it may contain a
-            # secret URL.
+            # aiohttp raises one of these errors for an invalid URL. The error's text is left out, because it may
+            # contain a secret URL.
             return Failure("the callback URL cannot be used", refused=True)
         except (aiohttp.ClientError, OSError) as error:
             return Failure(storable((str(error) or type(error).__name__)[:MAX_FAULT]))
 
 
 def _wait_asked(header: str) -> float:
-    """Return the seconds to wait that a Retry-After header requests as a number or a date, at most LONGEST_PAUSE.
-    Returns 0 for any other value."""
+    """Return the seconds to wait that a Retry-After header requests, at most LONGEST_PAUSE. The header has a number or
+    a date; any other value counts as 0."""
     try:
         seconds = float(header) if header.isdecimal() else parsedate_to_datetime(header).timestamp() - time.time()
     except (ValueError, OverflowError):

@@ -1,7 +1,7 @@
-"""Stores the usual paces of engines, so that the next service has them when it starts.
+"""Stores the usual speed of each engine (its pace, see `engines/pool/waits.py`), so that it is known after a restart.
 
-Without the stored paces, a service that starts while an engine is silent or slow would measure this slowness as the
-engine's usual pace, and would blame agents for the engine's fault. `engines/pool/waits.py` defines a pace.
+Without the stored paces, a service that starts while an engine is silent or slow would take this slowness as normal,
+and would blame agents for the engine's fault.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from outrider.concurrency.chores import Chores, Failures
 from outrider.engines.pool.waits import RememberedPace
 from outrider.store.store import Store
 
-if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes none
+if TYPE_CHECKING:
     from outrider.engines.pool.pool import EnginePool
 
 log = logging.getLogger("outrider.engine")
 
 LOOK_SECONDS = 1.0
-"""Seconds between two checks whether an engine has a new or changed pace."""
+"""Seconds between two checks for new or changed paces."""
 
 
 async def remembered_paces(store: Store) -> dict[str, RememberedPace]:
@@ -41,8 +41,8 @@ async def remembered_paces(store: Store) -> dict[str, RememberedPace]:
 async def remember_paces(
     store: Store, pools: Iterable[EnginePool], known: Mapping[str, RememberedPace], failures: Failures
 ) -> AsyncIterator[None]:
-    """Store new and changed paces of the pools' engines while the block runs. The store already has the paces
-    `known`."""
+    """Store new and changed paces of the pools' engines while the block runs. `known` are the paces that are stored
+    already."""
     kept = dict(known)
 
     async def keep() -> None:

@@ -1,6 +1,6 @@
-"""Reads finished runs without a service: the data folder of a service that has ended, or a file of samples.
+"""Reads a finished run without a service, from the data folder of a service that has ended or from a file of samples.
 
-Nothing here changes a run. Invariant: a run of a data folder shows what the service would show.
+Nothing here changes a run. Invariant: a data folder shows what its service would show.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class FinishedRun(Protocol):
 
 @asynccontextmanager
 async def open_run(path: Path, tokenizer: Tokenizer | None) -> AsyncIterator[FinishedRun]:
-    """Open a data folder, or a JSONL file of samples. Without the policy's `tokenizer`, the texts of tokens are not
-    known. Raises InvalidField for a path that is neither, and ServiceError for a data folder that a service uses."""
+    """Open a data folder, or a JSONL file of samples. Without the policy's `tokenizer`, tokens are shown without their
+    texts. Raises InvalidField for any other path, and ServiceError for a data folder that a service uses."""
     settings = await asyncio.to_thread(_settings, path)
     if settings is not None:
         async with open_store(settings) as store:
@@ -83,7 +83,7 @@ def _settings(path: Path) -> Config | None:
             field="path",
             hint="name the --data folder of a service, the --keep folder of a demo, or a file of samples",
         )
-    # Only tasks and the entries of timelines are encrypted. Without their key, everything else can be looked at.
+    # Only tasks and the entries of timelines are encrypted. If their key is missing, any key will do to read the rest.
     has_key = (path / KEY_FILE).exists()
     key = None if has_key else base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode()
     return Config(data=path, task_key=key)
@@ -164,12 +164,12 @@ class _Sessions:
 
 
 class SampleFileRun:
-    """The sessions of a JSONL file of samples, as `outrider export` and the demo write. The file holds token ids and no
-    messages, so texts are decoded from the ids. A row is read from the file when the row is needed; only its position
-    is kept in memory."""
+    """The sessions of a JSONL file of samples, which `outrider export` or the demo has written. The file holds token
+    ids and no messages, so texts are decoded from the ids. Only the positions of the rows are kept in memory; a row is
+    read when it is needed."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer | None) -> None:
-        """Read the file once. Raises InvalidField for a file that cannot be read, or has rows of another kind."""
+        """Read the file once. Raises InvalidField for a file that cannot be read, or whose rows are not samples."""
         self._path = path
         self._tokenizer = tokenizer
         self._sessions: dict[str, _Sessions] = {}
@@ -307,8 +307,8 @@ class SampleFileRun:
 
 
 def _turns(rows: Sequence[JsonSample], tokenizer: Tokenizer | None) -> tuple[TurnView, ...]:
-    """Make the turns of a session from the session's rows. A turn that several rows hold is read from the row that
-    trains it."""
+    """Make the turns of a session from the session's rows. If several rows hold a turn, the turn is read from the row
+    that trains it."""
     found: dict[int, TurnView] = {}
     for row in rows:
         for place, index in enumerate(row.turns):

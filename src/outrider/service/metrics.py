@@ -1,4 +1,4 @@
-"""The metrics of a service: their names (`FAMILIES`), and their values now (`ServiceMetrics.read`).
+"""The metrics of a service: their names (`FAMILIES`) and their current values (`ServiceMetrics.read`).
 
 Most values are read from the parts of the service at the time of the request. `metrics_counts.py` has the counters, and
 `metrics_text.py` writes the values as text. Invariants: `read` gives values of these families only; no client or agent
@@ -34,7 +34,7 @@ LANES = ("init", "ready", "run", "eval", "grading")
 RUNTIMES = (*BUILTINS["runtime"], OTHER)
 
 Labels = tuple[str, ...]
-"""Values of a family's labels, in their order."""
+"""The values of a metric's labels, in the order of the labels."""
 
 
 class Family(NamedTuple):
@@ -243,7 +243,7 @@ class Value(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class MetricSources:
     """The parts of a service from which the metrics are read. `call_failures` counts the failed calls of the service's
-    own gateway; `engines`, `policy` and `failing` return the present status; `queue_limit` is the setting
+    own gateway. `engines`, `policy` and `failing` return the current status. `queue_limit` is the setting
     queue.sessions."""
 
     store: Store
@@ -258,13 +258,13 @@ class MetricSources:
 
 
 class ServiceMetrics:
-    """Reads the metrics of a service. Only MOST_NAMED nodes and engines have values of their own; the values of all
-    others are summed to one value."""
+    """Reads the metrics of a service. Only MOST_NAMED nodes and engines have values of their own; all others share one
+    value, their sum."""
 
     def __init__(self, sources: MetricSources) -> None:
         self._sources = sources
         self._left = NodeCounts()
-        """What nodes had counted that have left."""
+        """The counts of nodes that have left."""
 
     def note_departure(self, node: Node) -> None:
         """Keep the counts of a node that leaves, because counters must not decrease."""
@@ -315,8 +315,8 @@ class ServiceMetrics:
             ("outrider_session_errors", counts.errors),
             ("outrider_failed_attempts", counts.failed_attempts),
         ):
-            # The count of every error code starts at 0, because `rate` and `increase` ignore the first value of a
-            # series.
+            # The count of every error code starts at 0, because Prometheus' `rate` and `increase` ignore the first
+            # value of a series.
             zeros = {(boundary, code): 0 for code, boundary in known_codes().items()}
             for (boundary, code), number in (zeros | errors).items():
                 yield Value(family, (boundary.value, code), number)
@@ -360,7 +360,7 @@ class ServiceMetrics:
             for engine in statuses
             for value in _engine_values(engine, engine.name if engine.name in named else OTHER)
         )
-        # The counts of a removed engine stay in the value that all engines without a value of their own share.
+        # The counts of removed engines are added to the shared value (OTHER).
         yield from _added_up(
             value
             for name, engine in counts.engines.items()

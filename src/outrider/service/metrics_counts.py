@@ -1,8 +1,8 @@
 """Counts of a service's model calls, sessions and groups since its start, for the metrics.
 
-A call takes only a few additions (`note_turn`). Invariant: the memory is bounded. Names come from fixed sets or are the
-names of at most MOST_NAMED engines. The records of sessions and groups that have not ended are bounded by
-MOST_REMEMBERED and PROMPT_BYTES; the oldest records are dropped first.
+Counting a call takes only a few additions (`note_turn`). Invariant: the memory is bounded. At most MOST_NAMED engines
+have counts of their own, and all other names come from fixed sets. MOST_REMEMBERED and PROMPT_BYTES bound the records
+of sessions and groups that have not ended; the oldest records are dropped first.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ V = TypeVar("V")
 MOST_NAMED = 200
 """Maximum number of engines, and of nodes, with a name of their own in the metrics. All others are counted together."""
 MOST_REMEMBERED = 100_000
-"""Maximum number of sessions, and of groups, that have not ended and have a record."""
+"""Maximum number of unfinished sessions, and of unfinished groups, with a record."""
 PROMPT_BYTES = 32 << 20
-"""Maximum bytes of the first prompts that are kept, to compare them with the prompts of siblings."""
+"""Maximum bytes of the first prompts that are kept. Each is compared with the prompts of the group's other sessions."""
 
 TURNS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 """Upper bounds of the buckets of turns per session."""
@@ -49,8 +49,8 @@ class DialectCounts:
 
 
 class EngineCounts:
-    """The calls answered by one engine. `cached_tokens` of `reported_tokens` prompt tokens were in the engine's prefix
-    cache; `reported_tokens` counts only the prompts of calls for which the engine has reported the cached tokens."""
+    """The calls answered by one engine. `cached_tokens` counts the prompt tokens that were in the engine's prefix
+    cache. `reported_tokens` counts all prompt tokens of the calls for which the engine reported its cached tokens."""
 
     __slots__ = ("cached_tokens", "calls", "prompt_tokens", "reported_tokens", "seconds")
 
@@ -73,8 +73,8 @@ class _Versions:
 
 
 class _GroupProgress:
-    """The done sessions of a group: their number, the number and the range of their rewards, and for each session with
-    tokens to train on, the oldest version of its tokens."""
+    """The done sessions of a group: their number, the number and range of their rewards, and the oldest policy version
+    of each session that has tokens to train on."""
 
     __slots__ = ("done", "high", "low", "rewarded", "versions")
 
@@ -103,8 +103,9 @@ class _GroupProgress:
 
 
 class ServiceCounts:
-    """Counts what the store and the scheduler publish. `dialects` are the names of the dialects. `has_engine` returns
-    True for the name of an engine of the service; `policy_version` returns the present version."""
+    """Counts the turns, attempts and sessions that the store and the scheduler publish. `dialects` are the names of the
+    dialects. `has_engine` returns True for the name of an engine of the service, and `policy_version` returns the
+    policy's current version."""
 
     def __init__(
         self, dialects: Iterable[str], *, has_engine: Callable[[str], bool], policy_version: Callable[[], int]
@@ -133,8 +134,7 @@ class ServiceCounts:
         self._versions: OrderedDict[str, _Versions] = OrderedDict()
         self._groups: OrderedDict[str, _GroupProgress] = OrderedDict()
         self._prompts: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
-        """For each group, by the beginning that the ids of its sessions share: the first prompt of its first
-        session."""
+        """The first session of each group and this session's first prompt, by `_siblings`."""
         self._prompt_bytes = 0
 
     def note_turn(self, added: AddedTurn) -> None:
@@ -181,7 +181,7 @@ class ServiceCounts:
             self.stage_seconds[stage] += getattr(result.seconds, stage)
         self.samples += result.samples
         tokens = result.tokens
-        # The agent's run of a session that grades again was counted in the earlier session.
+        # A session that grades an earlier run again ran no agent. The run was counted with the earlier session.
         if result.regrades is None:
             self.model_seconds += result.model_seconds
             self.tool_seconds += max(0.0, result.seconds.run - result.model_seconds)
@@ -212,8 +212,8 @@ class ServiceCounts:
         return sum(self.ended.values())
 
     def _engine(self, name: str) -> EngineCounts:
-        """Return the counts for an engine that has none yet: new counts of its own, or the shared counts of all further
-        engines."""
+        """Return the counts for an engine that is not yet in `engines`. An unknown engine, and any engine beyond
+        MOST_NAMED, gets the shared counts."""
         if len(self.engines) > MOST_NAMED or not self._has_engine(name):
             return self.engines[OTHER]
         return self.engines.setdefault(name, EngineCounts())
@@ -236,7 +236,7 @@ class ServiceCounts:
             self._prompt_bytes += len(prompt)
             while self._prompt_bytes > PROMPT_BYTES:
                 self._forget_prompt(next(iter(self._prompts)))
-        elif known[0] != session_id:  # a new attempt of the same session is not a sibling
+        elif known[0] != session_id:  # another attempt of the same session does not count
             self.shared_prompt_tokens += common_length(known[1], prompt)
 
     def _forget_prompt(self, key: str) -> None:
@@ -251,7 +251,7 @@ class ServiceCounts:
 
 
 def common_length(first: bytes, second: bytes) -> int:
-    """Return the number of ids (packed int32) with which both texts begin."""
+    """Return the length of the beginning that two sequences of ids (packed int32) share."""
     count = min(len(first), len(second)) // 4
     different = np.frombuffer(first, "<i4", count) != np.frombuffer(second, "<i4", count)
     at = int(different.argmax()) if count else 0

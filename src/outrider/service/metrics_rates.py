@@ -1,6 +1,6 @@
-"""The counts of a service's last hour, in memory, with a point every few seconds, for the curves of the page.
+"""Keeps a service's counts of the last hour in memory, as one point every few seconds, for the curves of the web page.
 
-Invariant: the sum over all points is the service's count; no call is lost between two points.
+Invariant: every event is counted in exactly one point.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class RateHistory:
             await chores.begin("rates", self.take, every=STEP_SECONDS)
 
     async def take(self) -> None:
-        """Add a point with the counts since the previous point. Raises the errors of `states`. In this case no point is
-        added, and the next point has these counts, too."""
+        """Add a point with the counts since the previous point. If `states` raises an error, no point is added, and the
+        next point includes these counts."""
         states = await self._read_states()
         now, before = self._read_totals(), self._before
         self._before = now

@@ -22,8 +22,9 @@ class MetricsText(NamedTuple):
 
 
 def metrics_text(values: Iterable[Value], accept: str = "") -> MetricsText:
-    """Write the values, grouped by family. `accept` is the client's header. Also writes the processor time, the memory
-    and the descriptors of this process, under Prometheus' usual names. Takes milliseconds: call this in a thread."""
+    """Write the values, grouped by family. `accept` is the client's header `Accept`. Also writes the processor time,
+    the memory and the descriptors of this process, under Prometheus' usual names. Takes milliseconds: call this in a
+    thread."""
     from prometheus_client import ProcessCollector
     from prometheus_client.exposition import choose_encoder
 

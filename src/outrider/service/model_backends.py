@@ -53,12 +53,13 @@ async def open_models(
     paces: Mapping[str, RememberedPace] = {},
     leader: Callable[[str | None], Leader] | None = None,
 ) -> AsyncIterator[Models]:
-    """Open the models of the settings, with engine pools that are still empty. `known` is the policy's version that an
-    earlier service stored, and `keep` stores a new version. `paces` are the engines' paces that an earlier service
-    stored. With `leader`, each pool follows the pool of the same model in another process. Raises InvalidField for a
-    wrong setting of a model."""
+    """Open the models of the settings, with engine pools that are still empty. `known` and `paces` were stored by an
+    earlier service: the policy's version and the engines' usual speeds. `keep` stores a new version. With `leader`,
+    each pool follows the pool of the same model in another process. Raises InvalidField for a wrong setting of a
+    model."""
     if config.model.tokenizer is None:
-        # Without a tokenizer, a misspelt engine kind is reported first: the intended kind may bring a tokenizer.
+        # A misspelt engine kind is reported before the missing tokenizer, because the intended kind may bring a
+        # tokenizer.
         for engine in config.engines:
             resolve("engine", engine.kind, field="engine")
         raise InvalidField(
@@ -93,7 +94,8 @@ async def open_models(
                 follows=None if leader is None else partial(FollowedPolicy, leader=leader(serves)),
             )
             await stack.enter_async_context(pool)
-            # Documents are read in a process of their own, so that no image waits for a document, which takes longer.
+            # Documents are read in a process of their own, because reading a document takes longer, and no image should
+            # wait for it.
             images, decoding, reading = None, DecodingProcess(), DecodingProcess()
             stack.push_async_callback(decoding.close)
             stack.push_async_callback(reading.close)

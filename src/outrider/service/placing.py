@@ -1,10 +1,10 @@
 """Chooses a node for each session, and counts the sessions placed on each node.
 
-The sessions on a machine may together require twice the machine's processors, memory and GPUs: the surplus sessions
-wait there for resources to become free. A session for which no machine has room stays in the queue and keeps its
-position. Until a machine has room for that session, the machines that are large enough for that session get no other
-session that needs the same scarce resources. So small sessions cannot starve a large session. Sessions that need none
-of the scarce resources are still placed (see `room_behind`).
+The sessions placed on a machine may together need twice the machine's processors, memory and GPUs. On the machine, they
+wait until enough of these are free. If no machine has room for a session, the session stays in the queue and keeps its
+position. Every machine that is large enough for it then gets no other session that needs the same scarce resources, so
+small sessions cannot starve a large one. Sessions that need none of the scarce resources are still placed (see
+`room_behind`).
 
 Invariant: a node that has as many sessions as slots gets no further session.
 """
@@ -61,8 +61,8 @@ class _NodeSlots:
 
 
 class NodePlacement:
-    """The nodes by name, and the sessions placed on each node. In the fraction `evaluation_share` of the run slots,
-    waiting evaluations come before all other sessions."""
+    """The nodes by name, and the sessions placed on each node. The fraction `evaluation_share` of the run slots is
+    given to waiting evaluations before other sessions."""
 
     def __init__(self, nodes: Sequence[Node], *, evaluation_share: float = 0.0) -> None:
         self.drained: set[str] = set()
@@ -83,8 +83,8 @@ class NodePlacement:
         self._places[node.name] = _NodeSlots(node, self._machines.setdefault(node.machine, _Machine()))
 
     def remove(self, node: Node) -> None:
-        """Remove a node, so that no more sessions are placed on the node. The node's sessions under way end by
-        themselves; the functions that `take` returned for these sessions must still be called."""
+        """Remove a node, so that no more sessions are placed on it. The node's sessions under way end by themselves.
+        The functions that `take` returned for these sessions must still be called."""
         if node.name in self._places and self._places[node.name].node is node:
             del self._places[node.name]
             self._gone.add(total_of(node.stats().resources).quantities)
@@ -101,8 +101,8 @@ class NodePlacement:
         return [place.node for place in self._places.values()]
 
     def machines(self) -> list[Node]:
-        """Return one node of each machine: the node with the most slots, because the other nodes may just be
-        starting."""
+        """Return one node of each machine: the node with the most slots, because the other nodes may not have started
+        completely."""
         nodes = sorted((place.node for place in self._places.values()), key=lambda node: node.stats().capacity)
         return list({node.machine: node for node in nodes}.values())
 
@@ -129,9 +129,9 @@ class NodePlacement:
             place.machine.waiting.clear()
 
     def find(self, task: TaskSpec) -> Node | None:
-        """Return the node for a session, or None if the session must wait. Among nodes with a slot and room for the
-        session's needs, prefer a node where the resources are free now, then a node that has the images, then a node
-        without GPUs (unless the session needs GPUs), then the node with the most free slots."""
+        """Return the node for a session, or None if the session must wait. The node must have a free slot and room for
+        the session's needs. Among such nodes the preferences are, in this order: the resources are free now; the images
+        are present; there are no GPUs (unless the session needs GPUs); the most slots are free."""
         needs = session_needs(task)
         runtimes = [runtime for runtime, _ in runtimes_of(task)]
         able = [place for place in self._places.values() if needs.within(total_of(place.node.stats().resources))]
@@ -168,7 +168,8 @@ class NodePlacement:
 
     def may_fit(self, needs: ResourceAmount, *, others: bool = True) -> bool:
         """Return True if a node large enough for these needs has joined, or may still join. A node that has left may
-        join again. With `others`, a node of any size may join in the first JOIN_SECONDS of the service."""
+        join again. With `others`, the result is True in the first JOIN_SECONDS of the service, because a node of any
+        size may join."""
         if others and time.monotonic() - self._began < JOIN_SECONDS:
             return True
         here = (total_of(place.node.stats().resources).quantities for place in self._places.values())

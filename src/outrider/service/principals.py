@@ -15,7 +15,7 @@ ALLOWED: dict[Role, frozenset[Role]] = {
     "node": frozenset({"node"}),
     "admin": frozenset(get_args(Role)),
 }
-"""The roles that a caller may act in, by the role of the caller's token."""
+"""The roles whose rights a caller has, by the role of the caller's token."""
 
 
 class Principal(NamedTuple):

@@ -22,10 +22,13 @@ KEEP = "tasks with `evaluator.carry` and `evaluator.keep = true` keep what a gra
 async def regraded_group(
     store: Store, group_id: str, asked: RegradeSpec, *, tenant: str | None = None
 ) -> StoredGroupSpec:
-    """Return the spec of a new group, which grades again those sessions of the group `group_id` whose agent's run ended
-    by itself. Raises NotFound for an unknown group, for a group of another tenant, and if a run was removed. Raises
-    Conflict if the group is not done, has no such session, or the task has several steps. Raises UnreadableTask if the
-    stored task cannot be read, and InvalidField if the new evaluator needs files that were not kept."""
+    """Return the spec of a new group, which grades the runs of the group `group_id` again. Runs that did not end by
+    themselves are left out.
+
+    Raises NotFound for an unknown group, for a group of another tenant, and if a run was removed. Raises Conflict if
+    the group is not done, there is no run to grade, or the task has several steps. Raises UnreadableTask if the stored
+    task cannot be read, and InvalidField if the new evaluator needs files that were not kept.
+    """
     spec = await stored_group(store, (await store.group(group_id, tenant=tenant)).id)
     # If the group itself graded earlier sessions again, the new group grades the runs of these earlier sessions, so
     # that no files are stored twice.
@@ -57,8 +60,7 @@ async def regraded_session(
 
 
 async def _run(store: Store, session_id: str) -> SessionRow:
-    """Return the session that ran the agent, for a group that grades this session again. Raises NotFound if the session
-    was removed."""
+    """Return the session `session_id`, whose run is graded again. Raises NotFound if the session was removed."""
     try:
         return await store.session(session_id)
     except NotFound as error:

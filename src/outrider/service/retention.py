@@ -1,8 +1,9 @@
-"""Removes finished groups that are too old, and the oldest groups while the total size is too large, with all their
-stored data: rows, images and artifacts. `store/removals.py` keeps the groups that a consumer or a callback still needs.
+"""Removes finished groups with all their stored data: rows, images and artifacts. Groups are removed when they are too
+old and, oldest first, while the total size is too large. `store/removals.py` keeps the groups that a consumer or a
+callback still needs.
 
 Invariants: a group disappears from all replies of the API, except the stream of events, before any part of its data is
-deleted; a deletion that was interrupted because the service was killed is completed by the next service.
+deleted. If the service is killed during a deletion, the next service completes the deletion.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ log = logging.getLogger("outrider.retention")
 T = TypeVar("T")
 
 CHECK_SECONDS = 60.0
-"""Seconds between two checks of the settings' bounds."""
+"""Seconds between two checks for groups that exceed the settings' bounds."""
 STEP_ROWS = 100
 """Maximum number of rows deleted in one transaction, so that the store's other writers wait only a few milliseconds."""
 SESSIONS_AT_ONCE = 128
@@ -60,7 +61,7 @@ class Retention:
         self._artifacts = artifacts
         self._settings = settings
         self._turn = asyncio.Lock()
-        """Held by the caller that removes groups, so that only one caller at a time removes groups."""
+        """Held while groups are removed, so that only one caller at a time removes groups."""
 
     async def run(self) -> None:
         """Finish the deletions of an earlier service; then enforce the settings' bounds, until cancelled."""
@@ -80,8 +81,8 @@ class Retention:
 
     async def collect(self, spec: GcSpec) -> GcReport:
         """Remove the groups that exceed the age or size of `spec`, oldest first, for about REQUEST_SECONDS. A dry run
-        only counts these groups. If `spec` has no bounds, the settings' bounds apply. Raises InvalidField if the
-        settings have none either."""
+        only counts these groups. If `spec` has no bounds, the settings' bounds apply. Raises InvalidField if there are
+        no bounds at all."""
         if spec.days is None and spec.size_mb is None:
             spec = spec.model_copy(update={"days": self._settings.days, "size_mb": self._settings.size_mb})
         if spec.days is None and spec.size_mb is None:
@@ -169,8 +170,8 @@ def removed_run(session_id: str) -> NotFound:
 
 
 def _batch(candidates: list[Candidate], before: float, excess: float, sessions: int) -> list[Candidate]:
-    """Return the candidates up to the first that need not be removed. A candidate must be removed if it finished before
-    the time `before`, or to free `excess` bytes. The batch also ends once it has `sessions` sessions or more."""
+    """Return the next candidates to remove: those at the beginning of the list that finished before the time `before`,
+    or must be removed to free `excess` bytes. The batch ends once it has `sessions` sessions or more."""
     batch: list[Candidate] = []
     for candidate in candidates:
         if (candidate.finished >= before and excess <= 0) or sessions <= 0:

@@ -16,15 +16,15 @@ from outrider.schemas import Estimate, Flip, RunDiff, RunSide
 from outrider.store.run_index.lists import ListedRun
 
 MAX_FLIPS = 200
-"""Maximum number of pairs of sessions in a reply."""
+"""Maximum number of flips in a reply. A flip is a pair of sessions of which only one is solved."""
 
 Rewards = Mapping[str, Sequence[float]]
 """The rewards of each task's graded sessions."""
 
 
 def compare(a: Sequence[ListedRun], b: Sequence[ListedRun], *, names: tuple[str, str], passed: float = 1.0) -> RunDiff:
-    """Compare the sessions of two runs, each in the order of their submission. A session is solved if its reward is at
-    least `passed`. `names` are the selectors of the two runs."""
+    """Compare the sessions of two runs. `a` and `b` list each run's sessions in the order of submission. A session is
+    solved if its reward is at least `passed`. `names` are the selectors of the two runs."""
     rewards = _rewards(a), _rewards(b)
     common = [task for task in rewards[0] if task in rewards[1]]
     flips = _flips(a, b, passed)
@@ -74,7 +74,7 @@ def _side(name: str, runs: Sequence[ListedRun], rewards: Rewards, passed: float)
 
 
 def _task(run: ListedRun) -> str:
-    """Return the run's task. A group with an unknown task counts as a task of its own."""
+    """Return the task of a session. If the task is unknown, the session's group counts as a task of its own."""
     return run.task or f"group {run.group_id}"
 
 
@@ -103,8 +103,8 @@ def _chance(rewards: Sequence[float], *, k: int, passed: float) -> float | None:
 def _difference(
     rewards: tuple[Rewards, Rewards], common: Sequence[str], figure: Callable[[Sequence[float]], float | None]
 ) -> Estimate | None:
-    """Return the difference of a figure, computed over the common tasks, or over all tasks if the runs have no common
-    task."""
+    """Return how much `figure`, such as the mean reward, differs between two runs. Only the common tasks are compared,
+    or all tasks if the runs have no common task."""
     if common:
         pairs = [(figure(rewards[0][task]), figure(rewards[1][task])) for task in common]
         gains = [second - first for first, second in pairs if first is not None and second is not None]
@@ -117,8 +117,8 @@ def _difference(
 
 
 def _flips(a: Sequence[ListedRun], b: Sequence[ListedRun], passed: float) -> list[Flip]:
-    """Return the pairs of sessions of which only one is solved. Both sessions of a pair are graded, and have the same
-    task and the same number among the task's sessions. Pairs that are solved in `a` come first."""
+    """Return the pairs of graded sessions of which only one is solved. The nth session of a task in `a` is paired with
+    the nth session of this task in `b`. Pairs that are solved in `a` come first."""
     first, second = _places(a), _places(b)
     found = []
     for place, run in first.items():
@@ -134,8 +134,7 @@ def _flips(a: Sequence[ListedRun], b: Sequence[ListedRun], passed: float) -> lis
 
 
 def _places(runs: Sequence[ListedRun]) -> dict[tuple[str, int], ListedRun]:
-    """Return the sessions in the order of their submission. A key is the session's task, and the session's number among
-    the sessions of this task."""
+    """Return the sessions by task and by number: the nth session of a task has the number n, from 0."""
     counts: Counter[str] = Counter()
     found = {}
     for run in runs:

@@ -50,8 +50,8 @@ End = Callable[[Sequence[SessionRow]], Awaitable[None]]
 
 
 class Runs:
-    """The service's operations on runs. `submit` is the service's method, and `end` the scheduler's method; `wake`
-    makes the scheduler look at the queue."""
+    """The service's operations on runs. `submit` is `Service.submit`, `end` is `Scheduler.end`, and `wake` makes the
+    scheduler look at the queue."""
 
     def __init__(self, store: Store, index: RunIndex, *, submit: Submit, end: End, wake: Callable[[], None]) -> None:
         self._store = store
@@ -90,8 +90,8 @@ class Runs:
         return GroupList(groups=listed.groups, after=ids[-1] if len(ids) == limit else None)
 
     async def diff(self, a: str, b: str, *, passed: float, caller: Principal) -> RunDiff:
-        """Compare two runs, each named by labels (NAME=VALUE, with commas between several) or ids of groups. Raises
-        NotFound for a run without a session."""
+        """Compare two runs. Each is named by labels or by ids of groups, separated by commas, such as `run=try,step=3`.
+        Raises NotFound for a run without a session."""
         sides = []
         await self._index.catch_up()
         for field, selector in (("a", a), ("b", b)):
@@ -125,10 +125,12 @@ class Runs:
         return _changed(ids, changed, skipped)
 
     async def retry(self, asked: SessionsSpec, caller: Principal) -> ChangedSessions:
-        """Submit again the sessions that match and are done. For each of their groups, a new group of the same task is
-        submitted, with one session for each match, and with the label RETRY_LABEL. The new group belongs to the tenant
-        of the old group. Raises Conflict for more than `max_matches` sessions. Raises the errors of `Service.submit` if
-        the only group is refused, or if the first of several groups is refused because the service is busy."""
+        """Submit again the sessions that match and are done. For each of their groups, a new group of the same task and
+        tenant is submitted. It has one session for each match, and the label RETRY_LABEL.
+
+        Raises Conflict for more than `max_matches` sessions. Raises the errors of `Service.submit` if the only group is
+        refused, or if the service is busy before any group was accepted.
+        """
         found, skipped = await self._matching(asked, (SessionState.DONE.value,), caller)
         ids = [id for id, _ in found]
         if asked.dry_run:
@@ -177,7 +179,7 @@ class Runs:
         return await self.pauses(caller, changed=changed)
 
     async def _cancelled(self, session_id: str, caller: Principal) -> SessionRow | None:
-        """Cancel a session. Returns None for a session that is done or removed by now."""
+        """Cancel a session. Returns None for a session that is already done or removed."""
         try:
             row = await self._store.cancel_session(session_id, tenant=caller.sees)
         except NotFound:

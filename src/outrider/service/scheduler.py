@@ -4,7 +4,7 @@
 a node has room.
 
 Invariant: every started attempt ends with exactly one call of `Store.finish` or `Store.requeue`, unless the node or
-this process is killed. In that case the lease ends, and `Store.recover` requeues the session.
+this process is killed. In that case the attempt's lease expires, and `Store.recover` requeues the session.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ EXTERNAL_AT_ONCE = 32
 """Maximum number of external sessions that are started before sessions of other kinds get their turn."""
 
 LOOK_SECONDS = 30.0
-"""Maximum seconds between two reads of the queue. The queue is read even without an event, because the system clock,
-which decides when sessions are due, may be set back during a wait."""
+"""Maximum seconds between two reads of the queue. The queue is read even without an event: the system clock decides
+when sessions are due, and may be set back during a wait."""
 
 
 @dataclass(eq=False)
@@ -145,10 +145,9 @@ class Scheduler:
     async def run(self) -> None:
         """Place sessions until cancelled. Attempts under way at that moment are requeued when the next service starts.
 
-        A missing resource (disk, descriptors, memory, threads, database) only delays placement. Any other error here is
-        a bug in the bookkeeping of the queue, after which a session might run twice or never. So the error is raised
-        and ends the service, unlike the errors of all other background work. The next service rebuilds the bookkeeping
-        from the store.
+        A missing resource (disk, descriptors, memory, threads, database) only delays placement. Any other error is a
+        bug in the bookkeeping of the queue, after which a session might run twice or never. So the error ends the
+        service, and the next service rebuilds the bookkeeping from the store.
         """
         async with Chores(self._failures, fatal=_is_bug) as chores:
             await chores.until_done("scheduler", self._take_up)
@@ -201,8 +200,8 @@ class Scheduler:
         self.places.drained = await self._store.drained_nodes()
 
     async def end(self, sessions: Sequence[SessionRow]) -> None:
-        """End the given sessions that have `ending` set. Queued sessions are finished, and running attempts are
-        interrupted, each only once."""
+        """End those of the given sessions that have `ending` set. Queued sessions are finished, and running attempts
+        are interrupted, each only once."""
         for session in sessions:
             if session.state is SessionState.DONE or session.ending is None:
                 continue
@@ -285,7 +284,7 @@ class Scheduler:
         node = self._external if external else self.places.find(task)
         if node is None:
             return False
-        # The place is taken now, because the node may leave during the write.
+        # The slot on the node is taken before the database write below, because the node may leave during the write.
         give_back = _take_nothing() if external else self.places.take(node, task, reserved=reserved)
         try:
             number = await self._store.start_attempt(
@@ -304,7 +303,8 @@ class Scheduler:
         started = msgspec.structs.replace(session, attempt=number)
         attempt = Attempt(session=started, task=task, reserved=reserved)
         placement = _RunningAttempt(node, attempt, give_back, graded[session.sample_index] if graded else None)
-        # Not in `_under_way`: an external session takes no slot, and must not delay the tenant's other sessions.
+        # External sessions are not counted in `_under_way`, because they take no slot and must not delay the tenant's
+        # other sessions.
         if external:
             self._open_external.add(session.id)
         else:
@@ -317,8 +317,8 @@ class Scheduler:
         return 0 if self._external is None else self._external.stats().capacity - len(self._open_external)
 
     async def grader(self, task: TaskSpec) -> Node:
-        """Return the node that grades an external session. Waits while there is no node. The node is not counted as
-        taken: the session waits in the node's own queue for grading."""
+        """Return the node that grades an external session. Waits while there is no node. No slot of the node is taken,
+        because the session waits in the node's own queue for grading."""
         while True:
             added = self._node_added.next()
             if (node := self.places.grader(task)) is not None:
@@ -375,8 +375,7 @@ class Scheduler:
 
     async def _outcome(self, placement: _RunningAttempt) -> SessionResult | None:
         """Run the attempt on its node. Returns the result, or None for an attempt that was interrupted for the reason
-        in `ending`. An attempt can be interrupted even before the node has it. An interruption after the end of the
-        attempt has no effect. Raises NodeLost."""
+        in `ending`. An attempt can be interrupted even before the node has it. Raises NodeLost."""
         try:
             if placement.ending is None:
                 placement.task = asyncio.current_task()
@@ -477,7 +476,7 @@ class Scheduler:
     async def _finish(
         self, session: SessionRow, result: SessionResult, *, under_way: bool = False, of_all_turns: bool = False
     ) -> None:
-        """Call `Store.finish`, unless the session was settled elsewhere."""
+        """Call `Store.finish`. If the session was already finished or requeued elsewhere, only log a warning."""
         try:
             group_done = await self._store.finish(
                 session.id, session.attempt, result, under_way=under_way, of_all_turns=of_all_turns
@@ -488,13 +487,14 @@ class Scheduler:
             self._specs.pop(result.group_id, None)
             self._on_done()
             return
-        spec = self._specs.get(result.group_id)  # None if `_start` found a session cancelled
+        # None if `_start` has removed it, because the session to start was cancelled
+        spec = self._specs.get(result.group_id)
         self.sessions_done.publish(SessionEnd(session, result, group_done, None if spec is None else spec.n))
         if group_done:
             self._specs.pop(result.group_id, None)
             self._on_done()
         elif result.verdict is not None and (spec is None or spec.min_usable is not None):
-            # This verdict may be the last that the group needed.
+            # With this verdict, the group may have enough usable sessions. Then its other sessions are ended.
             await self.end(await self._store.to_end(result.group_id))
 
     async def _renew_and_retake(self) -> None:

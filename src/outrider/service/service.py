@@ -113,8 +113,8 @@ class Service:
     For a `caller` who is not an admin, the id of another tenant's object raises NotFound, like an unknown id, and lists
     leave such objects out (see docs/security.md).
 
-    `service/assembly.py` makes the service from parts that are already open; the service closes none of them. All
-    checks of tasks share `host`. `pauses` are the waits between a session's failed attempts. Failures of background
+    `service/assembly.py` makes the service from parts that are already open; the service closes none of them. `host` is
+    shared by all checks of tasks. `pauses` are the waits between a session's failed attempts. Failures of background
     work are recorded in `failures`.
     """
 
@@ -278,7 +278,7 @@ class Service:
             if len(body) > LARGE:
                 try:
                     yield from BodyCapacity(None, images=True).checking(body)
-                # No context length is checked here, so the error means that the body has too many values.
+                # The context length is not checked here, so the error means that the body has too many values.
                 except ContextOverflow as error:
                     raise TooLarge(f"the request has more than {MAX_VALUES} JSON values") from error
             yield len(body)
@@ -305,8 +305,8 @@ class Service:
 
     async def submit(self, spec: GroupSpec, caller: Principal = LOCAL, *, traceparent: str | None = None) -> GroupView:
         """Check and store a group, and wake the scheduler. `traceparent` is the W3C trace context of the call. Raises
-        the errors of admission, QueueFull while too many sessions wait, QuotaExceeded, and Conflict for a known
-        idempotency key with another body."""
+        the errors of `check_group`, QueueFull, QuotaExceeded, and Conflict for a known idempotency key with another
+        body."""
         quota = caller.max_queued
         if quota is not None and spec.n > quota:
             raise InvalidField(
@@ -326,7 +326,7 @@ class Service:
                 )
         external = spec.task.harness.elsewhere is not None and not getattr(spec, "regrades", [])
         # If `processes` is 0, all sessions run on nodes that join. Soon after the start, a node of any size may still
-        # join, so no session is too large yet.
+        # join, so no session is refused as too large.
         if not self.scheduler.places.may_fit(session_needs(spec.task), others=self.config.processes == 0):
             check_resources(spec.task, self.scheduler.places.stats())
 
@@ -375,8 +375,8 @@ class Service:
         return await self.reader.view(stored)
 
     def translate_callbacks(self, system: str, translate: Translate) -> None:
-        """Use `translate` to make the callbacks of the groups that clients of `system` have submitted. Call this method
-        before `running`: until then, these callbacks wait in the outbox."""
+        """Use `translate` to make the callbacks of groups that clients of another system, `system`, have submitted.
+        Call this method before `running`: without `translate`, these callbacks wait in the outbox."""
         self._deliverer.translate(system, translate)
 
     async def cancel(self, group_id: str, caller: Principal = LOCAL) -> GroupView:
@@ -411,8 +411,8 @@ class Service:
         caller: Principal = LOCAL,
     ) -> Page:
         """Return a page of the groups whose cursor is greater than `after`. Waits up to `wait` seconds for the first
-        group. A page ends after `limit` groups, and with the group that reaches PAGE_BYTES. `columns` is True for a
-        page that is sent as an Arrow stream."""
+        group. A page ends after `limit` groups, or with the group that reaches PAGE_BYTES. `columns` is True for a page
+        that is sent as an Arrow stream."""
         page = Page(after, columns=columns)
         if columns:
             await self.reader.prepare_columns()
@@ -517,7 +517,7 @@ class Service:
         )
 
     def failing(self) -> tuple[FailingChore, ...]:
-        """Return the background work of the service and its nodes that fails now, the longest failing first."""
+        """Return the failing background work of the service and its nodes, the longest failing first."""
         failing = chain(
             self.failures.failing(),
             *(pool.failures.failing() for pool in (self.pool, *self._frozen.values())),
@@ -535,7 +535,7 @@ class Service:
         return self.nodes()
 
     async def pull_image(self, asked: PullSpec) -> PulledImages:
-        """Make every machine that runs sessions fetch an image from a registry. The reply has the image or the error of
+        """Have every machine that runs sessions pull an image from a registry. The reply has the image or the error of
         each machine. Raises InvalidField for an invalid image name."""
         checked_name(asked.name)
 

@@ -1,7 +1,7 @@
-"""Opens and completes sessions whose agents run elsewhere.
+"""Opens and completes external sessions: sessions whose agents run outside of Outrider.
 
-A session is opened in a group of its own, or taken from a group whose harness is `external`. The host of these sessions
-is `sessions/external.py`. Invariant: a completion is stored before it is acknowledged, and is never replaced.
+A session is opened in a group of its own, or taken from a group whose harness is `external`. `sessions/external.py`
+hosts these sessions. Invariant: a completion is stored before it is acknowledged, and is never replaced.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from outrider.sessions.external import ExternalSessions
 
 OPEN_SECONDS = 5.0
-"""Maximum seconds that opening a session waits until the session takes calls. A repeated call after this time does not
-wait. Until the session takes calls, model calls get the error `session_not_running`."""
+"""Maximum seconds for which a request to open a session waits until the session takes model calls. Calls before that
+get the error `session_not_running`."""
 FIELDS = (("task.harness.external.", ""), ("task.", ""))
-"""Pairs of prefixes: a prefix of fields in a group's spec, and the prefix of the same fields in a `SessionSpec`. For
-example, `task.limits` is `limits`. Errors about the group name the fields of the `SessionSpec`."""
+"""Pairs of field prefixes: one in a group's spec, and the same in a `SessionSpec`. For example, `task.limits` is
+`limits`. Errors about the group name the fields of the `SessionSpec`."""
 
 Submit = Callable[[GroupSpec, Principal], Awaitable[GroupView]]
 """See `Service.submit`."""

@@ -23,7 +23,7 @@ from outrider.trajectory import Turn
 ENTRIES = msgspec.msgpack.Decoder(list[Entry])
 
 PLAIN = re.compile(r"[^A-Za-z0-9_]")
-"""Matches a character that programs may replace in the names of MCP tools."""
+"""Matches a character that agent programs may replace in the names of MCP tools."""
 
 STAGE_OF_STATE = {
     SessionState.INITIALIZING: "init",
@@ -31,7 +31,7 @@ STAGE_OF_STATE = {
     SessionState.RUNNING: "run",
     SessionState.EVALUATING: "eval",
 }
-"""The stage that is shown as current, by the session's state."""
+"""For each state of a session, the stage that is shown as current."""
 
 
 def timeline_view(
@@ -147,7 +147,7 @@ def _mcp_tools(spans: Iterable[SpanView]) -> dict[str, str]:
 
 def mcp_calls(tools: Iterable[str], names: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the server and the tool of each call of an MCP tool. `tools` are the names of the called tools. `names`
-    maps each server to the pattern of its tools' names, which contains {tool}."""
+    maps each server to the pattern of its tools' names, such as `mcp__files__{tool}`."""
     found = []
     for called in tools:
         plain = PLAIN.sub("_", called)
@@ -195,8 +195,8 @@ def _call(turn: Turn, model: str, stored: Mapping[str, float], mcp_tools: Mappin
 
 
 def _attempts(session: SessionRow, events: Sequence[EventView]) -> list[AttemptView]:
-    """Return the attempts in the order of their numbers. If the events are removed already, only the newest attempt is
-    returned, which is made from the session's row."""
+    """Return the attempts in the order of their numbers. If the events were removed, only the newest attempt is
+    returned, made from the session's row."""
     began: dict[int, tuple[float, str | None]] = {}
     ended: dict[int, tuple[float, str | None, str]] = {}
     for event in events:
@@ -220,7 +220,7 @@ def _attempts(session: SessionRow, events: Sequence[EventView]) -> list[AttemptV
 
 
 def _queued(session: SessionRow, attempts: Sequence[AttemptView], attempt: int) -> Iterable[SpanView]:
-    """Return the span in the queue before the attempt. The span has no end if the session still waits."""
+    """Return the span of the wait in the queue before the attempt. It has no end if the session still waits."""
     before = [one for one in attempts if one.attempt < attempt]
     since = session.created if not before else (before[-1].ended or before[-1].began)
     until = next((one.began for one in attempts if one.attempt == attempt), None)

@@ -1,5 +1,5 @@
-"""Refuses an engine that serves another model. Such an engine's tokenizer differs from the tokenizer with which prompts
-are rendered."""
+"""Refuses an engine that serves another model. Such an engine's tokenizer differs from the tokenizer that renders the
+prompts."""
 
 from __future__ import annotations
 

@@ -92,9 +92,8 @@ class TokenRegistry:
             self._calls.pop(task, None)
 
     async def create(self, spec: TokenSpec) -> NewToken:
-        """Create a token. Raises Conflict for a name that another token has or had, and, unless `spec.tenant` is given,
-        for the name of an existing tenant. Raises InvalidField for Outrider's reserved names, and for a first token
-        that is not an admin's."""
+        """Create a token. Raises Conflict if a token has or had this name or, without `spec.tenant`, if a tenant has
+        this name. Raises InvalidField for Outrider's reserved names, and if the first token is not an admin's."""
         if spec.name in (LOCAL.name, OPERATOR.name):
             raise InvalidField(f"{spec.name!r} is reserved for callers without a stored token", field="name")
         if spec.role != "admin" and not await self.required():
@@ -118,8 +117,7 @@ class TokenRegistry:
         return NewToken(token=reply_of(TokenView, row), text=text)
 
     async def revoke(self, name: str) -> TokenView:
-        """Revoke a token, and cancel its calls under way: streams of events, long polls, relay workers. Raises
-        NotFound."""
+        """Revoke a token, and cancel its calls under way, such as streams of events and long polls. Raises NotFound."""
         view = reply_of(TokenView, await self._store.revoke_token(name))
         self._revoked.add(name)
         for task, of in list(self._calls.items()):

@@ -1,7 +1,7 @@
 """Sends a trace of each session that has ended to an OpenTelemetry collector, by OTLP over HTTP.
 
-The traces are made from the store after the end of a session, so they delay no rollout. The position in the events is
-stored, so that the next start of the service continues there. One message holds the traces of several sessions.
+The traces are made from the store after the end of a session, so they delay no rollout. The position in the stream of
+events is stored, so that the service continues there after a restart. One message holds the traces of several sessions.
 Invariants: a trace is sent until the collector has accepted it, or has refused it for good; a collector that cannot be
 reached delays nothing else.
 """
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("outrider.traces")
 
 NAME = "traces"
-"""The name of the chore, and of the stored position."""
+"""The name of this background work, and of its stored position in the stream of events."""
 SETTLED_SECONDS = 3.0
 """Seconds between the end of a session and its trace. In this time nodes store the last entries of the timeline."""
 LOOK_SECONDS = 1.0
 EVENTS_AT_ONCE = 200
 SPANS_AT_ONCE = 512
-"""A message with this many spans, or more, is sent. Most of the cost of a message does not depend on its size."""
+"""A message is sent once it has this many spans, because most of its cost does not depend on its size."""
 SEND_SECONDS = 10.0
 
 
@@ -70,8 +70,8 @@ class TraceExport:
             await asyncio.to_thread(self._exporter.shutdown)
 
     async def send(self) -> None:
-        """Send the traces of the sessions that have ended since the last call. The first call for a store sends no
-        traces."""
+        """Send the traces of the sessions that have ended since the last call. The first call for a new store sends
+        nothing."""
         if self._cursor is None:
             kept = await self._store.position(NAME)
             self._cursor = await self._store.last_event() if kept is None else kept
@@ -126,7 +126,7 @@ class TraceExport:
         """Send traces. Raises ServiceError if the collector accepts no spans now."""
         if self._accepts([span for trace in traces for span in trace]):
             return
-        # If the collector accepts an empty message, the collector works, and would refuse these spans at every attempt.
+        # If the collector accepts an empty message, it works, and would refuse these spans at every attempt.
         if not self._accepts([]):
             raise ServiceError(
                 "the collector of traces does not accept them",
@@ -180,7 +180,7 @@ def sdk_spans(spans: Sequence[TraceSpan]) -> list[Any]:
 
 @cache
 def _origin() -> tuple[Resource, InstrumentationScope]:
-    """Return the program that makes the spans, in OpenTelemetry's terms."""
+    """Return the resource and scope that name Outrider as the origin of the spans."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 

@@ -1,9 +1,8 @@
 """Makes OpenTelemetry spans from the timelines of a session. The spans of a session are one trace.
 
-The names are those of the GenAI semantic conventions, in the version that SCHEMA names. A span has no text of an agent
-and no arguments of a command, because traces leave the service. Pure. Invariants: every span but the root has a parent
-in the same trace, and lies within the trace's time; the ids depend only on the session, so a trace that is sent twice
-has the same ids both times.
+The names follow the GenAI semantic conventions (SCHEMA). A span has no text of an agent and no arguments of a command,
+because traces leave the service. Pure. Invariants: every span but the root has a parent in the same trace, and lies
+within the trace's time; the ids depend only on the session, so a trace that is sent twice has the same ids both times.
 """
 
 from __future__ import annotations

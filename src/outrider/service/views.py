@@ -47,14 +47,14 @@ BYTES_OF_A_POSITION = 32
 """Approximate bytes of JSON for one position of a sample: its id, mask, log-probability and version."""
 
 FROZEN = "frozen"
-"""The kind that is shown for turns of frozen models. This value differs from every kind of branch, because some
-branches are trained, and turns of frozen models never are."""
+"""The kind that is shown for turns of frozen models. No kind of branch has this name, because branches may be trained,
+and these turns never are."""
 
 SESSIONS_AT_ONCE = 16
 """Maximum number of sessions whose turns are in memory at once while rows are built."""
 PAGE_BYTES = 8 << 20
-"""Bytes at which a page of results ends. The last group may exceed this size, because the bytes of a group are only
-known once its rows are built, and rows that did not fit would be built twice."""
+"""A page of results ends with the group that reaches this many bytes. The group stays on the page, because its size is
+known only after its rows are built, and the next page would build them again."""
 
 
 class ViewReader:
@@ -96,8 +96,8 @@ class ViewReader:
         return [sample_columns.head(reply), *await self.batches(view.samples or ()), sample_columns.END]
 
     async def prepare_columns(self) -> None:
-        """Import the libraries for Arrow streams. The event loop makes the head of a stream, and must not wait for this
-        import."""
+        """Import the libraries for Arrow streams, because the event loop makes the head of a stream and must not wait
+        for this import."""
         await self._offload.run(sample_columns.prepare)
 
     async def batches(self, samples: Sequence[Sample]) -> list[bytes]:
@@ -189,8 +189,8 @@ class ViewReader:
 
     async def _made(self, results: Sequence[SessionResult], make: Callable[[StoredTurns, SessionResult], B]) -> list[B]:
         """Call `make` with the stored turns and the result of each session, and return what `make` returns, in the same
-        order. The turns are read and used in the same thread, because a change of threads takes as long as building the
-        rows of a session."""
+        order. The turns are decoded in the thread that uses them, because a switch of threads takes as long as building
+        the rows of a session."""
         found: list[B] = []
         for some in (results[at : at + SESSIONS_AT_ONCE] for at in range(0, len(results), SESSIONS_AT_ONCE)):
             stored = await self._store.turns_of([(result.session_id, result.attempt) for result in some])
@@ -217,8 +217,8 @@ def _each(
 
 
 def _samples_of(stored: StoredTurns, result: SessionResult) -> list[Sample]:
-    """Return the training rows of a session. The texts of the turns are read only if the kinds of the turns depend on
-    these texts."""
+    """Return the training rows of a session. The texts of the turns are decoded only if the kinds of the turns depend
+    on them."""
     outlines = stored.outlines()
     if is_one_conversation(outlines):
         return build_samples_of_conversation(outlines, result)
@@ -305,9 +305,8 @@ def without_samples(view: S) -> S:
 class Page:
     """A page of results. Groups are encoded when they are added, so the size of the page is known while it grows.
 
-    `groups` are in the order of their addition. The page is `full` once it has PAGE_BYTES. `cursor` is the cursor of
-    the last group, or `after` without a group. With `columns`, the samples are batches of an Arrow stream, and neither
-    in the JSON nor in `groups`.
+    The page is `full` once it has PAGE_BYTES. `cursor` is the cursor of the last group, or `after` without a group.
+    With `columns`, the samples are batches of an Arrow stream, and neither in the JSON nor in `groups`.
     """
 
     def __init__(self, after: int, *, columns: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Sends requests to agent services: programs of the operator that run agents.
+"""Sends requests to agent services, which are programs of the operator that run agents.
 
 Requests are signed like callbacks. This module imports aiohttp only when a run begins, because the import takes a
 seventh of the processor time of Outrider's start. Invariants: an error contains neither the address nor the key of a
@@ -97,9 +97,9 @@ class ServiceCalls:
         seconds: float = REQUEST_SECONDS,
         again_on: Collection[int] = TRANSIENT,
     ) -> bytes:
-        """Send a request and return the content of the reply. The request is repeated for up to `patience_seconds`
-        while there is no reply, or a reply with a status in `again_on`. Raises RemoteRunFailed after this time, and at
-        once for any other status outside of 200 to 299."""
+        """Send a request and return the content of the reply. If there is no reply, or its status is in `again_on`, the
+        request is repeated for up to `patience_seconds`. Raises RemoteRunFailed after this time, and at once for any
+        other status outside of 200 to 299."""
         loop, name = asyncio.get_running_loop(), self.name
         give_up_at = loop.time() + self._service.patience_seconds
         for tries in count():
@@ -153,7 +153,7 @@ class ServiceCalls:
 
         headers = {"Content-Type": kind, "Accept-Encoding": "identity", **self._signature(body), **(more or {})}
         timeout = aiohttp.ClientTimeout(total=seconds)
-        data = io.BytesIO(body) if body else None  # aiohttp would send large bytes in one piece
+        data = io.BytesIO(body) if body else None  # aiohttp would send bytes in one piece, however large
         try:
             async with self._http.request(
                 method, self._url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False

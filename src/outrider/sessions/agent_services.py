@@ -1,8 +1,8 @@
 """The operator's services that run agents, by name. Checks whether a service can run a task, and makes the run of an
 attempt.
 
-A service has one of two contracts: the contract of `remote_runs.py`, or the contract of a Harbor run server
-(`harbor_remote.py`). Invariant: no other module depends on which contract a service has.
+A service speaks one of two protocols: that of `remote_runs.py`, or that of a Harbor run server (`harbor_remote.py`).
+Invariant: no other module depends on which protocol a service speaks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AgentServices:
         model: str,
         address: Callable[[str | None], str],
     ) -> FollowedRun:
-        """Return the run of an attempt. The run is not started yet. `address(network)` returns the base URL at which
+        """Return the run of an attempt, which is not started yet. `address(network)` returns the base URL at which
         agents in this network reach Outrider. Raises InvalidField for an unknown agent service."""
         session, task = attempt.session, attempt.task
         service = self.named(remote.service)

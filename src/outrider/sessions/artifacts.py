@@ -1,8 +1,8 @@
-"""Keeps files after the agent's run has ended: the artifacts that the task names, the files in the session's folders in
-the sandbox, and the output of the graders.
+"""Keeps files after the agent's run: the artifacts that the task names, the files in the session's folders in the
+sandbox, and the output of the graders.
 
-Invariant: keeping files raises no exception except for a cancellation. A file that is not kept is listed with the
-reason, or the reason is logged.
+Invariant: keeping files raises no exception except CancelledError. A file that is not kept is listed with the reason,
+or the reason is logged.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ LOG_BYTES = 256 << 10
 
 
 class GradingLog:
-    """The output of the graders of an attempt: the beginning and the end, LOG_BYTES / 2 each. The output of the second
-    and of each later evaluation has a heading."""
+    """Keeps the first and the last LOG_BYTES / 2 of the output of an attempt's graders. From the second evaluation on,
+    the output of an evaluation has a heading."""
 
     def __init__(self) -> None:
         self._head = bytearray()
@@ -70,8 +70,8 @@ class GradingLog:
 
 
 class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits for the collection of an attempt's artifacts, in this order: bytes of one file, bytes of all files, number
-    of paths that match one pattern, and seconds for the whole collection."""
+    """Limits for the collection of an attempt's artifacts. `matches` is the maximum number of paths for one pattern,
+    and `seconds` limits the whole collection."""
 
     file_bytes: int = 32 << 20
     total_bytes: int = 128 << 20
@@ -118,8 +118,8 @@ class ArtifactCollector:
         return collection.listed()
 
     async def keep_carried(self, file: Path, name: str, listed: ArtifactList) -> ArtifactList:
-        """Keep the data carried to the grading, given as the local file `file`, and add it to the list under `name`,
-        which is one of KEPT. A file that is too large is listed as left out. Returns the new list."""
+        """Keep the files that were carried to the grading, packed in the local file `file`, and add them to the list
+        under `name`, which is one of KEPT. If `file` is too large, it is listed as left out. Returns the new list."""
         session_id, attempt, limit = listed.session_id, listed.attempt, self._limits.file_bytes
         assert attempt is not None
         try:

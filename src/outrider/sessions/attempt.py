@@ -33,10 +33,13 @@ LEASE_EXPIRED = "lease_expired"
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """The input of a node. `session.attempt` is the number of this attempt, from 1. `reserved` is True if the attempt
-    uses the slots reserved for evaluations. `stored` is the result of an agent's run that this attempt grades without
-    running the agent, None for any other attempt. The agent's run belongs to an earlier session, or to this session if
-    the agent ran elsewhere."""
+    """The input of a node: one attempt of a session.
+
+    session: `session.attempt` is the number of this attempt, from 1.
+    reserved: True if the attempt uses the slots reserved for evaluations.
+    stored: set if the attempt only grades and runs no agent: the result of the graded run. The run belongs to an
+        earlier session or, if the agent ran elsewhere, to this session.
+    """
 
     session: SessionRow
     task: TaskSpec
@@ -65,7 +68,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def logged(self) -> LoggedSession:
-        """The name of the attempt in lines of the log."""
+        """The ids of the attempt for log lines, and the secrets that no line may contain."""
         session = self.session
         return LoggedSession(
             group=session.group_id, session=session.id, attempt=session.attempt, secrets=secrets_of(self.task)
@@ -105,10 +108,12 @@ class NodeLost(Exception):
 
 
 class Node(Protocol):
-    """A host of sessions. `run` returns the result of an attempt, and raises only CancelledError and NodeLost. `counts`
-    returns the node's counts since the service's start. `has_image` returns True if the runtime's image need not be
-    fetched before a sandbox starts. `pull_image` fetches an image from a registry, and raises OutriderError. Nodes on
-    one `machine` share resources and images.
+    """A host of sessions. Nodes on one `machine` share resources and images.
+
+    run: returns the result of an attempt, and raises only CancelledError and NodeLost.
+    counts: returns the node's counts since the service's start.
+    has_image: returns True if the runtime's image need not be fetched before a sandbox starts.
+    pull_image: fetches an image from a registry, and raises OutriderError.
     """
 
     name: str
@@ -174,7 +179,7 @@ def session_result(
     other arguments are fields of `SessionResult`.
     """
     policy = {} if task is None else policy_of(task.branches)
-    order = list(BranchPolicy)  # from TRAIN, which uses most of a session, to DROP
+    order = list(BranchPolicy)  # from TRAIN, which keeps the most for training, to DROP
     policy = {kind: max(chosen, at_most, key=order.index) for kind, chosen in policy.items()}
     counts = count_session(turns, policy)
     return SessionResult(
@@ -209,8 +214,8 @@ def session_result(
 
 
 def seconds_of_calls(turns: Iterable[Turn]) -> float:
-    """Return the time during which at least one of the model calls was under way, in seconds. Calls that overlap, such
-    as those of sub-agents, count once."""
+    """Return the seconds in which at least one model call was under way. Calls that overlap, such as those of
+    sub-agents, count once."""
     total, end = 0.0, 0.0
     for timings in sorted((turn.timings for turn in turns), key=lambda timings: timings.received):
         total += max(0.0, timings.finished - max(timings.received, end))

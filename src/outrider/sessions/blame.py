@@ -1,10 +1,11 @@
-"""Decides what the end of a stage means for an attempt: a grade, no grade, a typed error, or the agent's own excess.
+"""Decides what follows from the end of a stage: the attempt is graded, ends without a grade, fails with an error, or
+its agent is blamed (`agent_excess`).
 
 `decide(facts)` applies the first rule of RULES that fits. The module is pure: its callers collect the facts and build
 the errors. docs/failure.md prints the rules.
 
-Invariants, which tests/sessions/test_blame.py checks over all combinations of facts: a failure of the infrastructure is
-never graded, and an agent is blamed only if its model had replied and the failure came from inside its sandbox.
+Invariants: a failure of the infrastructure is never graded, and an agent is blamed only if its model had replied and
+the failure came from inside its sandbox. tests/sessions/test_blame.py checks them over all combinations of facts.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from outrider.lifecycle import StopReason
 from outrider.sessions.calls.limits import LimitReached
 
 HARMFUL_SECONDS = 2.0
-"""An agent's client may have given up if the service was stalled for this many seconds or more at once, or if the run's
-waits for an engine or the store were overdue by as many seconds in all. A shorter delay is no longer than a slow model
-call."""
+"""A delay of this many seconds can make an agent's client give up. It is either one stall of the service, or the sum of
+the run's overdue waits for an engine or the store. A shorter delay is no longer than a slow model call."""
 
 
 class Stage(StrEnum):
@@ -35,9 +35,10 @@ class Stage(StrEnum):
     NEXT_STEP = "next step"
     """A sandbox in which an agent has worked is prepared for the task's next step."""
     GRADE = "grade"
-    """The agent's outcome is evaluated, after carried files have been copied to a new sandbox."""
+    """The agent's outcome is evaluated. If the task carries files to a new sandbox, they are copied first."""
     CONFIRM = "confirm"
-    """After the agent's sandbox or its grading failed, a sandbox that no agent has touched is graded."""
+    """The agent's sandbox or the grading has failed. To find out whether the agent is to blame, a sandbox that no agent
+    has touched is graded."""
 
 
 class End(StrEnum):
@@ -48,8 +49,8 @@ class End(StrEnum):
     SESSION_CLOCK = "the session's time"
     """The session's time, or the time for its preparation, has run out."""
     TIMEOUT = "another timeout"
-    """A TimeoutError from no clock of the session. Either a plugin raised it, or the run was cut off, because a limit
-    was reached or a turn could not be stored."""
+    """A TimeoutError that came from no clock of the session. Either a plugin raised it, or the run was cut off because
+    a limit was reached or a turn could not be stored."""
     LIMIT = "a limit"
     """An in-process agent raised `LimitReached`."""
     REFUSED = "a refusal"
@@ -67,7 +68,8 @@ class End(StrEnum):
 
 
 def end_of(error: BaseException) -> End:
-    """Return the end of a stage that raised `error`. Timeouts of the session's own clocks are handled by the caller."""
+    """Return the cause of a stage's end from the `error` that the stage raised. Timeouts of the session's own clocks
+    are handled by the caller."""
     kinds = (
         (TimeoutError, End.TIMEOUT),
         (LimitReached, End.LIMIT),
@@ -103,13 +105,13 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     overflow: bool = False
     """The prompt of a model call was too long, and no later call has made up for this failure."""
     called: bool = False
-    """The current step has a turn."""
+    """The agent has made a model call in the current step, so the step has a turn."""
     replied: bool = False
     """The agent has received at least one whole reply in this session."""
     inside: bool = False
     """The failure came from inside a sandbox in which the agent had worked."""
     sandbox_failed: bool = False
-    """In the stage CONFIRM, the failure to be confirmed is a failure of the sandbox or the program, not of the
+    """Used only in the stage CONFIRM: the failure to be confirmed is one of the sandbox or the program, not of the
     evaluator."""
 
     @property
@@ -140,9 +142,9 @@ class Blame(StrEnum):
     UNGRADED = "not graded"
     """The session ends with a stop reason, but with neither a verdict nor an error, and is not tried again."""
     AGENT = "agent_excess"
-    """The agent is blamed, once the failed operation has succeeded in a sandbox that no agent has touched: the session
-    ends with `agent_excess`. If the agent's work can still be graded, the verdict on the work counts. Otherwise the
-    reward is 0, or the reward for doing nothing if that is lower."""
+    """The session ends with `agent_excess`, if the failed operation succeeds in a sandbox that no agent has touched. If
+    the agent's work can still be graded, the verdict on the work counts. Otherwise the reward is 0, or the reward for
+    doing nothing if that is lower."""
     ERROR = "error"
     """The attempt is tried again, if the error is retryable and the task has attempts left."""
 
@@ -167,11 +169,16 @@ WORKING = (Stage.PREPARE, Stage.RUN, Stage.NEXT_STEP)
 
 
 class BlameRule(msgspec.Struct, frozen=True, kw_only=True):
-    """A rule fits if the stage is in `stages`, the end is in `ends`, and all facts in `when` are true. A rule with a
-    `cause` ends the attempt with this error. A rule without a `cause` gives the attempt the stop reason `reason`; if
-    `reason` is None, the stop reason is that of the reached limit. The attempt is then graded, except after
-    SESSION_TIMEOUT. With `maybe_agent`, the agent is blamed instead if the error came from inside the sandbox and the
-    model had replied."""
+    """A rule about the end of a stage.
+
+    stages, ends, when: the rule fits if the stage is in `stages`, the end is in `ends`, and all facts in `when` are
+        true.
+    cause: the error with which the attempt ends.
+    reason: without a `cause`, the stop reason of the attempt; None means the stop reason of the reached limit. The
+        attempt is then graded, except after SESSION_TIMEOUT.
+    maybe_agent: if True, the agent is blamed instead, provided that the error came from inside the sandbox and the
+        model had replied.
+    """
 
     name: str
     stages: tuple[Stage, ...] = (Stage.RUN,)
@@ -240,7 +247,7 @@ RULES = (
         maybe_agent=True,
         why="the agent could not work in the sandbox; a limit that was also reached does not matter",
     ),
-    # Then come the ends of a run, with the strongest reason first.
+    # Reasons for the end of a run, the strongest first.
     BlameRule(
         name="model refused",
         ends=(End.REFUSED,),
@@ -354,8 +361,8 @@ RULES = (
 
 
 class Ruling(msgspec.Struct, frozen=True, kw_only=True):
-    """A decision on an attempt, and the name of the rule that made it. For `reason` and `cause`, see `BlameRule`. If
-    `maybe_agent` is True, the agent is to blame for a failure that came from inside the sandbox."""
+    """The decision of a rule on an attempt. For `reason` and `cause`, see `BlameRule`. If `maybe_agent` is True, the
+    agent is to blame for a failure that came from inside the sandbox."""
 
     rule: str
     blame: Blame

@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from outrider.timeline import EntryKind, Timeline
 
 LOOK_AGAIN = 0.02
-"""Minimum seconds between two checks of a budget. A pause of the policy may last for minutes, and begin when almost
-nothing is left of the budget. Without a minimum the timer would then fire all the time."""
+"""Minimum seconds between two checks of a budget. Without a minimum, the timer would fire all the time during a pause
+of the policy that begins when almost nothing is left of the budget."""
 
 
 class Budget:
@@ -45,7 +45,7 @@ class Budget:
 
 class _Spending:
     """One `spend` block. A deadline set at the start of the block would expire too early after a stall. So a timer
-    checks the budget, and is set again while seconds are left. No object here is in a cycle once the timer is cancelled
+    checks the budget, and is set again while seconds are left. Once the timer is cancelled, no reference cycle is left
     (see concurrency/garbage.py)."""
 
     def __init__(self, budget: Budget, seconds: float, stalled_seconds: Callable[[], float]) -> None:
@@ -118,7 +118,7 @@ class PausableTimeout:
                 self._set_end(loop.time() + self._left)
 
     def _set_end(self, when: float | None) -> None:
-        with suppress(RuntimeError):  # the time is over, or a task from the block runs after the block's end
+        with suppress(RuntimeError):  # raised if the time is over or the block has already ended
             self.block.reschedule(when)
 
 

@@ -72,8 +72,8 @@ STORE = "the store"
 STORE_SECONDS = 1.0
 """Storing a turn is overdue after this many seconds. Usually it takes milliseconds."""
 STORE_BYTES_PER_SECOND = 1 << 20
-"""For each STORE_BYTES_PER_SECOND bytes of text and images in a turn, storing the turn may take one more second before
-it is overdue. The agent is responsible for the size of its turns."""
+"""Storing a turn may take one more second for each STORE_BYTES_PER_SECOND bytes of its text and images. The agent is
+responsible for the size of its turns."""
 
 
 GIVEN_UP_SECONDS = 0.25
@@ -94,7 +94,7 @@ class RunEnded(RequestError):
 
 
 class FailedCall(msgspec.Struct, frozen=True):
-    """A failed call as data. `tools` is True if the call is known to have offered tools."""
+    """A failed call in a form that can be stored. `tools` is True if the call is known to have offered tools."""
 
     error: ErrorRecord
     tools: bool
@@ -111,13 +111,13 @@ class _Failed(msgspec.Struct, frozen=True):
 
 class FailedCalls:
     """One model's failed calls, until later calls make up for them. If the run ends while a failed call is recorded,
-    the run has the error of this call. `begin` is called when a call begins. When the call has ended, `ended` is called
-    with the number that `begin` returned, unless the client caused the error or gave the call up.
+    the run fails with this call's error. `begin` is called when a call begins. When the call has ended, `ended` is
+    called with the number that `begin` returned, unless the client caused the error or gave the call up.
 
-    A later call makes up for a failed call if the later call begins after the failure and succeeds. If the later call
-    fails as well, the later failure replaces the earlier failure. A call that was already running at the time of the
-    failure has no effect. A call without tools does not make up for a failed call with tools, because agents request
-    titles and branch names beside their work, and still do so when the work has failed.
+    A call makes up for a failed call if it begins after the failure and succeeds. If it fails as well, its failure
+    replaces the earlier one. A call that was already running at the time of the failure has no effect. A call without
+    tools does not make up for a failed call with tools, because agents request titles and branch names beside their
+    work, and still do so when the work has failed.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class FailedCalls:
         self._failed = ()
 
     def resume(self, failed: Sequence[FailedCall]) -> None:
-        """Continue the record of an earlier attempt. Every call of this attempt begins after these failures."""
+        """Take over the failures that an earlier attempt has recorded. Every call of this attempt begins after them."""
         self._failed = tuple(_Failed(error_from(one.error), 0, one.tools) for one in failed)
 
     @property
@@ -153,29 +153,28 @@ class FailedCalls:
 
     @property
     def error(self) -> OutriderError | None:
-        """The newest recorded error of an engine, because of which the run must not be graded. If there is no such
-        error, the newest error of a prompt that was too long, or None."""
+        """The newest recorded error of an engine. A run with such an error must not be graded. If there is none, the
+        newest error of a prompt that was too long, or None."""
         errors = [one.error for one in reversed(self._failed)]
         return next((error for error in errors if not isinstance(error, ContextOverflow)), next(iter(errors), None))
 
 
 class Conversation:
-    """One attempt's calls of one model. `record` stores a turn and is awaited before the completion of a call is
-    returned. `on_limit` is called at most once: when the session has used up its turns or tokens, a call was refused
-    for this reason, and no call is in flight. `limit` is the reason why the last call was refused; None after a call
-    that was admitted.
+    """One attempt's calls of one model. Requests are read and joined one at a time. Long work on a request runs in the
+    worker thread (`offload`).
 
-    `step` is the index of the task's current step, and `step_turns` the number of its turns.
-
-    `keep_failed` stores the failed calls for which no later call has made up. The conversation awaits `keep_failed`
-    whenever these calls change, before the client gets the error or the end of the reply.
-
-    `broken` is the error that caused a turn to be missing from the record, or None. When `broken` is set, `on_broken`
-    is called, and later calls are refused. `hung_up` is True if a client gave up a call before the run ended. `frozen`
-    is the name of a frozen model, for errors; None for the policy. `overdue` counts the seconds that calls wait for an
-    engine or the store beyond the usual time.
-
-    Requests are read and joined one at a time. Long work on a request runs in the worker thread (`offload`).
+    record: stores a turn, and is awaited before the completion of a call is returned.
+    on_limit: called at most once: when the session has used up its turns or tokens, a call was refused for this reason,
+        and no call is in flight.
+    limit: the reason why the last call was refused; None after a call that was admitted.
+    step, step_turns: the index of the task's current step, and the number of its turns.
+    keep_failed: stores the failed calls for which no later call has made up. It is awaited whenever these calls change,
+        before the client gets the error or the end of the reply.
+    broken: the error that caused a turn to be missing from the record, or None. When it is set, `on_broken` is called,
+        and later calls are refused.
+    hung_up: True if a client gave up a call before the run ended.
+    frozen: the name of a frozen model, for errors; None for the policy.
+    overdue: counts the seconds that calls wait for an engine or the store beyond the usual time.
     """
 
     def __init__(
@@ -283,8 +282,8 @@ class Conversation:
         recorded.
 
         The prompt is rendered here, even if the session's engine has a renderer of its own. An image is counted only if
-        a text stands for the image. Raises RequestError, also for an image that cannot be counted. If the request has
-        images, the session's engine is requested from the pool first, which may raise RunEnded or EngineError instead.
+        a text stands for the image. Raises RequestError, also for an image that cannot be counted. If the model reads
+        images or the request has any, the session's engine is needed, so RunEnded or EngineError may be raised instead.
         """
         thinking = self._thinking_in_prompt(request)
         form = None if self._images is None else (await self._assigned()).image_form
@@ -301,7 +300,8 @@ class Conversation:
         return tokens
 
     async def _check_images_countable(self, request: ModelRequest, cause: RequestError | None = None) -> None:
-        """Raise RequestError if the session's engine reads images and the request has an image."""
+        """Raise RequestError if the request has an image and the session's engine takes messages, because such an
+        engine makes the image's tokens itself."""
         if (await self._assigned()).mode is not TokenMode.TOKENS:
             readable = self._readable_by_messages(request)
             messages = await self._read_files(readable, None, partial(parse_messages, readable))
@@ -312,8 +312,8 @@ class Conversation:
                 ) from cause
 
     async def call(self, request: ModelRequest, *, dialect: str) -> AsyncGenerator[list[Step], None]:
-        """Run one model call. Yields an Opening with the engine's first chunk, Deltas as tokens are sampled, and one
-        Completion at the end. Steps that arise at the same time are in one list. No list is empty.
+        """Run one model call. Yields lists of steps, none of them empty: an Opening with the engine's first chunk,
+        Deltas as tokens are sampled, and one Completion at the end.
 
         Raises RequestError, LimitReached, RunEnded, ContextOverflow or EngineError. Closing the generator aborts the
         generation. The tokens sampled until then are recorded as an aborted turn, unless the engine takes messages.
@@ -417,14 +417,15 @@ class Conversation:
         return (await self._assigned()).context_tokens
 
     def _waited(self) -> tuple[float, float]:
-        """Return the session's overdue seconds and its held seconds until now."""
+        """Return the seconds for which the session's waits were overdue, and those for which a pause of the policy held
+        its calls."""
         return self._overdue.seconds(), self._overdue.held_seconds()
 
     @contextmanager
     def _may_be_given_up(self) -> Iterator[None]:
         """Record a call that has not begun as given up, if the block is cancelled or the run ends during the block. The
-        client of a call that waits at the end of the run may have hung up unnoticed: the connection of a request is not
-        read while the request waits for an engine."""
+        client may have hung up unnoticed by then, because its connection is not read while the request waits for an
+        engine."""
         key, waited = object(), self._waited()
         self._not_begun[key] = waited
         try:
@@ -476,7 +477,7 @@ class Conversation:
 
     def _end_at_limit(self) -> None:
         """Call `on_limit` if a call was refused and every later call would be refused, too. The check is made only
-        while no call is in flight, because a call that fails gives its turn back."""
+        while no call is in flight, because a call in flight may fail and give its turn back."""
         used_up = self.turns >= self._limits.turns or not self._allowance.unsampled
         if used_up and self._open and self.limit is not None:
             on_limit, self._on_limit = self._on_limit, None
@@ -484,8 +485,8 @@ class Conversation:
                 on_limit()
 
     async def _begin(self, request: ModelRequest, dialect: str, received: float, held: ExitStack) -> EngineCall:
-        """Return the call, which is ready to be started. When `held` is closed, the call gives back everything that it
-        holds."""
+        """Return the call, ready to be started. When `held` is closed, the call gives back its memory for pixel
+        values."""
         assigned = await self.backend.pool.calls.select(self.session_key, self._overdue)
         context = self.backend.context_tokens or assigned.context_tokens
         BodyCapacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
@@ -548,16 +549,16 @@ class Conversation:
         return self.backend.images
 
     def _readable_by_tokens(self, request: ModelRequest, form: ImageForm | None) -> ReadableMessages:
-        """Return the request's messages as a model reads them on an engine that takes token ids. `form` is the form in
-        which the engine takes images, None if it takes no images."""
+        """Return the request's messages for an engine that takes token ids. `form` is the form in which the engine
+        takes images, None if it takes no images."""
         reads_images = form is not None and self._images is not None
         grids = self._grids if reads_images else None
         pages = self._pages(pictures=reads_images)
         return ReadableMessages(request.messages, images=request.needs_images, grids=grids, pages=pages)
 
     def _readable_by_messages(self, request: ModelRequest) -> ReadableMessages:
-        """Return the request's messages as a model reads them on an engine that takes messages. It is unknown whether
-        this model reads images, so documents are given as texts."""
+        """Return the request's messages for an engine that takes messages. It is unknown whether its model reads
+        images, so documents are given as texts."""
         return ReadableMessages(request.messages, images=True, pages=self._pages(pictures=False))
 
     def _pages(self, *, pictures: bool) -> PagesOf | None:
@@ -565,8 +566,8 @@ class Conversation:
         return None if reader is None else partial(reader.pages, pictures=pictures)
 
     async def _read_files(self, readable: ReadableMessages, form: ImageForm | None, work: Callable[[], Steps[T]]) -> T:
-        """Run `work` on the messages of a request. The documents of the request are read first and its images decoded,
-        each once in the session. Raises RequestError for too many images."""
+        """Run `work` on the messages of a request. A document or image that `work` needs is first read or decoded, once
+        in the session, and `work` is run again. Raises RequestError for too many images."""
         for _ in range(2 * MAX_IMAGES + 1):  # each round prepares the files of one more message
             try:
                 async with self._reading:
@@ -597,7 +598,7 @@ class Conversation:
     async def _request_images(
         self, prompt: PromptNode, readable: ReadableMessages, form: ImageForm | None, held: ExitStack
     ) -> tuple[RequestImage, ...]:
-        """Return the images of a prompt. An image whose result is not kept is decoded again from the request's
+        """Return the images of a prompt. An image that is not in the cache any more is decoded again from the request's
         messages. Waits for memory for the pixel values, which is given back when `held` is closed."""
         spans = prompt.all_images()
         if not spans:
@@ -640,9 +641,9 @@ class Conversation:
         return first_of(self._sampling.thinking, request.sampling.thinking, None)
 
     def _thinking_in_prompt(self, request: ModelRequest) -> bool | None:
-        """Return True if the end of the prompt turns reasoning on, False if off. None leaves the choice to the chat
-        template, which may have no switch. Reasoning is off for a constrained reply, because no constraint covers
-        reasoning."""
+        """Return True if the end of the prompt turns reasoning on, and False if it turns reasoning off. None leaves the
+        choice to the chat template, which may have no switch. Reasoning is off for a constrained reply, because no
+        constraint covers reasoning."""
         if not self.backend.renderer.switches_thinking:
             return None
         return self._wanted_thinking(request) if request.sampling.constraint is None else False
@@ -658,7 +659,7 @@ class Conversation:
             )
 
     def _sampling_for(self, client: RequestedSampling, context: int | None, *, prompt_tokens: int) -> SamplingParams:
-        """Return the sampling of the session's next call."""
+        """Return the sampling parameters of the session's next call."""
         self._sampled_calls += 1
         return sampling_for(
             self._sampling,
@@ -723,8 +724,8 @@ def _bytes_of(turn: Turn) -> int:
 
 
 def overdue_error(overdue: float, what: str) -> OutriderError:
-    """Return the error of a run that ended badly, or of a call that was given up, after `overdue` overdue seconds.
-    `what` is the resource of the longest overdue wait."""
+    """Return the error of a run that ended badly, or of a call that was given up, after waiting `overdue` seconds too
+    long. `what` is the part that was waited for longest."""
     kind = ServiceError if what == STORE else EngineSilent
     return kind(
         f"the agent waited {overdue:.1f} s longer than usual, mostly for {what or 'an engine'}, and then gave a call up"

@@ -24,7 +24,7 @@ replaces this number."""
 
 
 class EndedRun(msgspec.Struct, frozen=True):
-    """The input of filters: why the agent's run ended, its model calls, and its patch if a patch is carried."""
+    """The input of filters: why the agent's run ended, its model calls, and its patch if the task carries a diff."""
 
     reason: StopReason
     turns: Sequence[Turn]
@@ -32,8 +32,8 @@ class EndedRun(msgspec.Struct, frozen=True):
 
 
 def filtered(run: EndedRun, verdict: Verdict, filters: Sequence[Filter]) -> tuple[Verdict, BranchPolicy]:
-    """Return the verdict after the filters, and the upper bound for the use of the session's rows: train, mask or drop.
-    Each matching filter is named in the verdict's metrics, as `filter_NAME`, and in its reason."""
+    """Return the verdict after the filters, and the most that training may do with the session's rows: train, mask or
+    drop. Each matching filter is named in the verdict's metrics, as `filter_NAME`, and in its reason."""
     matching = [each for each in filters if MATCHES[each.when](run, each)]
     if not matching:
         return verdict, BranchPolicy.TRAIN

@@ -1,9 +1,9 @@
 """Grades the outcome of an agent's run. If grading is impossible, decides whether the agent is to blame.
 
-An outcome is graded in the agent's own sandbox or, if the task carries files, in a new sandbox that no agent has
-touched. The new sandbox has the agent's runtime, or the evaluator's own if there is one. If the task carries paths or a
-diff, the new sandbox gets only these, and may start while the agent still runs. If the task carries `all`, the new
-sandbox starts from all files that the agent wrote. Tokens and the session's lanes are handled elsewhere.
+An outcome is graded in the agent's own sandbox or, if files are carried to the grading (`evaluator.carry`), in a new
+sandbox that no agent has touched. The new sandbox has the agent's runtime, or the evaluator's own if there is one. If
+the task carries paths or a diff, the new sandbox gets only these, and may start while the agent still runs. If the task
+carries `all`, the new sandbox starts from all files that the agent wrote.
 
 Invariants:
 
@@ -95,11 +95,13 @@ class Grading:
     begins, and `grade` once, when the run has ended; or call only `grade_again`. Leaving the block stops all sandboxes
     that the grading has started and not yet stopped.
 
-    `keep` stores a file of carried data as an artifact of the given name. `log` takes the output of the evaluator. The
-    records of the networks of new sandboxes are added to `records`. `numbers` yields a new number for each of the
-    session's sandboxes for grading. `field` is the evaluator's field in the task. `goes_on` is True if another step
-    follows in the agent's sandbox. In this case the agent's sandbox is stopped only if the agent is to be blamed, and
-    the session's resources are enough for a sandbox for grading beside the agent's.
+    keep: stores a file of carried data as an artifact of the given name.
+    log: takes the output of the evaluator.
+    records: gets the records of the networks of new sandboxes.
+    numbers: yields a new number for each of the session's sandboxes for grading.
+    field: the evaluator's field in the task.
+    goes_on: True if another step follows in the agent's sandbox. Then this sandbox is stopped only if the agent is to
+        be blamed, and the session's resources are enough for a sandbox for grading beside it.
     """
 
     def __init__(
@@ -246,9 +248,9 @@ class Grading:
     async def grade_again(
         self, outcome: Outcome, fetch: Callable[[Path], Awaitable[None]] | None, *, gpus: tuple[str, ...]
     ) -> Grade:
-        """Grade a run whose sandbox is gone. `fetch` writes the run's carried data into a file. If no data was kept,
-        `fetch` is None, and the evaluator gets no files, but has the agent's answer and transcript, and
-        `Outcome.beside`. `gpus` are set aside for this grading. Raises the errors of `grade` and of `fetch`."""
+        """Grade a run whose sandbox is gone. `fetch` writes the run's carried data into a file. `fetch` is None if no
+        data was kept: then the evaluator gets no files, only the agent's answer and transcript, and `Outcome.beside`.
+        `gpus` are set aside for this grading. Raises the errors of `grade` and of `fetch`."""
         self._gpus = gpus
         if fetch is None:
             self._carry = None
@@ -270,8 +272,9 @@ class Grading:
             return Grade(verdict=await self._confirm_excess(error, outcome, self._graders), excess=True)
 
     async def _decide_unchanged(self, runtime: Runtime, outcome: Outcome) -> None:
-        """Set the verdict and the empty patch if the agent has changed nothing in the carried repository, and the
-        evaluator needs no sandbox for the verdict. The repository's base is known from an earlier grading."""
+        """If the agent has changed nothing in the carried repository, and the evaluator needs no sandbox to grade this,
+        set the verdict and the empty patch. The check needs the repository's tree from an earlier grading
+        (`PatchBases`)."""
         host = self._sandboxes.host
         if not isinstance(self._carry, DiffSpec) or not isinstance(self._evaluator, DecidesEarly):
             return
@@ -285,7 +288,7 @@ class Grading:
             self._decided = decided
 
     def _decide(self, outcome: Outcome, patch: bytes) -> Verdict | None:
-        """Return the verdict of an evaluator that needs no sandbox for an outcome with this patch, otherwise None.
+        """Return the verdict on an outcome with this patch if the evaluator needs no sandbox for it, otherwise None.
         Raises EvaluatorError."""
         if not isinstance(self._evaluator, DecidesEarly):
             return None
@@ -312,7 +315,7 @@ class Grading:
     async def _take_out(self, runtime: Runtime) -> None:
         """Copy the graded files from the agent's sandbox to the host. Raises RuntimeFailure."""
         await self._make_folder()
-        if self._carry == "all":  # admission refuses "all" for other runtimes
+        if self._carry == "all":  # admission allows "all" only for runtimes that save layers
             await cast(SavesLayers, runtime).save_layer(self._archive)
             self._layer = self._archive
         else:
@@ -392,8 +395,8 @@ class Grading:
         `failure` is NoShell), and carry the task's files. If an untouched sandbox fails, `failure` is raised.
 
         `outcome` is then evaluated in an untouched sandbox, as if the agent had done nothing. The reward is this
-        evaluation's reward, but at most 0. If the evaluation raises EvaluatorError, a `failure` that is an
-        EvaluatorError is raised; for any other `failure` the reward is 0.
+        evaluation's reward, but at most 0. If the evaluation raises EvaluatorError, the reward is 0, unless `failure`
+        is an EvaluatorError as well: then `failure` is raised.
         """
         reward, reason = 0.0, storable(f"{EXCESS}: {failure.message}")
         shell = failure.kind if isinstance(failure, NoShell) else None
@@ -426,13 +429,13 @@ class Grading:
 
     @asynccontextmanager
     async def _new_sandbox(self, layer: Path | None) -> AsyncIterator[Runtime]:
-        """Yield the sandbox that was started ahead, if it is ready, or else another new sandbox. The sandbox is stopped
-        when the block ends."""
+        """Yield the sandbox that was started ahead or, if there is none or its start failed, a new one. The sandbox is
+        stopped when the block ends."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             try:
                 await ahead.ready()
-            except RuntimeFailure as error:  # one failed start must not cost the verdict
+            except RuntimeFailure as error:  # after one failed start, another sandbox is tried
                 log.warning("%s: a sandbox for grading failed, and is started again: %s", self._attempt.name, error)
                 await shielded(ahead.close)
                 ahead = None
@@ -511,14 +514,14 @@ class Grading:
 
 
 def _raised(error: Exception) -> EvaluatorError:
-    """Return the error for an evaluator that raised an exception of its own."""
+    """Return the error for an evaluator that raised an exception other than OutriderError."""
     log_tail = "".join(traceback.format_exception(error))[-LOG_TAIL:]
     return EvaluatorError(f"the evaluator raised {type(error).__name__}: {error}", log_tail=log_tail)
 
 
 def _read_verdict(verdict: object, outcome: Outcome) -> Verdict:
-    """Check the value that an evaluator returned, and return the value as a verdict. Raises EvaluatorError for a value
-    that is no verdict."""
+    """Check the value that an evaluator returned, and return it as a verdict. Raises EvaluatorError for a value that is
+    not a verdict."""
     try:
         read = read_verdict(verdict)
         check_indexes(read, outcome.calls)
@@ -555,7 +558,7 @@ async def probe(runtime: Runtime, shell: ShellKind | None) -> None:
 
 
 class GraderSandbox:
-    """A sandbox for grading. A task of `owner` makes and starts the sandbox, as soon as this object is made.
+    """A sandbox for grading. An asyncio task of `owner` makes and starts the sandbox, as soon as this object is made.
 
     The slots of `starts` bound the number of such sandboxes that start at once. A start takes at most `seconds`, not
     counting the wait for a slot and the time for which a service such as E2B queues the start.

@@ -41,10 +41,10 @@ from outrider.spec import (
 SUBMIT_SECONDS = 600.0
 FIELD = "task.harness.remote.options"
 REFUSED_FOR_NOW = frozenset({429, 503})
-"""Statuses which show that a submission has started no run."""
+"""HTTP statuses which prove that a submission has started no run."""
 NOT_YET = TRANSIENT | {404}
-"""Statuses after which a request for the state of a run is repeated. 404 is among them, because the server may not list
-a run right after its submission."""
+"""HTTP statuses after which a request for the state of a run is repeated. 404 is among them, because the server may not
+list a run right after its submission."""
 TASK_TOML = "task.toml"
 
 
@@ -57,7 +57,7 @@ class RemoteRunUnclear(RemoteRunFailed):
 
 
 class HarborRunAgent(Spec):
-    """The part `agent` of a Harbor request, with Harbor's names of the fields."""
+    """The field `agent` of a Harbor request. The names of its fields are Harbor's."""
 
     name: Name | None = None
     import_path: Name | None = None
@@ -69,7 +69,7 @@ class HarborRunAgent(Spec):
 
 
 class HarborRunVerifier(Spec):
-    """The part `verifier` of a Harbor request, with Harbor's names of the fields: the limits of the run's verifier.
+    """The field `verifier` of a Harbor request: the limits of the run's verifier. The names of its fields are Harbor's.
     With `disable`, the run is not graded, and has no rewards."""
 
     override_timeout_sec: Seconds | None = None
@@ -78,9 +78,9 @@ class HarborRunVerifier(Spec):
 
 
 class HarborRemoteOptions(Spec):
-    """The `options` of a task whose agent a Harbor run server runs: the fields of Harbor's request, and `reward`, the
-    name of the value that is the session's reward. There is no `max_retries`: the turns of a failed try would stay in
-    the session. The task's `max_attempts` counts in its place."""
+    """The `options` of a task whose agent a Harbor run server runs: the fields of Harbor's request, and `reward`, which
+    names the session's reward among the run's rewards. There is no `max_retries`, because the turns of a failed try
+    would stay in the session. Use the task's `max_attempts` instead."""
 
     agent: HarborRunAgent
     job_id: Name | None = None
@@ -133,8 +133,8 @@ def check_harbor_task(task: TaskSpec, remote: RemoteSpec) -> None:
 
 
 class HarborRemoteRun:
-    """One run of a Harbor run server. `name` is our id of the run, and `known` the server's id, if the run was started
-    before. `keep` stores the server's id. `base_url` is the base URL for the session's model calls."""
+    """One run of a Harbor run server. `name` is Outrider's id of the run. `known` returns the server's id if the run
+    was started before, and `keep` stores this id. `base_url` is the base URL for the session's model calls."""
 
     def __init__(
         self,
@@ -217,8 +217,8 @@ class HarborRemoteRun:
         )
 
     def _metadata(self, folder: str) -> Mapping[str, Any]:
-        """Return the part `metadata` of the request, without nulls. The server ends the run at the session's time
-        limit."""
+        """Return the part `metadata` of the request, without nulls. It has the session's time limit, at which the
+        server ends the run."""
         options, seconds = self._options, self._task.limits.session_seconds
         given = options.model_dump(mode="json", exclude_none=True, exclude={"reward"})
         most = options.agent.max_timeout_sec
@@ -271,8 +271,8 @@ class HarborRemoteRun:
 
 
 def reward_of(rewards: Mapping[str, float], name: str | None) -> float:
-    """Return the value `name` of a run's rewards; by default the value `reward`, or the only value. Raises
-    RemoteRunFailed if there is none."""
+    """Return the reward with this name. If `name` is None, return the only reward or the one called `reward`. Raises
+    RemoteRunFailed if the run has no such reward."""
     if name is None:
         name = next(iter(rewards)) if len(rewards) == 1 else "reward"
     if name not in rewards:
@@ -284,8 +284,8 @@ def reward_of(rewards: Mapping[str, float], name: str | None) -> float:
 
 
 def task_folder_in(archive: bytes) -> str:
-    """Return the name of the task folder at the top of an archive. Blocks. Raises RemoteRunFailed for an archive with
-    anything beside it."""
+    """Return the name of the task folder at the top of an archive. Blocks. Raises RemoteRunFailed if there is no such
+    folder, or anything beside it."""
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
             names = [PurePosixPath(name) for name in tar.getnames()]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 GENERATE = "generate"
-"""The action of a call that requests a reply, as the timeline names the action."""
+"""The timeline's name for a call that requests a reply."""
 INPROCESS = "inprocess"
 """The dialect of an agent in this process, which sends messages without HTTP."""
 
@@ -37,9 +37,9 @@ MAX_NAME = 100
 
 
 class FailureCounts:
-    """Counts an attempt's model calls that were answered with an error. A kind of failed call is named by the error's
-    code and the field of the request, if there is one. If nothing is served at the call's path, the kind is named by
-    the code, the method and the path."""
+    """Counts an attempt's model calls that were answered with an error, by kind. A kind is the error's code with the
+    field of the request, if there is one. For a path at which nothing is served, it is the code, the method and the
+    path."""
 
     def __init__(self) -> None:
         self.counted: dict[str, int] = {}
@@ -54,7 +54,7 @@ class FailureCounts:
         self.counted[name] = self.counted.get(name, 0) + 1
 
     def told(self) -> str:
-        """Return a text about the counted calls to append to an error's message. The text is empty if no call was
+        """Return a text about the counted calls, to be appended to an error's message. It is empty if no call was
         counted."""
         if not self.counted:
             return ""
@@ -186,7 +186,8 @@ async def completed(
         tools=tuple(tools),
         tools_raw=msgspec.json.encode(list(tools)) if tools else b"",
         sampling=RequestedSampling(max_tokens=max_tokens, stop=tuple(stop)),
-        needs_images=True,  # an agent in this process sends images only to control a desktop by its screenshots
+        # an agent in this process sends only screenshots of a desktop, and cannot work without them
+        needs_images=True,
     )
     async with aclosing(conversation.call(request, dialect=INPROCESS)) as batches:
         async for steps in batches:

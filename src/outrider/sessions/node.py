@@ -55,7 +55,7 @@ from outrider.wire.file_descriptors import available, shares
 log = logging.getLogger("outrider.session")
 
 WRITE_CHECK = "node folder"
-"""The name of the chore that writes to the node's folder every WRITE_CHECK_SECONDS."""
+"""The name of the background check that writes to the node's folder every WRITE_CHECK_SECONDS."""
 WRITE_CHECK_SECONDS = 2.0
 
 
@@ -208,8 +208,7 @@ class LocalNode:
 
     async def run(self, attempt: Attempt) -> SessionResult:
         """Run an attempt and return its result, which has the error if something fails. Raises only CancelledError."""
-        # The look-up in `_models` compares hashes, to which Python gives a random seed. So the time of a look-up
-        # reveals nothing about the key.
+        # Python hashes texts with a random seed, so the time of a look-up in `_models` reveals nothing about the key.
         key = f"{KEY_PREFIX}s_{secrets.token_urlsafe(24)}"
         task = with_default_runtime(attempt.task, self._config.sandboxes.default_kind)
         attempt = msgspec.structs.replace(attempt, task=task)

@@ -130,8 +130,8 @@ async def is_unchanged(runtime: Runtime, spec: DiffSpec, repository: str, base: 
     """Return True if the repository in the agent's sandbox has the files of the tree `base`, so that the agent's patch
     is empty. The result is False whenever the check is uncertain or fails.
 
-    The agent may have replaced programs in the sandbox. It can thus pretend that its patch is empty, but cannot pretend
-    that the patch is a different one.
+    The agent may have replaced programs in the sandbox. So it can pretend that its patch is empty, but it cannot fake
+    another patch.
     """
     place = shlex.quote(f"{runtime.scratch}/outrider-unchanged-{secrets.token_hex(8)}")
     script = UNCHANGED.format(repository=shlex.quote(repository), place=place, base=base, excluded=_excluded(spec))
@@ -147,9 +147,9 @@ def _excluded(spec: DiffSpec) -> str:
 
 
 class PatchBases:
-    """Remembers the git tree that a repository has right after preparation. A key consists of the sandbox's runtime and
-    the repository's path. The object is a shared part of the node (`Host.part`). A grading that makes a patch stores
-    the tree. If preparation is not reproducible, the next tree differs, and the stored tree is useless but harmless."""
+    """Remembers the git tree of each repository right after preparation, by the sandbox's runtime and the repository's
+    path. A grading that makes a patch stores the tree. If preparation is not reproducible, the next tree differs, and
+    the stored tree is useless but harmless. The gradings of a node share one object (`Host.part`)."""
 
     def __init__(self, host: Host) -> None:
         self._trees: OrderedDict[bytes, str] = OrderedDict()

@@ -1,14 +1,13 @@
-"""A queue for parts of a bounded resource: slots of a lane; processors, memory and GPUs of a node; memory for bodies of
-control calls.
+"""A queue for parts of a bounded resource, such as the slots of a lane, or the processors, memory and GPUs of a node.
 
-Owners (tenants) take turns: the waiting owner with the smallest holding is served next, and among equals the owner
-served least recently. Requests of one owner are served by priority, first come first served among equals; a priority
-has no effect on the requests of other owners. URGENT requests come before all others.
+Owners (tenants) take turns: next is the waiting owner who holds the least, and among equals the owner who was served
+longest ago. Requests of one owner are served by priority, first come first served among equals; a priority has no
+effect on the requests of other owners. URGENT requests come before all others.
 
-A request waiting for a kind of resource keeps all requests behind it from taking any of this kind, so that small
-requests cannot starve a large request. A request that does not need this kind may pass, as long as enough of the other
-kinds is left for the first request in line. Invariants: no more is taken than exists, no owner takes more than its
-share, and no passing request delays the first in line.
+While a request waits for a kind of resource, such as memory, no request behind it may take any of this kind, so that
+small requests cannot starve a large request. A request that does not need this kind may pass, as long as enough of the
+other kinds is left for the first request in line. Invariants: no more is taken than exists, no owner takes more than
+its share, and no passing request delays the first in line.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ def fits(needs: Quantities, room: Quantities) -> bool:
 
 
 def room_behind(needs: Quantities, room: Quantities, *, first: bool) -> Quantities:
-    """Return the part of `room` that later requests may use while a request with these `needs` waits. If the waiting
-    request needs more of a kind than there is, later requests get nothing of this kind. Of each other kind they get all
-    of `room`; but if the waiting request is the first in line, its needs are kept back."""
+    """Return the part of `room` that later requests may use while a request with these `needs` waits. If `room` has too
+    little of a kind for the waiting request, they get nothing of this kind. Of each other kind they get all, less the
+    needs of the waiting request if it is the first in line."""
     return tuple(0 if need > have else have - need if first else have for need, have in zip(needs, room, strict=True))
 
 
 class Slot:
-    """A taken amount. `give_back` is called once: by `release`, which is idempotent, or at the end of the `async with`
-    block."""
+    """A taken amount of the resources. `give_back` is called once: by `release`, which is idempotent, or at the end of
+    the `async with` block."""
 
     def __init__(self, give_back: Callable[[], None]) -> None:
         self._give_back: Callable[[], None] | None = give_back
@@ -74,7 +73,7 @@ class PrioritySemaphore:
         self.served = 0
         self.waited_seconds = 0.0
         self._most = None if share >= 1 else tuple(int(share * each) for each in capacity)
-        """The maximum of each kind for one owner; None without a limit."""
+        """The maximum amount of each kind for one owner; None without a limit."""
         self._owners: dict[str, _Owner] = {}
         """Owners that hold an amount or wait for one."""
         self._urgent = _Owner(len(capacity))

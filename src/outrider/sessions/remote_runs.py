@@ -1,8 +1,8 @@
 """Requests runs of agents from the operator's services, and follows the runs.
 
-The contract of an agent service is four requests below its URL (docs/external.md): PUT the files of a run, PUT the run,
-GET its state, DELETE it. A run's id consists of its session's id and the number of failed attempts. So every request
-may be repeated, and the next service process continues a run that it finds. Requests are signed like callbacks.
+An agent service serves four requests below its URL (docs/external.md): PUT the files of a run, PUT the run, GET its
+state, DELETE it. A run's id consists of its session's id and the number of failed attempts. So every request may be
+repeated, and after a restart Outrider follows the same run. Requests are signed like callbacks.
 
 Invariants: a run is started once, however often it is requested; a run that is lost or fails is an error, never a
 reward.
@@ -29,8 +29,9 @@ CANCEL_SECONDS = 10.0
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of `PUT /runs/{run_id}`. `variables` are environment variables for agent programs of all vendors.
-    `seconds` is the time limit of the run. `files` is True if an archive was sent to `/runs/{run_id}/files` before."""
+    """The body of `PUT /runs/{run_id}`. `variables` are environment variables for the agent programs of several
+    vendors. `seconds` is the time limit of the run. `files` is True if an archive was sent to `/runs/{run_id}/files`
+    before."""
 
     run_id: str
     session: SessionIds

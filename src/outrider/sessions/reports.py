@@ -1,5 +1,5 @@
-"""Reads the report that completes a session whose agent runs elsewhere. Checks the report, and makes a verdict from it.
-The module is pure."""
+"""Checks the report that completes a session whose agent runs elsewhere, and makes a verdict from the report. The
+module is pure."""
 
 from __future__ import annotations
 

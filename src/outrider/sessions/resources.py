@@ -65,7 +65,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 def required(runtime: RuntimeSpec) -> ResourceAmount:
     """Return the amount set aside for a task's sandbox: its limits. A resource without a limit counts as 0. Nothing is
-    set aside for a sandbox elsewhere."""
+    set aside for a sandbox on another service, such as E2B."""
     if runtime.sandbox_kind in ELSEWHERE:
         return ResourceAmount()
     resources = runtime.resources
@@ -81,8 +81,9 @@ class ResourceShare(Slot):
 
 
 def session_needs(task: TaskSpec) -> ResourceAmount:
-    """Return the amount set aside for a session. This amount suffices for the agent's sandbox together with the sandbox
-    that grades an earlier step, and for the sandbox that grades the last step, after the agent's sandbox has stopped.
+    """Return the amount set aside for a session. It suffices for the agent's sandbox together with a sandbox that
+    grades an earlier step. It also suffices for the sandbox that grades the last step, after the agent's sandbox has
+    stopped.
 
     The whole amount is taken at once. If sessions requested the second sandbox's part later, each could wait for
     resources held by the others. A sandbox beside the agent's has no GPUs.
@@ -208,7 +209,7 @@ def machine_capacity(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> ResourceA
 
 
 def _group_folders(mount: Path, group: str | None) -> Iterator[Path]:
-    """Yield the folders of a group and of all groups above the group, each of which limits the group.
+    """Yield the folders of a control group and of all groups above it, because each of them limits the group.
 
     In a container /proc may name the group by its path on the host, which is not below the container's mount. Then the
     mount is the process's own group.

@@ -110,8 +110,8 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of an agent's run. `failure`, set only for AGENT_EXCESS, is an error from inside the agent's sandbox. The
-    grading has yet to confirm that the agent caused the error."""
+    """How an agent's run ended. `failure` is set only for AGENT_EXCESS. It is an error from inside the agent's sandbox,
+    and the grading must still confirm that the agent caused it."""
 
     reason: StopReason
     outcome: HarnessOutcome
@@ -147,7 +147,7 @@ class Rollout:
         self._node = node
         self._overdue = Overdue()
         self._queued: list[QueuesStarts] = []
-        """Runtimes whose starts may be queued elsewhere."""
+        """Runtimes whose starts another service may queue."""
         overdue, queued = self._overdue, self._queued  # the lambda must not refer to this rollout: see `on_limit` below
         self._stalled_seconds: Callable[[], float] = lambda: (
             node.stalled_seconds() + overdue.seconds() + sum(one.queued_seconds() for one in queued)
@@ -253,15 +253,15 @@ class Rollout:
         return await self._node.model.offload.run(build)  # counting the tokens of a long session takes a while
 
     async def _stages(self) -> Ending:
-        """Run the stages of the attempt, in order. Everything held is released in the reverse order, whatever
-        happens."""
+        """Run the stages of the attempt, in order. Sandboxes, slots and resources are released in the reverse order,
+        whatever happens."""
         lanes, line = self._node.lanes, (self._attempt.priority, self._attempt.tenant)
-        # The parts are made in a thread, because this may take long: options may have megabytes, and some harnesses
-        # must build the folder that the sandbox mounts.
+        # This runs in a thread, because it may take long: options may have megabytes, and some harnesses must build the
+        # folder that the sandbox mounts.
         harness, mounts, evaluators = await asyncio.to_thread(self._made)
         *earlier, grading = [self._grading_of(number, made, mounts) for number, made in enumerate(evaluators)]
-        # Nothing is set aside yet and no budget runs, so the wait for an image delays no other session and is not
-        # charged.
+        # The session holds nothing yet and no budget runs, so the wait for an image delays no other session and is not
+        # charged to this one.
         for runtime, field in runtimes_of(self._task):
             await self._node.sandboxes.pulls.want(runtime, field=field)
         if self._attempt.stored is not None:
@@ -395,8 +395,8 @@ class Rollout:
         except TimeoutError:
             return self._timed_out(Stage.NEXT_STEP)
         except (RuntimeFailure, HarnessError) as failure:
-            # A failed command counts as a failure from inside. The grading then runs the command in a new sandbox, and
-            # blames the agent only if the command succeeds there.
+            # A failed command counts as a failure from inside the sandbox. The grading then runs the command in a new
+            # sandbox, and blames the agent only if the command succeeds there.
             inside = isinstance(failure, CommandFailed) or await came_from_inside(sandbox.runtime, failure)
             replied = self.conversation.replies > 0
             facts = Facts(stage=Stage.NEXT_STEP, end=end_of(failure), inside=inside, replied=replied)
@@ -551,8 +551,8 @@ class Rollout:
         return End.RETURNED, None, outcome
 
     def _timed_out(self, stage: Stage, *others: Budget) -> Ending:
-        """Return the ending for a TimeoutError outside of a run. `others` are budgets besides the session's. Raises
-        HarnessError if no budget is exhausted."""
+        """Return the ending for a TimeoutError outside of the agent's run. `others` are budgets besides the session's.
+        Raises HarnessError if no budget is exhausted."""
         exhausted = any(budget.exhausted for budget in (self._budget, *others))
         decision = decide(Facts(stage=stage, end=End.SESSION_CLOCK if exhausted else End.TIMEOUT))
         if decision.reason is None:

@@ -10,10 +10,14 @@ from outrider.trajectory import Verdict
 
 
 def verdict_on_steps(verdicts: Sequence[Verdict], reward: Literal["mean", "final"]) -> Verdict:
-    """Return one verdict on all steps. `mean`: the reward and each metric is the mean over the steps, where a step
-    without the metric counts as 0. `final`: the reward and the metrics are those of the last step. In both cases the
-    numbers of each step are repeated as metrics `step1.reward`, `step1.NAME` and so on. Rewards for one turn are added
-    up over the steps. If several steps give a reward for one row, the last step's reward counts."""
+    """Return one verdict on all steps.
+
+    `mean`: the reward and each metric is the mean over the steps. A step without the metric counts as 0.
+    `final`: the reward and the metrics are those of the last step.
+
+    In both cases the numbers of each step are repeated as metrics `step1.reward`, `step1.NAME` and so on. Rewards for
+    one turn are added up over the steps. If several steps give a reward for one row, the last step's reward counts.
+    """
     final = verdicts[-1]
     names = {name for verdict in verdicts for name in verdict.metrics}
     metrics = {name: fmean(verdict.metrics.get(name, 0.0) for verdict in verdicts) for name in sorted(names)}

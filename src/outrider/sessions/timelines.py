@@ -1,8 +1,8 @@
 """The timelines of a node's attempts. This module notes the commands, processes and requests of sandboxes, and stores
 the entries.
 
-A chore of the node stores the entries of all attempts once a second, so that no attempt waits for the store. Invariant:
-a failure in this module may lose entries of a timeline, but never ends an attempt.
+A background task of the node stores the entries of all attempts once a second, so that no attempt waits for the store.
+Invariant: a failure in this module may lose entries of a timeline, but never ends an attempt.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Timelines:
         self._unstored: deque[TimelinePart] = deque()
         """Parts that are not stored yet."""
         self._storing = asyncio.Lock()
-        """Held by the caller of `store` that stores: the chore, or the node that ends."""
+        """Held while entries are stored, so that only one caller of `store` at a time stores them."""
         self._sandboxes: dict[Runtime, SandboxTimeline] = {}
         """The sandboxes that list their processes."""
 

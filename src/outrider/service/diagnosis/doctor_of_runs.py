@@ -1,4 +1,5 @@
-"""Reads a run from the store and diagnoses the run: all results, and the turns and timelines of a sample of sessions.
+"""Reads a run from the store and diagnoses it. All results are read, but turns and timelines only for a sample of
+sessions.
 
 Results are read in pages, counted, and not kept. Decoding and counting run in steps in the offload thread, so that they
 never block the event loop. The rules are in `rules.py`. Invariant: one diagnosis runs at a time, so the memory is
@@ -98,7 +99,7 @@ class DoctorOfRuns:
         while True:
             try:
                 page = await self._store.groups_before(before, limit=GROUPS_READ, since=since, tenant=tenant)
-            except NotFound:  # this group was removed meanwhile, and all older groups had been removed before
+            except NotFound:  # the group `before` was removed meanwhile, and with it all older groups
                 return
             if not page:
                 return
@@ -188,7 +189,7 @@ def _read(reader: FactsReader, turns: Sequence[bytes], timeline: Sequence[bytes]
 
 def _pieces(packed: Iterable[bytes]) -> Iterator[list[bytes]]:
     """Divide packed rows into pieces. The offload thread processes a piece in one step. A piece has several rows,
-    because a change of threads takes longer than the work for most rows."""
+    because a switch of threads takes longer than the work for most rows."""
     piece: list[bytes] = []
     size = 0
     for row in packed:
@@ -202,7 +203,7 @@ def _pieces(packed: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 def _findings(evidence: RunEvidence) -> Steps[list[RunFinding]]:
-    # The rules take some milliseconds. A step of this size runs in the offload thread, and smaller steps in the event
-    # loop.
+    # The rules take some milliseconds, so they must run in the offload thread. Steps of up to INLINE_BYTES would run in
+    # the event loop.
     yield INLINE_BYTES + 1
     return diagnose(evidence)

@@ -1,8 +1,8 @@
 """Counts what happened in a run: each session's result, and the facts of a sample of sessions.
 
-Results are added group by group; the groups may come in any order. No result is kept, so the memory does not grow with
-the run. In a large run, the trends are computed from a sample of groups, and turns are read from a sample of sessions.
-Both samples are drawn by the digests of the groups' ids, so the same run gives the same samples. The module is pure.
+Results are added group by group, in any order of the groups, and are not kept, so the memory does not grow with the
+run. In a large run, the trends are computed from a sample of groups, and turns are read from a sample of sessions. Both
+samples are drawn by the digests of the groups' ids, so the same run gives the same samples. The module is pure.
 Invariant: each session is counted once.
 """
 
@@ -45,19 +45,20 @@ each are sampled."""
 LEAST_SPREAD = 1e-9
 """Rewards that differ by at most this number count as equal."""
 STALE_VERSIONS = 4
-"""A session is stale if its oldest token is at least this many policy versions behind the newest version at the
-session's end. The newest version is the newest one of the sampled sessions that have ended by then."""
+"""A session is stale if its oldest token is at least this many policy versions older than the newest version at the
+session's end. The newest version is taken from the sampled sessions that have ended by then."""
 STALL_SECONDS = 30.0
-"""A stalled call waits at least this many seconds for its first token. STALL_TIMES is a second condition."""
+"""A call is stalled if it waits at least this many seconds, and STALL_TIMES as long as usual, for its first token."""
 STALL_TIMES = 10.0
 """A stalled call waits for its first token at least this many times as long as usual in the run. The usual wait is the
 median over sessions of each session's median wait."""
 TEST_COUNTS = ("tests", "tests_run", "num_tests", "total_tests", "test_count", "cases")
-"""Metrics with the number of tests that ran, in order of precedence. A longer metric name counts, too, if it ends with
-one of these names after a dot, a slash or a colon."""
+"""Metrics with the number of tests that ran, the preferred metric first. A longer name also counts if it ends with one
+of these names after a dot, a slash or a colon, such as `unit/tests`."""
 
 OUTSIDE = frozenset({StopReason.CANCELLED, StopReason.EARLY_STOP})
-"""Endings that a person or the group caused. Such sessions count neither as failed nor as successful."""
+"""Stop reasons of sessions that a person or the session's group has ended. Such sessions count neither as failed nor as
+successful."""
 CUT_SHORT = (StopReason.MAX_TOKENS, StopReason.MAX_TURNS, StopReason.CONTEXT_OVERFLOW)
 OUT_OF_TIME = (StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT, StopReason.EXPIRED)
 REWRITES = (
@@ -66,14 +67,14 @@ REWRITES = (
     ForkCause.TEMPLATE_HISTORY,
     ForkCause.CAPTURE_DRIFT,
 )
-"""Causes of forks that cost computation: the engine must compute a history that it has already computed."""
+"""Causes of forks after which the engine must compute a conversation's history again."""
 STAGES = ("waiting", "preparing", "model", "tools", "grading", "stopping")
 """The parts into which a session's time is divided, without the wait in the queue."""
 
 
 class SessionTally:
-    """A share summed over sessions, such as the share of failed results among the results of a tool. Also has the
-    sessions that contribute most to the share."""
+    """A share summed over sessions, such as the share of failed results among the results of a tool. Also has the ids
+    of the sessions that contribute most."""
 
     def __init__(self) -> None:
         self.ratio = ClusterShare()
@@ -103,10 +104,14 @@ class NamedTallies(dict[str, SessionTally]):
 
 
 class GroupPoint(msgspec.Struct, frozen=True):
-    """The averages of a group, from which the trends of a run (`run_of`) are computed. `reward` is the mean reward.
-    `tokens` is the mean over sessions of the logarithm of the number of sampled tokens, and `tests` the mean of the
-    logarithm of the number of tests. Each is nan if no session has such a number. Of the sessions with the group's best
-    reward, `fewest_tests` ran the fewest tests, and `shortest` sampled the fewest tokens."""
+    """The averages of a group, from which the trends of a run are computed.
+
+    run: the name of the run (`run_of`).
+    reward: the mean reward.
+    tokens, tests: the mean logarithm of the number of sampled tokens, and of the number of tests; nan if unknown.
+    fewest_tests, shortest: among the sessions with the best reward, the ids of the session with the fewest tests and of
+        the session with the fewest tokens.
+    """
 
     run: str
     created: float
@@ -118,7 +123,8 @@ class GroupPoint(msgspec.Struct, frozen=True):
 
 
 class GroupSample(msgspec.Struct):
-    """Sessions of a group whose turns may be read. `sessions` maps session ids to the numbers of the attempts."""
+    """Sessions of a group that may be chosen for the sample. `sessions` maps session ids to the numbers of the
+    attempts."""
 
     created: float
     sessions: dict[str, int] = {}
@@ -143,8 +149,8 @@ class VersionUse(msgspec.Struct, frozen=True):
 
 
 class CallWaits(msgspec.Struct, frozen=True):
-    """The usual wait for a first token in a session, the wait of the first call, and the longest wait of the later
-    calls, in seconds. The last two are None if there is no such call."""
+    """How long the calls of a session waited for their first token, in seconds: the median, the wait of the first call,
+    and the longest wait of the later calls. The last two are None if there is no such call."""
 
     session_id: str
     usual: float
@@ -279,7 +285,7 @@ class RunEvidence:
         return [(id, sorted(group.sessions.items())[:each]) for _, id, group in chosen]
 
     def add_facts(self, group_id: str, facts: SessionFacts) -> None:
-        """Add a session of the sample. The sessions of a group are added one after the other."""
+        """Add a session of the sample. Add all sessions of a group before those of the next group."""
         session_id = facts.session_id
         self.read_sessions += 1
         self.read_turns += facts.turns
@@ -376,8 +382,8 @@ class _GroupUnderWay:
 
 
 def run_of(row: GroupRow) -> str:
-    """Return the name of the run to which a group belongs. The name consists of the group's tenant, its harness, and
-    the label that names its bucket in the queue, if the group has one."""
+    """Return the name of the run to which a group belongs: the group's tenant, its harness and, if it has one, the
+    label that also names its bucket in the queue."""
     named = next((f"{name}={row.labels[name]}" for name in BUCKET_LABELS if row.labels.get(name)), "")
     return " ".join(filter(None, (row.tenant, row.harness, named)))
 
@@ -401,7 +407,8 @@ def _count(counts: Counter[str], more: Mapping[str, float]) -> None:
 
 
 def _keep_lowest(heap: list[tuple[int, str, T]], entry: tuple[int, str, T], most: int) -> None:
-    """Add `entry`, which is (-mark, id, value), to a heap. The heap keeps the `most` entries with the lowest marks."""
+    """Add `entry` to a heap, which keeps the `most` entries with the lowest digests. An entry is a tuple of the
+    negative digest, the group's id and a value."""
     if len(heap) < most:
         heapq.heappush(heap, entry)
     elif entry[:2] > heap[0][:2]:

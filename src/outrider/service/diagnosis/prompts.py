@@ -37,13 +37,13 @@ KINDS: Sequence[tuple[str, re.Pattern[str]]] = (
     ("path", re.compile(r"(?:~|\.{0,2})/[\w.~-]|[A-Za-z]:\\")),
     ("number", re.compile(r"\d")),
 )
-"""Kinds of changes, each with a pattern. A change has the first kind whose pattern matches the words that differ, and
-the kind "text" if no pattern matches."""
+"""Kinds of changes, each with a pattern. A change has the first kind whose pattern matches the changed words, and the
+kind "text" if no pattern matches."""
 
 
 class ChangedLine(msgspec.Struct, frozen=True):
-    """The first line that differs between two versions of a prompt. `number` counts lines from 1. Both versions of the
-    line are cut around the difference, and contain no session key. `kind` is the kind of the change."""
+    """The first line that differs between two versions of a prompt. `number` counts lines from 1. `before` and `after`
+    are the parts of the line around the difference, without session keys. `kind` is the kind of the change."""
 
     number: int
     before: str
@@ -125,7 +125,7 @@ def _kind(first: str, second: str) -> str:
 
 
 def _around(first: str, second: str) -> tuple[str, str]:
-    """Return the parts of two lines that are shown, from a little before the difference."""
+    """Cut both lines to the part that is shown, which begins a little before the difference."""
     start = max(0, _words(first, second)[2] - SHOWN_CHARACTERS // 2)
     end = start + SHOWN_CHARACTERS
     mark = "…" if start else ""

@@ -1,9 +1,8 @@
-"""The rules of the doctor of runs, as data, and the pure function that applies the rules to the evidence of a run.
+"""The rules of the doctor of runs as a table, and `diagnose`, which applies them to the evidence of a run.
 
-A rule compares a measurement with a threshold. The measurement is the conservative bound of an estimate
-(`statistics.py`), never the estimate itself. With the bound comes the number of independent units from which it is
-computed. A rule finds nothing if there are fewer units than its minimum. docs/diagnosis.md prints the table. Invariant:
-the findings depend only on the evidence and the rules.
+A rule compares a measurement with a threshold. It uses the conservative bound of the measurement (`statistics.py`), not
+the estimate itself, so that little data leads to no finding. It also requires a minimum number of independent units,
+such as sessions. docs/diagnosis.md prints the table. Invariant: the findings depend only on the evidence and the rules.
 """
 
 from __future__ import annotations
@@ -42,15 +41,20 @@ MOST_PROGRAMS = 3
 MOST_SUBJECT = 200
 """Maximum number of characters of a finding's subject."""
 THIRD = 3
-"""The trends compare the first and the last of this many equal parts of the run."""
+"""A trend compares the first third of a run's groups with the last third."""
 
 Unit = Literal["sessions", "groups"]
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurement of a rule on a run. `bound` is compared with the rule's threshold, `value` is the estimate, and
-    `units` is the number of independent units. `given` is a second bound, which is compared with the rule's `given`.
-    `subject` names what was measured, such as a tool. `numbers` and `sessions` are evidence for the reader."""
+    """The measurement of a rule on a run.
+
+    bound, value: the conservative bound, which is compared with the rule's threshold, and the estimate.
+    units: the number of independent units.
+    given: a second number, which is compared with the rule's `given`.
+    subject: the name of what was measured, such as a tool.
+    numbers, sessions: evidence for the reader.
+    """
 
     bound: float
     value: float
@@ -65,10 +69,14 @@ Measure = Callable[[RunEvidence], Iterable[Measured]]
 
 
 class RunRule(msgspec.Struct, frozen=True, kw_only=True):
-    """A rule. A run has the rule's fault if the measurement (`MEASURES`) is above `threshold`, has at least `least`
-    units, and has a second bound above `given`. `looks_at` describes the measurement. `finding` is the line for people,
-    with the fields of Measured; `value` and `bound` are printed as percentages if `percent` is set. `next` is the next
-    step."""
+    """A rule. It finds a problem if the bound of the measurement (`MEASURES`) is above `threshold`, there are at least
+    `least` units, and the second number is above `given`.
+
+    looks_at: a description of the measurement.
+    finding: the line for people, with the fields of Measured.
+    percent: True if `value` and `bound` are printed as percentages.
+    next: the recommended next step.
+    """
 
     name: str
     severity: Severity
@@ -412,14 +420,14 @@ def diagnose(evidence: RunEvidence, rules: Sequence[RunRule] = RULES) -> list[Ru
 
 
 def _of_all(tallies: Callable[[RunEvidence], NamedTallies], evidence: RunEvidence) -> Iterator[Measured]:
-    """For each name in the tallies, such as an error code, measure the share of its sessions among all sessions.
-    Sessions that a person or the group ended are left out."""
+    """For each name in the tallies, such as an error code, measure its share of all sessions. Sessions that a person or
+    the group ended are left out."""
     for name, tally in sorted(tallies(evidence).items()):
         yield _measured(tally, ratio=tally.ratio.padded(evidence.counted), subject=name)
 
 
 def _of(tally: Callable[[RunEvidence], SessionTally], count: str, evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure the share of one tally. `count` is the key in `numbers` for the denominator of the share; "" leaves the
+    """Measure the share of one tally. `count` is the name in `numbers` for the share's denominator, or "" to leave the
     denominator out."""
     found = tally(evidence)
     yield _measured(found, numbers={count: found.ratio.whole} if count else {})
@@ -485,7 +493,7 @@ def _of_lines(
 
 
 def _commonest_line(evidence: RunEvidence) -> ChangedLine | None:
-    """Return an example of the most frequent kind of change between siblings."""
+    """Return an example of the most frequent kind of change between the sessions of a group."""
     counted = sorted(evidence.prompt_lines.items(), key=lambda item: (-item[1][0], item[0]))
     return counted[0][1][1] if counted else None
 
@@ -526,8 +534,7 @@ def _fall(kind: str, run: str, points: Sequence[GroupPoint]) -> Measured:
 
 
 def _certain(moments: Moments) -> Moments:
-    """Return moments with the same mean and no variance, with which the formula of a bound gives the estimate
-    itself."""
+    """Return moments with the same mean and no variance. For them, the formula of a bound gives the estimate itself."""
     return Moments(count=2, mean=moments.mean)
 
 
@@ -563,8 +570,8 @@ def _odds(share: float) -> float:
 
 
 def _of_speeds(evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure each engine against all other engines. The number of units is the number of the engine's sessions or, if
-    that is smaller, the number of the other engines' sessions."""
+    """Compare each engine's seconds per token with those of all other engines. The number of units is twice the smaller
+    number of sessions: the engine's, or that of the other engines."""
     for name, own in sorted(evidence.speeds.items()):
         rest = [moments for other, moments in evidence.speeds.items() if other != name]
         others = _merged(rest)
@@ -611,8 +618,8 @@ def _of_stalls(evidence: RunEvidence) -> Iterator[Measured]:
 
 
 def _of_versions(evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure the share of stale sessions. The newest version at a time is the newest version in the sampled sessions
-    that have ended by this time."""
+    """Measure the share of stale sessions (`STALE_VERSIONS`). The newest version is taken from the sampled sessions
+    that have ended by the end of the session."""
     newest = -1
     tally = SessionTally()
     by_end: list[VersionUse] = sorted(evidence.versions, key=lambda use: (use.ended, use.session_id))

@@ -1,4 +1,4 @@
-"""Reads the facts of one session that the rules need, from the session's turns and timeline.
+"""Reads what the rules need to know about one session from the session's turns and timeline.
 
 The turns are read one by one, in order of their index, and none is kept whole. The module is pure. Invariant: a tool's
 result counts once, although later requests repeat the result.
@@ -18,13 +18,13 @@ from outrider.timeline import Entry, EntryKind
 from outrider.trajectory import HEAD_CHANGES, FinishReason, JoinKind, Turn
 
 MOST_TOOLS = 100
-"""Maximum number of tools whose results are counted separately in a session, because the model makes up names."""
+"""Maximum number of tools whose results are counted separately in a session, because a model may invent names."""
 MOST_HEADS = 8
 """Maximum number of conversations of a session whose beginnings are compared."""
 MISSING = (126, 127)
 """Exit codes of a shell for a program that cannot be run or does not exist."""
 SEARCHED = 400
-"""Number of characters at each end of a tool's result in which signs of a failure are searched."""
+"""A tool's result is searched for signs of a failure in this many characters at its beginning and at its end."""
 LEAST_OUTPUT = 8
 """Minimum number of sampled tokens of a turn that is used to measure an engine's speed."""
 LEAST_CACHED = 256
@@ -67,7 +67,7 @@ class SessionFacts(msgspec.Struct, kw_only=True):
     calls: tool calls of the replies, malformed ones included.
     tools: the results of tools, by the tool's name.
     speeds: the speed of each engine, by the engine's name.
-    engine: the engine of the first turn, at the time `began`.
+    engine, began: the engine of the first turn, and the time at which that turn began.
     first_wait: the time from the request to the first token of the first turn, None if no token was sampled.
     waits: the time from the request to the first token, for each later turn during which the policy's version stayed
         the same.
@@ -113,10 +113,10 @@ class FactsReader:
         """Names of tools by the ids of calls that have no result yet."""
         self._answered: set[str] = set()
         self._lengths: dict[int, int] = {}
-        """By turn, the length of its prompt and reply."""
+        """The length of each turn's prompt and reply, by the turn's index."""
         self._roots: dict[int, int] = {}
         self._systems: dict[int, str] = {}
-        """By turn that begins a conversation, the system prompt."""
+        """The system prompt of each conversation, by the index of its first turn."""
 
     def add(self, turn: Turn) -> None:
         facts = self.facts

@@ -1,8 +1,7 @@
-"""Intervals for shares and differences, computed in one pass over the data and in constant memory.
+"""Confidence bounds of shares and differences, computed in one pass over the data and in constant memory.
 
 All bounds are one-sided with the error probability 0.001 (`Z`), because about twenty rules are applied to each run. The
-module is pure. Invariant: a bound lies on the conservative side of its estimate, so with little data no rule is
-triggered.
+module is pure. Invariant: a bound lies on the conservative side of its estimate, so little data triggers no rule.
 
 Sources: Wilson (1927), "Probable inference, the law of succession, and statistical inference"; Kish (1965), "Survey
 Sampling", for the effective sample size of clusters; Welch (1947), "The generalization of Student's problem".
@@ -23,7 +22,7 @@ class ClusterShare:
     """A share `part / whole`, summed over independent units. An example is the share of cut replies among all replies,
     with sessions as units.
 
-    The parts of one unit may depend on each other: the interval is computed for a ratio of clusters. The unit is a
+    The calls of one session depend on each other, so the bound is computed for a ratio over clusters. A unit is a
     session or a group, never a call or a token.
     """
 
@@ -60,7 +59,7 @@ class ClusterShare:
 
     @property
     def lower(self) -> float:
-        """The lower bound of the share: Wilson's, for the effective number of observations. 0 with fewer than two
+        """Wilson's lower bound of the share, for the effective number of observations. 0 if there are fewer than two
         units."""
         if self.units < 2:
             return 0.0
@@ -120,8 +119,8 @@ def least_difference(first: Moments, second: Moments) -> float:
 
 
 def student_quantile(freedom: float) -> float:
-    """Return the quantile of Student's distribution for the error probability of Z (the expansion by Cornish and
-    Fisher with two terms, which is 1.4 % too low at 9 degrees of freedom, and closer above)."""
+    """Return the quantile of Student's distribution for the error probability of Z. Uses two terms of the expansion by
+    Cornish and Fisher. The result is 1.4 % too low at 9 degrees of freedom, and closer above."""
     return Z + (Z**3 + Z) / (4 * freedom) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * freedom**2)
 
 
@@ -135,8 +134,8 @@ def least_rise(first: Moments, second: Moments) -> float:
 
 
 def least_fall(first: Moments, second: Moments) -> float:
-    """Return the lower bound of the relative fall from `first` to `second`, whose values are logarithms: 0.25 means
-    that the value falls by a quarter or more. Below 0 if there may be no fall."""
+    """Return the lower bound of the relative fall from `first` to `second`, whose values are logarithms. 0.25 means a
+    fall by a quarter or more; a negative number means that there may be no fall."""
     fall = least_difference(second, first)
     return -inf if fall == -inf else 1 - exp(-fall)
 

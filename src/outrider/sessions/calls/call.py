@@ -1,4 +1,5 @@
-"""Common parts of model calls on both kinds of engines: the steps of a call, and the parts shared on a node."""
+"""Common parts of model calls on both kinds of engines, which take token ids or messages: the steps of a call, and the
+parts shared on a node."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from outrider.tokens.rendering.renderer import Renderer
 from outrider.trajectory import Ids, Turn
 from outrider.vision.preparer import DocumentReader, ImagePreparer
 
-if TYPE_CHECKING:  # only annotations need this import: the module receives open pools and makes none
+if TYPE_CHECKING:
     from outrider.engines.pool.call import PoolReply
     from outrider.engines.pool.pool import EnginePool
 
@@ -28,7 +29,8 @@ T_contra = TypeVar("T_contra", bound=Chunk | ChatChunk, contravariant=True)
 
 
 IMAGE_ROOM = 4 << 30
-"""Maximum bytes of pixel values, in the form in which engines get them, for all calls under way on a node."""
+"""Maximum bytes of the images of all calls under way on a node. The pixel values are counted as they are sent to
+engines."""
 
 
 def image_room() -> PrioritySemaphore:
@@ -37,10 +39,15 @@ def image_room() -> PrioritySemaphore:
 
 
 class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts shared by all conversations of a node with one model. `renderer`, `pool`, `images` (None if the model
-    reads no images) and `documents` (None if documents cannot be read) belong to the model. All models share `intake`
-    (the limit of memory for arriving requests), `image_room` (the queue for memory for pixel values) and `offload` (the
-    thread for long work on requests)."""
+    """The parts that all conversations of a node with one model share. The last three are shared by all models of the
+    node.
+
+    images: None if the model reads no images.
+    documents: None if documents cannot be read.
+    intake: the limit of memory for arriving requests.
+    image_room: the queue for memory for pixel values.
+    offload: the thread for long work on requests.
+    """
 
     renderer: Renderer
     pool: EnginePool
@@ -62,14 +69,17 @@ class FrozenModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineCall(Protocol):
-    """One model call. `start` begins the generation, and is called once, with the share that `Allowance.share` returns
-    for `promised_tokens`. `take` returns the steps of one chunk, and is called with each chunk until `ended` is True or
-    the generation ends. `finish` returns the remaining steps. Then `commit` returns the turn of a completed call. If
-    the call is cut off, `abort` is called instead."""
+    """One model call. Its methods are called in this order:
+
+    - `start` begins the generation. `share` comes from `Allowance.share(promised_tokens)`.
+    - `take` returns the steps of one chunk. It is called with each chunk until `ended` is True or the generation ends.
+    - `finish` returns the remaining steps.
+    - `commit` returns the turn of a completed call. If the call is cut off, `abort` is called instead.
+    """
 
     promised_tokens: int
     ended: bool
-    """True once the reply has ended, although the generation has not ended."""
+    """True once the reply is complete, even if the engine still generates."""
 
     def start(self, share: TokenShare) -> PoolReply[Any]: ...
     def take(self, chunk: Any) -> list[Step]: ...

@@ -1,7 +1,7 @@
 """The limits of a session's model calls: on the body of each request, and on the tokens left to sample.
 
-A body with too many bytes or too many JSON values is refused before it is parsed, so a body that cannot fit the model's
-context costs at most a count of its bytes and values. The checks do not depend on dialects, because JSON's separators
+A body with too many bytes or too many JSON values is refused before it is parsed. So for a body that cannot fit the
+model's context, only its bytes and values are counted. The checks do not depend on dialects, because JSON's separators
 are the same in all dialects. Invariant: the bytes held for calls are bounded for each session and, for LARGE bodies,
 over all sessions. A body's bytes count from the first byte to the end of the call. The number of a session's calls is
 limited in `api/gateway.py`.
@@ -28,8 +28,8 @@ from outrider.lifecycle import StopReason
 MAX_BODY = 32 << 20
 """Maximum bytes of one body. The providers' own bounds are between 20 and 50 MB."""
 MAX_TEXT_BODY = 9 << 20
-"""Maximum bytes of one body, without the files in it, if the engine takes token ids and therefore no images. Two
-million tokens of ordinary text have this size."""
+"""Maximum bytes of one body, without the files in it, if the engine takes token ids. Two million tokens of ordinary
+text have this size."""
 MAX_IN_SESSION = 64 << 20
 """Maximum bytes of all bodies of one session's unfinished calls."""
 MAX_IN_ALL = 256 << 20
@@ -89,8 +89,8 @@ class Intake:
         self._arriving: dict[Body, None] = {}
 
     def add(self, body: Body, size: int) -> None:
-        """Count `size` more bytes of a body as held. If a body must be given up (see the class), and it is this body,
-        raises TooMuchAtOnce."""
+        """Count `size` more bytes of a body as held. Raises TooMuchAtOnce if this body must be given up (see the
+        class)."""
         self.size += size
         self._arriving.setdefault(body)
         while self.size > MAX_IN_ALL and self._arriving:
@@ -181,9 +181,8 @@ class Body:
 
 
 class FileBytes:
-    """Counts the bytes of a body that belong to files in base64, while the body arrives. On an engine that reads no
-    images, each such file is replaced by a text of one line (`media.py`). `size` is too small by up to 2 KiB for each
-    file."""
+    """Counts the bytes of a body that belong to files in base64, while the body arrives. Where the model does not read
+    a file, the prompt has one line of text instead (`media.py`). `size` is too small by up to 2 KiB for each file."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -199,15 +198,16 @@ class FileBytes:
 
 
 class BodyCapacity(msgspec.Struct, frozen=True):
-    """The limits of one body. `context` is the model's context in tokens, None if unknown. `images` is True if the
-    model reads images. If the model reads no images, files count only against MAX_BODY."""
+    """The limits of one body. `context` is the model's context in tokens, None if unknown. If `images` is True, which
+    holds for engines that take messages, the whole body may have MAX_BODY bytes. Otherwise its text has a lower limit,
+    and its files count only against MAX_BODY."""
 
     context: int | None
     images: bool
 
     @property
     def size(self) -> int:
-        """Maximum bytes of the body, without files if the model reads no images."""
+        """Maximum bytes of the body, without its files unless `images` is True."""
         most = MAX_BODY if self.images else MAX_TEXT_BODY
         return most if self.images or self.context is None else min(most, FREE_SIZE + BYTES_PER_TOKEN * self.context)
 
@@ -218,7 +218,8 @@ class BodyCapacity(msgspec.Struct, frozen=True):
         return min(MAX_VALUES, FREE_VALUES + shown)
 
     def check_size(self, size: int, files: int = 0) -> None:
-        """Raise ContextOverflow or TooLarge for a body that is too large. `files` of its bytes belong to files."""
+        """Raise ContextOverflow or TooLarge for a body that is too large. `files` is the number of its bytes that
+        belong to files."""
         if size > MAX_BODY:
             raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
         if self.images or (text := size - files) <= self.size:
@@ -285,8 +286,8 @@ def count_values(body: bytes, piece_size: int = _PIECE) -> Steps[int]:
 
 
 class LimitReached(RequestError):
-    """A call was refused, because the session has used up its turns or tokens of `model` (None: the policy), or because
-    the running calls may use up the rest."""
+    """A call was refused, because the session has used up its turns or tokens of a model, or because the running calls
+    may use up the rest. `model` is None for the policy."""
 
     code = "limit_reached"
     http_status = 429

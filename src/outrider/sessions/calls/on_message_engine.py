@@ -3,7 +3,7 @@
 The turns of these calls are less exact than those of an engine that takes token ids, and are marked by their mode. The
 engine renders the whole history for each call, so a prompt may differ from the ids of the previous turn. Invariant: the
 ids of a prompt are recorded as reported, and never replaced by ids of earlier turns. If a prompt does not begin with
-all ids of an earlier turn, the new turn has no parent, and its drift is counted.
+all ids of an earlier turn, the new turn has no parent, and the ids that differ are counted as drift.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from outrider.trajectory import (
     unpack_ids,
 )
 
-if TYPE_CHECKING:  # only annotations need this import: the module receives open pools and makes none
+if TYPE_CHECKING:
     from outrider.engines.pool.call import PoolReply
 
 
@@ -117,7 +117,7 @@ class MessageCall:
         if last is None or last.finish is None or last.reply is None:
             raise EngineUnavailable("the engine ended a stream without finishing it")
         check_choice_kept(self._request.tool_choice, last.reply, last.finish, None)
-        # If the response has no ids, the number of tokens reported by the engine counts.
+        # If the response has no ids, the engine's own number of tokens is used.
         reported = (last.usage or {}).get("completion_tokens", 0)
         self._share.take(len(last.output_ids) if last.output_ids is not None else reported)
         return []
@@ -238,8 +238,8 @@ class CapturedTurns:
         self._openings: list[ConversationStart] = []
         self._replies: dict[tuple[bytes, bytes], dict[ConversationStart, int]] = {}
         self._paths: dict[tuple[bytes, bytes], int] | None = None
-        """The turns, by the digests of their tools and of their messages with the reply. None until they are
-        asked for, because the digest of a long conversation takes milliseconds."""
+        """The turns, by the digests of their tools and of their messages with the reply. None until the
+        first call of `known_ids`, because the digest of a long conversation takes milliseconds."""
 
     def restore(self, turns: Sequence[Turn]) -> None:
         """Record the stored turns of an earlier attempt, in the order of their index. Some indexes may be missing,
@@ -283,15 +283,15 @@ class CapturedTurns:
         reply: Message | None = None,
     ) -> TurnPosition:
         """Record a turn and return its position. `shown[n]` is a digest of the images in the request's first `n`
-        messages. Requests with the same `opening` belong to one conversation. A request with another `opening`
-        continues a conversation, with changed tools or a changed system prompt, if it has the conversation's first
-        message and quotes a `reply` of the conversation."""
+        messages. Requests with the same `opening` belong to one conversation. A request with changed tools or a changed
+        system prompt has another `opening`, but continues a conversation if it has the same first message and quotes a
+        `reply` of the conversation."""
         index = len(self._ends)
         packed = pack_ids(prompt)
         conversation = self._conversations.setdefault(opening, len(self._conversations))
         before = self._newest.get(conversation)
         self._newest[conversation] = index
-        # `fitting` has the turns with whose ids the prompt begins. `same` has the turns in `fitting` whose images are
+        # `fitting` has the turns whose ids are the beginning of the prompt. `same` has those of them whose images are
         # also equal to the images in the beginning of the request.
         fitting = [at for at, ids in enumerate(self._ends) if ids and len(ids) < len(packed) and packed.startswith(ids)]
         same = [at for at in fitting if shown[min(self._messages[at], len(shown) - 1)] == self._images[at]]
@@ -348,9 +348,9 @@ class CapturedTurns:
         )
 
     def _quoted(self, messages: Sequence[Message], opening: ConversationStart) -> int | None:
-        """Find the last message in `messages` that is a recorded reply of a conversation with the same first message as
-        `opening`. Return the index of the newest turn that gave this reply. Returns None if there is no such message,
-        or if a turn with this `opening` gave the same reply."""
+        """Find the last reply in `messages` that a recorded conversation with the same first message has given. Return
+        the index of the newest turn that gave this reply. Returns None if there is no such reply, or if the
+        conversation of `opening` itself has given it."""
         for message in reversed(messages):
             if message.role is Role.ASSISTANT:
                 said = self._replies.get((opening.first, message_key(message).body))
@@ -364,8 +364,8 @@ def _tools_digest(request: ModelRequest) -> bytes:
 
 
 def _path(messages: Sequence[Message]) -> bytes:
-    """Return the digest of a conversation, images included. The reasoning of replies does not count, because agents
-    leave it out."""
+    """Return the digest of a conversation, images included. The reasoning of replies does not count, because agents do
+    not send it back."""
     path = b""
     for message in messages:
         path = extend(path, message_key(message).body)

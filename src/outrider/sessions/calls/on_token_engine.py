@@ -1,4 +1,4 @@
-"""One model call on an engine that takes token ids, from the joined prompt to the turn.
+"""One model call on an engine that takes token ids, from the prompt to the recorded turn.
 
 Invariant: the call's turn has every token that the engine reported, up to the session's limit, no matter whether the
 call succeeded, failed halfway or was given up.
@@ -25,7 +25,7 @@ from outrider.tokens.rendering.reply_stream import ReplyStream
 from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import FinishReason, Ids, Turn, TurnTimings, pack_logprobs
 
-if TYPE_CHECKING:  # only annotations need this import: the module receives open pools and makes none
+if TYPE_CHECKING:
     from outrider.engines.pool.call import PoolReply
 
 PROMISED_TOKENS = 2048

@@ -1,8 +1,8 @@
 """Determines the settings of one model call from the choices of the task and the client, and from the engine's
 abilities.
 
-The module is pure, and does not depend on dialects. The engine reports its abilities. Invariant: the name of every
-client setting that is left out is recorded with the turn.
+The module is pure, and does not depend on dialects. Invariant: the name of every client setting that is left out is
+recorded with the turn.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def sampling_for(
     seed: int | None,
     stop_ids: tuple[int, ...],
 ) -> SamplingParams:
-    """Return the sampling of a call. Each setting has the task's value, or else the client's value, or else the neutral
-    value. Settings that no task can have, such as stop strings, have the client's value. `unsampled` is the number of
-    tokens that the session has left. `context` is the model's context in tokens (None: unknown), of which the prompt
-    takes `prompt_tokens`. `stop_ids` end every reply."""
+    """Return the sampling parameters of a call. Each has the task's value, or else the client's value, or else the
+    neutral value. Parameters that no task can set, such as stop strings, have the client's value. `unsampled` is the
+    number of tokens that the session has left. `context` is the model's context in tokens (None: unknown), of which the
+    prompt takes `prompt_tokens`. `stop_ids` end every reply."""
     room = unsampled if context is None else min(unsampled, context - prompt_tokens)
     unnamed = room if context is not None else UNNAMED_TOKENS
     return SamplingParams(
@@ -111,8 +111,9 @@ def constrained(request: ModelRequest, assigned: ServingEngine, family: str) -> 
     """Return the request with a constraint that enforces the request's choice of tools. A request without such a choice
     is returned unchanged. `family` is the model family of the renderer.
 
-    Raises RequestError for a constraint or a choice of tools that the engine does not support, for both at once, and
-    for a constraint together with tools if the engine takes token ids."""
+    Raises RequestError if the engine does not support the constraint or the choice of tools, or if the request has
+    both. An engine that takes token ids also allows no constraint together with tools.
+    """
     choice = request.tool_choice
     if choice is None:
         _check_constraint(request, assigned)
@@ -153,8 +154,8 @@ def check_choice_kept(choice: ToolChoice | None, reply: Message, finish: FinishR
 
 
 def _check_constraint(request: ModelRequest, assigned: ServingEngine) -> None:
-    """Raise RequestError for a form of the reply that the engine does not support, and for such a form together with
-    tools if the engine takes token ids."""
+    """Raise RequestError if the engine cannot constrain the reply as requested. An engine that takes token ids cannot
+    constrain the reply to a request with tools."""
     constraint = request.sampling.constraint
     if constraint is None:
         return
@@ -173,8 +174,8 @@ def _check_constraint(request: ModelRequest, assigned: ServingEngine) -> None:
 def for_openai_api(
     sampling: SamplingParams, thinking: bool | None, client: RequestedSampling
 ) -> tuple[SamplingParams, tuple[str, ...]]:
-    """Return the sampling without the settings that OpenAI's own API does not have, and the names of the settings that
-    were requested but left out."""
+    """Return the sampling parameters that OpenAI's own API has, and the names of the requested settings that are left
+    out."""
     neutral = SamplingParams(max_tokens=sampling.max_tokens)
     unknown = ("top_k", "min_p", "repetition_penalty", "min_tokens")
     asked = [name for name in unknown if getattr(sampling, name) != getattr(neutral, name)]
@@ -184,8 +185,8 @@ def for_openai_api(
 
 
 def clamped(sampling: SamplingParams, share: TokenShare) -> SamplingParams:
-    """Return the sampling, limited to the tokens that the session has left. Other calls may have used up tokens while
-    this call waited for its share."""
+    """Return the sampling parameters, limited to the tokens that the session has left. Other calls may have used up
+    tokens while this call waited for its share."""
     if sampling.max_tokens <= share.unsampled:
         return sampling
     return msgspec.structs.replace(sampling, max_tokens=share.unsampled)
@@ -198,7 +199,7 @@ def recorded(sampling: SamplingParams, thinking: bool | None) -> dict[str, Any]:
 
 
 def described_notes(described: Mapping[int, Sequence[str]], *, first: int) -> tuple[str, ...]:
-    """Return one note for each file that a tool returned and that the model read as text. A note is RESULT followed by
-    the file's media type. `described` has the media types of these files by message number. Messages before number
-    `first` are left out, because a turn notes only the files of its own messages."""
+    """Return one note for each file of a tool's result that the model read as text. A note is RESULT followed by the
+    file's media type. `described` has the media types of these files by message number. Messages before number `first`
+    are left out, because a turn notes only the files of its own messages."""
     return bounded_notes(RESULT + kind for at in sorted(described) if at >= first for kind in described[at])
