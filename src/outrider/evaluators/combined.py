@@ -26,7 +26,7 @@ from outrider.trajectory import Verdict
 MAX_REASON = 2000
 """Maximum characters of each part's reason."""
 RUN_PROGRAMS = ("code", "swebench")
-"""Kinds of evaluators that give a slow candidate reward 0 in place of an error."""
+"""Kinds of evaluators that run a program and give a slow one reward 0 instead of an error."""
 
 
 class EvaluatorPart(NamedTuple):
@@ -35,14 +35,17 @@ class EvaluatorPart(NamedTuple):
 
 
 class CombiningEvaluator:
-    """Kind `weighted`: the reward is the sum of the parts' rewards, each times its weight. The sum is not divided by
-    the sum of the weights: a weight below 0 is a penalty. Rewards of turns are added up in the same way. Kind `all`:
-    the reward is 1 if every part passes, else 0."""
+    """Combines the verdicts of several evaluators, its parts.
+
+    Kind `weighted`: the reward is the sum of the parts' rewards, each times its weight. Rewards of turns are added up
+    in the same way. The sum is not divided by the sum of the weights. A negative weight is a penalty.
+
+    Kind `all`: the reward is 1 if every part passes, else 0."""
 
     takes_endpoints = True
 
     def __init__(self, spec: EvaluatorSpec, endpoints: Endpoints) -> None:
-        if spec.kind not in KINDS:  # the allow-list does not check the parts of other kinds
+        if spec.kind not in KINDS:  # for other kinds, nobody checks which names their parts may use
             raise InvalidField("only the kinds weighted and all have parts", field=f"{FIELD}.kind")
         options = read_options(KINDS[spec.kind], spec)
         self._parts = _parts(options.parts, spec, endpoints)
@@ -113,9 +116,9 @@ def _parts(
     made = {}
     for name, spec in specs.items():
         if programs[name]:
-            # The time limits of the parts with programs add up to the whole time limit. By default, the programs of a
-            # part have three quarters of the part's limit. So slow programs end before the whole time limit, and cause
-            # reward 0 instead of an error.
+            # Parts that run programs divide the whole time limit among themselves. By default, programs get three
+            # quarters of their part's limit. So slow programs end before the whole time limit, and cause reward 0
+            # instead of an error.
             share = programs[name] / sum(programs.values())
             spec = spec.model_copy(update={"seconds": whole.seconds * share})
         with renamed_field(FIELD, f"{FIELD}.options.parts.{name}"):
@@ -153,7 +156,7 @@ def _errors_of(name: str) -> Iterator[None]:
 
 
 def _combinable(name: str, verdict: Verdict) -> Verdict:
-    """Return the verdict. Raises EvaluatorError for a verdict that rewards rows."""
+    """Return the verdict. Raises EvaluatorError if the verdict rewards training rows."""
     if verdict.rows:
         raise EvaluatorError(f"part {name!r} rewards rows, which cannot be combined with the rewards of other parts")
     return verdict

@@ -11,8 +11,8 @@ from outrider.spec import EvaluatorSpec
 
 
 def make_evaluator(spec: EvaluatorSpec, endpoints: Endpoints | None = None) -> Evaluator:
-    """Construct the evaluator class of the spec's kind with the spec. The class also gets `endpoints` if it has a true
-    attribute `takes_endpoints`. Raises InvalidField."""
+    """Make the evaluator of the spec's kind. A class with a true attribute `takes_endpoints` also gets `endpoints`.
+    Raises InvalidField."""
     kind = resolve("evaluator", spec.kind, field="task.evaluator.kind")
     if not callable(getattr(kind, "evaluate", None)):
         raise InvalidField(f"{spec.kind!r} is not an evaluator class", field="task.evaluator.kind")

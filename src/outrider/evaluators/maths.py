@@ -38,10 +38,13 @@ def answers_of(given: Any) -> list[Any]:
 
 
 class MathOptions(Spec):
-    """Options of kind `math`. `gold`: the right answer, or all accepted answers. `answer_file`: the file into which the
-    agent writes its answer; without a file the last reply is used. `relative_tolerance`: the greatest difference
-    between an accepted number and the gold answer's number, divided by the gold answer's number; without a tolerance,
-    numbers must be equal. `seconds`: maximum processor time of a check."""
+    """Options of kind `math`.
+
+    gold: the right answer, or all accepted answers.
+    answer_file: the file to which the agent writes its answer. Without a file, the last reply is used.
+    relative_tolerance: the greatest accepted difference from the gold answer's number, divided by this number. Without
+        a tolerance, numbers must be equal.
+    seconds: maximum processor time of a check."""
 
     gold: Annotated[
         tuple[Gold, ...],

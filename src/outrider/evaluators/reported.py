@@ -1,7 +1,7 @@
-"""The evaluator of external sessions whose reward comes with their completion.
+"""The evaluator of external sessions whose agent reports the reward when it completes the session.
 
-`sessions/external.py` makes the verdict of the completion, so a session never calls this evaluator. Invariant: a
-session without a reported reward gets no verdict.
+`sessions/external.py` makes the verdict from this report, so a session never calls this evaluator. Invariant: a session
+without a reported reward gets no verdict.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Compares two values of math_reading.py: the gold answer determines the required kind of the other value.
+"""Compares a gold answer with an answer. Both are values of math_reading.py.
 
-Invariants: without a tolerance, only equal values are equal, and decimals are exact; a comparison accepts no more than
-the table in docs/evaluators/math.md.
+Invariants: without a tolerance, numbers must be exactly equal (0.33 is not 1/3); a comparison accepts no more than the
+table in docs/evaluators/math.md.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Comparison:
             assert isinstance(gold, Assigned)
             if isinstance(answer, Equation) and len(gold.sides) == 2:
                 return self._proportional(gold.sides[0] - gold.sides[1], answer.side, positive=False)
-            of_sum = re.match(r"\w+[+-]", gold.name) is not None  # `x + y = 5` may be the equation of a line
+            of_sum = re.match(r"\w+[+-]", gold.name) is not None  # 5 is no answer to `x + y = 5`, which may be a line
             return not of_sum and not isinstance(answer, System | Equation) and self.same(gold.value, answer)
         if not isinstance(gold, Assigned):
             if isinstance(gold, Equation) and len(answer.sides) == 2:
@@ -163,7 +163,8 @@ class Comparison:
         for one, side in ((gold, ones), (answer, others)):
             if not isinstance(one, Several | Quantity | Assigned | Region | Coordinates):
                 return False
-            if len(side) == 1 and isinstance(side[0], Several | Region):  # a set in a set differs from the inner set
+            # a set that contains a set differs from the inner set
+            if len(side) == 1 and isinstance(side[0], Several | Region):
                 return False
         ones, others = self._distinct(ones, gold), self._distinct(others, answer)
         if len(ones) != len(others):
@@ -230,7 +231,7 @@ class Comparison:
         with_unit, bare = (gold.value, answer.value) if one is not None else (answer.value, gold.value)
         sides = (with_unit, bare) if one is not None else (bare, with_unit)
         exact = _in_base_units(with_unit, unit)
-        if not unit.dimensions or unit.turns:  # a percentage, a dozen and an angle are also numbers without a unit
+        if not unit.dimensions or unit.turns:  # 50% is also 0.5, a dozen is also 12, and 180° is also pi
             if self.equal(*((exact, bare) if one is not None else (bare, exact))):
                 return True
             if unit == PERCENT and not (bare.is_number and bool(abs(bare) > 1)):
@@ -293,7 +294,8 @@ class Comparison:
         return False
 
     def _proportional(self, gold: Expr, answer: Expr, *, positive: bool) -> bool:
-        """Return True if one expression is a constant multiple of the other."""
+        """Return True if one expression is a constant multiple of the other. If `positive` is true, the constant must
+        be positive."""
         symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
         point = {symbol: sympy.Rational(self._random.randrange(10**6, 3 * 10**6), 10**6 + 3) for symbol in symbols}
         if not symbols or gold.free_symbols != answer.free_symbols:
@@ -308,7 +310,7 @@ class Comparison:
 
 
 def chosen(gold: str, answer: str) -> bool | None:
-    """Compare the letters of multiple choice. Returns None if the gold answer is not such a letter."""
+    """Compare the letters of multiple choice. Returns None if the gold answer is not a single letter."""
     letter = CHOICE.fullmatch(gold)
     if letter is None:
         return None

@@ -86,8 +86,8 @@ EVERYWHERE = re.compile(
           | "?\s*for\ (?:all\ |any\ |every\ )?integers?\s*"?\s*([kmn]) )\s*"?\)?$""",
     re.VERBOSE | re.DOTALL,
 )
-"""Matches a condition after an answer, if all real numbers or all integers fulfil the condition: `f(x) = x` for all
-*x*."""
+"""Matches an answer that ends with a condition on a variable, if all real numbers or all integers fulfil the condition:
+`f(x) = x` for all *x*."""
 SPACED_THOUSANDS = re.compile(r"(?<![\d.,])(?<![\d.,] )([1-9]\d{0,2})((?: \d{3})+)(?! ?[\d/])")
 OPEN, CLOSE = "([{", ")]}"
 MAX_JOINED = 16
@@ -122,8 +122,8 @@ def clean(text: str) -> str:
 
 
 def _without_condition(found: re.Match[str]) -> str:
-    """Return the match without its condition, if the variable of the condition occurs in the text before the condition.
-    Return the whole match otherwise."""
+    """Remove the condition from a match if the condition's variable occurs in the text before it. Otherwise return the
+    whole match."""
     text, name = found[1], found[2] or found[3] or found[4]
     return text if re.search(rf"(?<![a-zA-Z]){name}(?![a-zA-Z])|(?<=\d){name}\b", text) else found[0]
 
@@ -138,7 +138,8 @@ def _words(found: re.Match[str]) -> str:
 
 
 def _without_dollars(text: str) -> str:
-    """Remove the signs that delimit mathematics. A lone `$` before a digit is a currency."""
+    r"""Remove the signs that delimit mathematics, such as `$` and `\(`. A lone `$` before a digit is a currency and
+    stays."""
     text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)
     bare = re.findall(r"(?<!\\)\$", text)
     if len(bare) == 1 and re.search(r"(?<!\\)\$\s*[\d.]", text):
@@ -217,7 +218,7 @@ SAID = re.compile(
 MATHS = re.compile(r"\$\$([^$]+)\$\$|(?<!\\)\$((?:\\\$|[^$\n])+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 LAST_WORDS = re.compile(r"(?:\bis\b|\bare\b|[:=])\s*([^:=]{1,200})$")
 SHORT_REPLY = 40
-"""Maximum characters of a reply that is an answer as a whole: `D`, `Monday`."""
+"""Maximum characters of a reply that is accepted as an answer as a whole, such as `D` or `Monday`."""
 HOPE = re.compile(r"(?i:\s*I hope it is correct.*$)", re.DOTALL)
 SENTENCE = re.compile(r"(?:\.|!|\?)(?=\s|$|\*)|\n")
 EXPLAINED = re.compile(r",?\s+(?:since|because|which is|as (?:required|desired|shown|claimed))\b.*$", re.DOTALL)
@@ -234,7 +235,8 @@ NAME = re.compile(r"([a-zA-Z])\s*=\s*$")
 
 
 def candidates(reply: str) -> list[str]:
-    """Return the texts that may be the answer in a reply without a mark, the likeliest first."""
+    """Return the texts that may be the answer, the likeliest first, in a reply without `<answer>` tags and LaTeX
+    boxes."""
     reply = HOPE.sub("", reply.strip())
     found = []
     said = [match.end() for match in SAID.finditer(reply)]

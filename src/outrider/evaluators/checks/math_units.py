@@ -67,7 +67,8 @@ METRIC = {
     ("G", "gauss"): _unit("1/10000", kg=1, s=-2, A=-1),
     ("B", "byte"): _unit(8, bit=1),
 }
-"""Units that take prefixes. The first name is a symbol, and takes the short prefixes."""
+"""Units that take prefixes. The first name is a symbol, which takes short prefixes (`km`). The other names take long
+prefixes (`kilometer`)."""
 OTHERS = {
     ("in", "inch", "inches"): _unit("0.0254", m=1),
     ("ft", "foot", "feet"): _unit("0.3048", m=1),
@@ -130,7 +131,6 @@ def _names() -> dict[str, Unit]:
             for prefix, power in prefixes.items():
                 for body in bodies:
                     names[prefix + body] = Unit(unit.factor * Fraction(10) ** power, unit.dimensions)
-    # These units replace metric names, because "min" is no milli-inch, and "cal" has no prefix "c".
     for symbols, unit in OTHERS.items():
         names.update(dict.fromkeys(symbols, unit))
     for name, unit in list(names.items()):

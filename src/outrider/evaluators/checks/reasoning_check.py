@@ -14,7 +14,7 @@ from outrider.evaluators.checks.reasoning_sets import EVALUATED, evaluated_in_en
 
 WARM = ("simple_integration", "polynomial_equations", "countdown", "basic_arithmetic")
 TUPLES = ("arc_agi", "rearc")
-"""Data sets whose scorers compare grids of tuples. JSON has only lists."""
+"""Data sets whose scorers need grids of tuples. An entry has lists instead, because it was sent as JSON."""
 
 
 def warm_up() -> None:
@@ -24,9 +24,9 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the `score` of the request's `answer` for its `entry`, or the reason why the answer is `refused`. If the
-    request has no `answer`, return the reason why the entry is `unusable`, or None. The entry's own answer must score
-    1."""
+    """Return the `score` of the request's `answer` to its `entry`, or the reason why the answer is `refused`. If the
+    request has no `answer`, check the entry instead: return the reason why it is `unusable`, or None. The own answer of
+    a usable entry scores 1."""
     entry = request["entry"]
     name, gold = entry["metadata"]["source_dataset"], entry["answer"]
     answer = request.get("answer", gold).strip()  # some scorers also strip the answer before they evaluate it

@@ -1,6 +1,6 @@
-"""The data sets of reasoning-gym: the unusable sets, and the texts that scorers evaluate as Python.
+"""Lists the data sets of reasoning-gym that cannot be used, and checks the texts that scorers evaluate as Python.
 
-An evaluated text must be a plain literal, sum or formula. The module is pure. Invariant: an accepted text calls only
+Such a text must be a plain literal, sum or formula. The module is pure. Invariant: an accepted text calls only
 FUNCTIONS, reads no attribute and has no code in a string, however the text is evaluated later. Its evaluation may still
 never end.
 """
@@ -55,13 +55,13 @@ def is_literal(text: str) -> bool:
     try:
         tree = _tree(text)
     except (SyntaxError, ValueError):
-        return True  # eval raises the same error
+        return True  # `eval` raises the same error and runs nothing
     return all(isinstance(node, LITERAL) for node in ast.walk(tree))
 
 
 def is_sum(text: str) -> bool:
     """Return True for a text that is safe for sympy's `parse_expr`: whole numbers with + - * / and brackets. Names are
-    excluded, because an answer could make other numbers from them: log(E) is 1."""
+    excluded, because an answer could build numbers from them that the task does not give: log(E) is 1."""
     return SUM_SIGNS.fullmatch(text) is not None and _is_python_of(text, SUM)
 
 
@@ -103,8 +103,8 @@ EVALUATED: dict[str, Callable[[str], bool]] = {
     "polynomial_multiplication": is_formula,
     "countdown": is_sum,
 }
-"""The test that an answer must pass before a scorer evaluates it as Python, by the name of the data set. Other scorers
-evaluate no answer."""
+"""Maps the name of a data set to the test that an answer must pass before the scorer evaluates it as Python. The
+scorers of other data sets do not evaluate answers."""
 
 
 def evaluated_in_entry(name: str, entry: dict[str, Any]) -> list[tuple[str, Callable[[str], bool]]]:

@@ -1,7 +1,7 @@
 """Judges the log of a test run with swebench's parsers and grading. Runs in a separate process (see `zygote.py`).
 
-The candidate has written the log, and may have forged pytest's reports as well. Invariant: the judgement of a log is
-never better than the judgement of swebench's `get_eval_report`.
+The tested code has written to the log, and may have forged pytest's reports as well. Invariant: the judgement of a log
+is never better than the judgement of swebench's `get_eval_report`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MARKS = (
     *(START, END, EXIT_CODE, constants.APPLY_PATCH_FAIL, constants.RESET_FAILED),
     *(constants.TESTS_ERROR, constants.TESTS_TIMEOUT),
 )
-"""Marks that only the grader's own script prints."""
+"""Texts that only the grading script prints. Tests must not print them."""
 OF_PYTEST = frozenset(
     ("parse_log_pytest", "parse_log_pytest_options", "parse_log_pytest_v2", "parse_log_matplotlib", "parse_log_seaborn")
 )
@@ -44,7 +44,7 @@ LINE_BY_LINE = {
     **dict.fromkeys(OF_PYTEST, ""),
     **dict.fromkeys(("parse_log_cargo", "parse_log_gotest", "parse_log_googletest"), ""),
     **dict.fromkeys(("parse_log_jest_json", "parse_log_vitest"), ""),
-    # These parsers list the results of whole files of tests in Jest's output.
+    # These parsers read Jest's results for whole test files.
     **dict.fromkeys(("parse_log_carbon", "parse_log_grommet", "parse_log_react_pdf"), ""),
     **dict.fromkeys(("parse_log_minitest", "parse_log_jq", "parse_log_micropython_test"), ""),
     # A name that does not match is the first line of a test's documentation, which several tests may share.
@@ -63,14 +63,14 @@ NODE = "::"
 """A string in every test name of pytest. Names in a row without NODE come from lines that only look like tests: some
 rows of SWE-bench have the name `[100%]`, which pytest does not report."""
 NAMED = 5
-"""Maximum number of failing tests named in a reason."""
+"""Maximum number of failing tests named in a verdict's reason."""
 
 
 CONTRADICTS = "the log contradicts itself"
 
 
 class NotBelieved(Exception):
-    """The output cannot be the log of the reported run. The message has the reason."""
+    """The output cannot be the log of a real test run. The message has the reason."""
 
 
 def warm_up() -> None:
@@ -81,12 +81,13 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """Judge the request's `log` of a row. If the request has no `log`, check whether the row is usable.
+    """Judge the request's `log`, which is the output of a row's tests. If the request has no `log`, check whether the
+    row is usable.
 
     With `log`, the result has `resolved` (true or false), the numbers of passing tests of `fail_to_pass` and
-    `pass_to_pass`, and `why`, the reason if tests do not pass. Without `log`, the result has the reason why the row is
-    `unusable`, or None, and the option at fault as `field`. If the request has `statuses`, the result has only the
-    statuses of all tests in the log."""
+    `pass_to_pass`, and `why`, the reason if tests do not pass. If the request also has `statuses`, the result has only
+    the status of each test in the log. Without `log`, the result has `unusable`, the reason why the row is unusable or
+    None, and `field`, the option that causes it."""
     parser = parser_of(request)
     if parser is None:
         field = "log_parser" if request.get("log_parser") else "repo"
@@ -208,8 +209,8 @@ def passing(report: dict[str, Any]) -> dict[str, set[str]]:
 
 
 def check_marks(log: str) -> None:
-    """Raise NotBelieved for marks that the script did not print, because swebench reads only the text between the first
-    two marks of the test output."""
+    """Raise NotBelieved if the log has marks that the script did not print. swebench reads only the text between the
+    first two marks of the test output, so a test could hide results with marks of its own."""
     ends = log.split(END)
     # A script that echoes the mark under `set -x` prints it twice, separated by a quote and a newline.
     if log.count(START) > 1 or any(between.strip() not in ("", "'", '"') for between in ends[1:-1]):
@@ -226,7 +227,7 @@ def check_log(spec: Any, log: str) -> None:
         return
     text = COLOUR.sub("", log.split(START)[1].split(END)[0])
     parser = grading.PARSER_REGISTRY[spec.log_parser]
-    # All statuses of a test count. A forger may print a pass before and after the true failure.
+    # All statuses of a test count, because forged output may list a pass before and after the true failure.
     statuses: dict[str, dict[Any, None]] = {}
     for line in dict.fromkeys(text.split("\n")):
         for test, status in parser(line, spec).items():
@@ -250,9 +251,12 @@ def check_log(spec: Any, log: str) -> None:
 
 
 def log_of(records: str, key: str) -> str:
-    """Convert the plugin's reports to a log that swebench can parse. Raises NotBelieved for reports that the plugin did
-    not write, for a run without an end, if a test that always fails did not fail, and if the code under test has
-    changed pytest or the tests."""
+    """Convert the reports of the pytest plugin to a log that swebench can parse. Raises NotBelieved in these cases:
+
+    - The plugin did not write every line of the reports.
+    - A run of pytest did not end.
+    - A test that always fails did not fail.
+    - The code under test has changed pytest or the tests."""
     lines: list[tuple[str, str]] = []
     runs: Counter[Any] = Counter()
     canaries: Counter[tuple[str, str]] = Counter()
@@ -270,7 +274,8 @@ def log_of(records: str, key: str) -> str:
         if "canary" in record:
             canaries[record["when"], record["canary"]] += 1
         elif "planted" in record:
-            # If a mark skips all tests of a module, or expects them to fail, the mark also applies to the planted test.
+            # A pytest mark on a whole module (skip, or expected failure) also applies to the planted test. `excused_by`
+            # is None then.
             if record["when"] == "call" and (record["planted"] == "passed" or record["excused_by"] is not None):
                 passed.append(record["file"])
         elif "test" in record:

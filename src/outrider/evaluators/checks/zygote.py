@@ -1,15 +1,20 @@
-"""The process from which the checks of one library are forked: confined, with the library imported and warmed up.
+"""The process from which the checks of one library are forked.
 
-A fork takes milliseconds and has the library loaded. Each check has its own fork: no check sees data of another check,
-and a hanging check is killed without affecting other checks. The process is started by `python -I -S -c` with one end
-of a socket as standard input. The process itself never reads an answer: only the fork does. Invariants: the process has
-one thread; a check whose connection is hung up is killed; after a check has exited, this process writes the last line
-on the check's connection, unless the caller has left earlier output unread or this process is ending; when the control
-socket ends, or this process exits, every check is killed.
+The process has imported and warmed up the library, so a fork takes milliseconds. Each check runs in its own fork: it
+sees no data of other checks, and if it hangs, it is killed without affecting them. The process is started by `python -I
+-S -c` with one end of a socket as standard input.
 
 A request is one message, `LIMITS`, with one descriptor: the check's connection. From this connection, the check reads a
-JSON object until the end of input, and then writes one object. The last line is the check's end as reported by
+JSON object until the end of input. It writes one object. Then this process adds a last line with the result of
 `os.wait4`: `{"status", "seconds"}`.
+
+Invariants:
+
+- This process has one thread. It never reads an answer: only the forks do.
+- A check is killed when its caller hangs up.
+- The last line follows every exit of a check, unless the caller has left earlier output unread or this process is
+  ending.
+- Every check is killed when the control socket ends or this process exits.
 """
 
 from __future__ import annotations
@@ -135,7 +140,7 @@ class CheckForker:
 
 
 def main(module: str) -> None:
-    """Serve the socket on descriptor 0 until it ends, with the checks of the module."""
+    """Serve the socket on descriptor 0 until it ends. The module named `module` defines the check."""
     sys.dont_write_bytecode = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable(logging.CRITICAL)  # libraries log texts that they cannot parse, but the verdict has the reason

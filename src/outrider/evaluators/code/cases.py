@@ -24,13 +24,15 @@ class CodeOptions(Spec):
     """Options of kind `code`. A task gives either `inputs` and `outputs`, of equal length, or `test` with
     `entry_point`.
 
-    file: path of the program in the sandbox; None for the last fenced block of code in the agent's final answer.
-    inputs, outputs: for each case the program's input and its expected output. With `fn_name`: the arguments of that
-        function and its result, as lists and values, or as text with a JSON value per line.
-    prompt, entry_point, test: a row of HumanEval; `test` defines `check(candidate)`.
-    reward: `all` is 1 if every case passes, and stops at the first failure; `share` is the fraction of passing cases.
+    file: path of the program in the sandbox. None means the last fenced block of code in the agent's final answer.
+    inputs, outputs: the input and the expected output of each case. With `fn_name`, the arguments and the result of
+        that function, given as JSON values, or as text with one JSON value per line.
+    prompt, entry_point, test: fields of a row of HumanEval. `test` defines `check(candidate)`.
+    reward: `all` gives 1 if every case passes, and stops at the first failure. `share` gives the fraction of passing
+        cases.
     case_seconds, total_seconds: time limits of one run of the program, and of all runs with the check. The default of
-        `total_seconds` is three quarters of `task.evaluator.seconds`. output_bytes: output limit of one run.
+        `total_seconds` is three quarters of `task.evaluator.seconds`.
+    output_bytes: output limit of one run.
     python: the interpreter in the sandbox.
     """
 
@@ -59,8 +61,8 @@ class CodeOptions(Spec):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One case. `given` is the standard input as text, or the list of a function's arguments. `accepted` are the
-    passing results: texts split by `lines`, or values."""
+    """One case. `given` is the program's standard input as text, or the list of a function's arguments. A program
+    passes if its result is one of `accepted`, which are lists of lines (see `lines`) or values."""
 
     given: Any
     accepted: tuple[Any, ...]

@@ -1,14 +1,18 @@
-"""The code evaluator: runs a candidate program in a sandbox and compares its results in the service.
+"""The code evaluator: runs a program, the candidate, in a sandbox and compares its results in the service.
 
 A program from the agent's last reply runs in a new sandbox with small limits. A program in a file runs in the sandbox
 that has the file.
 
 The candidate may have changed everything in its sandbox, including the interpreter. So the service sends only inputs to
-the sandbox, receives outputs, and never sends expected results. A hidden `check(candidate)` is Python code of the
-task's author. The check runs in a second, untouched sandbox, and the service passes the check's calls of the candidate
-on, as values of built-in types. Invariants: expected outputs and tests are never in the candidate's sandbox; a
-candidate that misbehaves, takes too long or prints too much fails its case; a condition that prevents a run of the
-candidate is an error.
+this sandbox, and never expected results. A hidden `check(candidate)` is Python code of the task's author. It runs in a
+second, untouched sandbox. When it calls the candidate, the service passes the arguments and the result on as values of
+built-in types.
+
+Invariants:
+
+- Expected outputs and tests are never in the candidate's sandbox.
+- A candidate that misbehaves, takes too long or prints too much fails its case.
+- If the candidate cannot run for any other reason, that is an error.
 """
 
 from __future__ import annotations
@@ -43,14 +47,14 @@ QUOTED = 200
 RUN_SECONDS = 0.05
 """Minimum duration of one run of a program, in seconds."""
 LATE_SECONDS = 10.0
-"""If a program still runs this many seconds after the time limit of its run, the sandbox has failed to end the program.
-A fork bomb of thousands of processes leaves the sandbox's own process no processor time to do so."""
+"""A program that still runs this many seconds after its time limit counts as unstoppable. For example, a fork bomb of
+thousands of processes leaves the sandbox's own process no processor time to kill it."""
 SMALL = Resources(memory_mb=1024, disk_mb=256, pids=64)
-"""Limits of a sandbox for a program of the last reply. A fork bomb of 64 processes leaves the sandbox's own process
-enough processor time to kill the bomb."""
+"""Limits of a sandbox for a program from the last reply. A fork bomb of 64 processes leaves the sandbox's own process
+enough processor time to kill it."""
 FEW_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "4")
-"""Variables with which programs run. Without them, numerical libraries start a thread per processor of the machine,
-which may exceed SMALL."""
+"""Environment variables of the programs. Without them, numerical libraries start a thread per processor of the machine,
+which may exceed the number of processes in SMALL."""
 
 
 class WrongAnswer(Exception):
@@ -179,7 +183,7 @@ class CandidateProgram:
 
     @property
     def left(self) -> float:
-        """Seconds left for all runs."""
+        """The seconds left for all runs."""
         return self._deadline - self._clock()
 
     async def printed(self, text: str) -> list[str]:
@@ -202,7 +206,7 @@ class CandidateProgram:
     async def asked(self, name: str, call: dict[str, Any], *, prompt: str = "") -> dict[str, Any]:
         """Return the result of a call in the form of `guest.run_call`: an encoded `value`, or `raised`."""
         request = {"file": self._program, "prompt": prompt, "name": name, **call}
-        # -I, because otherwise the guest's program could import a candidate's file named like a module of Python.
+        # -I keeps Python from importing a candidate's file in place of a standard module of the same name.
         command = [self._options.python, "-I", "-B", "-c", f"{guest()}\nrun_call()"]
         done = await self._ran(command, json.dumps(request).encode())
         try:
@@ -238,8 +242,8 @@ class CandidateProgram:
         return done
 
     async def _confirm_broken(self) -> None:
-        """Set `broke_sandbox`. If another sandbox does not work either, the candidate is not the cause, and the failure
-        of this other sandbox is raised."""
+        """Set `broke_sandbox` if a new sandbox works. Otherwise the candidate is not the cause, and the failure of the
+        new sandbox is raised."""
         async with self._outcome.beside(small(self._outcome.task.runtime.resources)) as other:
             await probe(other, self._options.python)
         self.broke_sandbox = True

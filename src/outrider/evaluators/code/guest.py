@@ -1,10 +1,9 @@
-"""The code that runs in sandboxes: a call of a candidate's function in one sandbox, a hidden check in another.
+"""The code that runs in sandboxes: a call of a candidate's function in one sandbox, and a hidden check in another.
 
-The code needs only Python 3.8 or newer. The code is in one file, because the service sends the file's text with a last
-line that starts one of the two parts. Only values of built-in types leave a process, as JSON (`encode`, `decode`), so
-that an object that claims to equal everything stays in its own process. The service only compares the output of
-`run_call`, which the candidate may have forged. Invariant: the candidate affects the check only through return values
-and exceptions.
+The code needs only Python 3.8 or newer. It is one file, because the service sends its text with a last line that starts
+one of the two parts. Values leave a process only as JSON of built-in types (`encode`, `decode`): an object that claims
+to equal everything stays in its own process. The service only compares the output of `run_call`, which the candidate
+may have forged. Invariant: the candidate affects the check only through return values and exceptions.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import types
 from typing import Any
 
 MARK = "outrider-step:"
-"""Prefix of the Checker's own lines, among the prints of the check in the same output."""
+"""Prefix of the lines that the Checker prints. It distinguishes these lines from the prints of the check."""
 
 
 def encode(value: Any) -> Any:
@@ -133,7 +132,7 @@ class Checker:
             except SyntaxError:  # a prompt may end at a function without a body
                 code = compile(f"{prompt}\n    pass\n", "prompt", "exec")
             exec(code, scope)
-            scope[name] = self._candidate  # some checks call the function by its name
+            scope[name] = self._candidate  # some checks call the function by its own name
             exec(compile(test, "test", "exec"), scope)
             scope["check"](self._candidate)
             self._said.put({"passed": self._answered})

@@ -40,7 +40,7 @@ a text of a megabyte."""
 
 
 class Criterion(Spec):
-    """A criterion that an answer should meet, or with a negative weight should not meet."""
+    """A criterion for an answer. If `weight` is negative, a good answer does not meet the criterion."""
 
     name: Name
     text: Text
@@ -48,18 +48,19 @@ class Criterion(Spec):
 
 
 class JudgeOptions(Spec):
-    """Options of kind `judge`. A task gives exactly one of `grader`, a name in the setting `graders`, and `frozen`, the
-    name of a frozen model.
+    """Options of kind `judge`. A task gives either `grader`, a name in the setting `graders`, or `frozen`, the name of
+    a frozen model.
 
-    by: `reference`: is the answer as right as the `reference`? `rubric`: which of the `criteria` does the answer meet?
-        `pairwise`: is the answer better than the `reference`? Each vote has a pairwise question for each order of the
-        two answers.
+    by: the kind of question. `reference`: is the answer as right as the `reference`? `rubric`: which of the `criteria`
+        does the answer meet? `pairwise`: is the answer better than the `reference`? A pairwise vote has one question
+        for each order of the two answers.
     template: replaces the built-in question. {instruction}, {reference}, {criteria}, {answer}, and in pairwise judging
         {first} and {second}, are filled in.
-    votes: number of repetitions of a question. combine: `majority` needs more than half of the votes, `mean` is their
-        mean.
+    votes: number of repetitions of a question.
+    combine: `majority` needs more than half of the votes, `mean` is their mean.
     tries: maximum attempts of one vote until the reply has its grades.
-    call_seconds: time limit of one call. answer_chars: longer answers get reward 0, without a call.
+    call_seconds: time limit of one call.
+    answer_chars: longer answers get reward 0, without a call.
     """
 
     grader: Name | None = None

@@ -1,11 +1,11 @@
 """The SWE-bench evaluator: runs a repository's tests on the agent's changes and judges the results with swebench's
 grading.
 
-The tests run in a new sandbox with only the carried paths of the agent's sandbox, so that the tests are not run by
-programs that the agent has installed. All other files that influence tests (the files of the test patch, the
-configuration of pytest) are first restored from an untouched sandbox. The log is read from the sandbox and judged by
-swebench's own parsers in a confined process (see `checks/pool.py`). Invariants: code under test that disturbs its run
-loses the reward; a machine or a task that cannot run the tests is an error.
+The tests run in a new sandbox with only the carried paths of the agent's sandbox, so that programs that the agent has
+installed do not run them. Before the run, all other files that influence tests (the files of the test patch, the
+configuration of pytest) are restored from an untouched sandbox. swebench's own parsers judge the log in a confined
+process (see `checks/pool.py`). Invariants: if code under test disturbs its run, the reward is 0; if the machine or the
+task cannot run the tests, that is an error.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SwebenchEvaluator:
         LIBRARY.require()
 
     async def check_spec(self, host: Host) -> None:
-        """Raise InvalidField if swebench does not have the row's parser, or if the parser refuses this row."""
+        """Raise InvalidField if swebench has no parser for the row, or if the parser refuses this row."""
         request = self._options.model_dump(include=ROW)
         checks = await checks_of(host, CHECKS)
         checked = await checks.check(request, seconds=self._options.check_seconds, submitted=True)
@@ -294,7 +294,7 @@ def finder(new: Collection[str], path: str, key: str, name: str) -> str:
 
 
 def script(options: SwebenchOptions, place: str, name: str) -> str:
-    """Return the script that runs the tests: the task's own commands, with variables that make pytest load the
+    """Return the script that runs the tests. It has the task's own commands, and variables that make pytest load the
     plugin."""
     lines = []
     if options.pytest is not False:

@@ -66,16 +66,19 @@ Script = Annotated[str, StringConstraints(min_length=1, max_length=SCRIPT)]
 
 
 class SwebenchOptions(Spec):
-    """The columns of a row for grading, under swebench's names in lower case.
+    """The options of kind `swebench`: the columns of a data set's row, under swebench's names in lower case.
 
-    The tests are run by `eval_script`, which applies the test patch itself and prints the markers, or by
-    `test_command`, before which the evaluator applies `test_patch`. With a script the patch only lists the files and
-    folders of the tests. The parser is `log_parser` (5.x), or the parser of `repo` (4.x). `pytest`: whether the tests
-    run in pytest; by default the parser decides. `restored`: paths below `folder` to restore to their state before the
-    agent, besides the files of the test patch; by default the result of `restored_paths`. `expected`: the status that
-    each test must have, as in rows of R2E-Gym; with `expected`, the lists of tests only name the tests.
-    `test_empty_patch`: whether the tests run for an agent that changed nothing. By default, such an agent earns 0
-    without a run, unless `expected` is set.
+    eval_script: runs the tests. The script applies the test patch itself and prints the markers.
+    test_command: runs the tests in place of `eval_script`, after the evaluator has applied `test_patch`.
+    test_patch: with `eval_script`, used only to find the files and folders of the tests.
+    log_parser, repo: the parser of the log (swebench 5.x), or the repository that determines the parser (4.x).
+    pytest: true if the tests run in pytest. By default, the parser decides.
+    restored: paths below `folder` to restore to their state before the agent, besides the files of the test patch. The
+        default is the result of `restored_paths`.
+    expected: the status that each test must have, as in rows of R2E-Gym. With `expected`, the lists of tests only name
+        the tests.
+    test_empty_patch: true to run the tests even if the agent changed nothing. By default, such an agent gets reward 0
+        without a run, unless `expected` is set.
     """
 
     instance_id: Test
@@ -163,7 +166,7 @@ def test_folder(path: str) -> str | None:
 
 
 def is_test(path: str) -> bool:
-    """Return True for a test file, judged by the segments of its path: `src/_pytest/a.py` is not a test file."""
+    """Return True if the segments of a path show that the file is a test. For example, `src/_pytest/a.py` is not."""
     name = path.rpartition("/")[2]
     stem = name.removesuffix(".py")
     return (
@@ -174,10 +177,12 @@ def is_test(path: str) -> bool:
 
 
 def restored_paths(options: SwebenchOptions, found: Iterable[str]) -> list[str]:
-    """Return the sorted paths below `folder` to restore. The files of the test patch are always restored. If the option
-    `restored` is given, its paths are also restored. Otherwise the test folders changed by the patch, the configuration
-    files `found` in the repository, and, for an `eval_script`, the files of git are also restored. A row without a test
-    patch has its tests in the repository: the files that its tests name are restored."""
+    """Return the sorted paths below `folder` to restore:
+
+    - the files of the test patch or, without a test patch, the test files in the repository that the row's tests name
+    - the paths in the option `restored`, if it is given
+    - otherwise the test folders of these files, the configuration files `found` in the repository and, with an
+      `eval_script`, the files of git"""
     files = files_of(options.test_patch or "")
     if not files:
         named = {test.partition("::")[0] for test in (*options.fail_to_pass, *options.pass_to_pass) if "::" in test}
@@ -185,7 +190,7 @@ def restored_paths(options: SwebenchOptions, found: Iterable[str]) -> list[str]:
     if options.restored is not None:
         return sorted({*files, *options.restored})
     folders = {folder for file in files if (folder := test_folder(file)) is not None}
-    # A folder is restored with everything in it, so that its files need not be named.
+    # Restoring a folder restores everything in it, so its files need not be listed.
     files = {file for file in files if test_folder(file) is None} if not options.test_patch else files
     git = GIT if options.eval_script is not None else ()
     return sorted({*files, *folders, *found, *git})

@@ -32,7 +32,7 @@ LIBRARIES = {
 }
 """Folders of libraries, outside the repository."""
 OF_TESTING = ("pytest", "_pytest", "pluggy", "unittest", "numpy.testing", "pandas.testing", "pandas._testing")
-"""Modules whose functions decide about tests, with the modules below them."""
+"""Modules whose functions decide whether tests pass. Their submodules are included."""
 BUILTINS = tuple(dir(builtins))
 NAMES_OF_EXCUSES = ("skip", "xfail", "require")
 """Parts of the names with which a test skips itself or expects its failure, such as `pytest.importorskip` and
@@ -51,7 +51,7 @@ class ReportFile:
 
 
 class Reporter:
-    """Reports the beginning and the end of the run, and each phase of a test that decides the test's outcome."""
+    """Reports the beginning and the end of the run, and each phase of a test that can decide its outcome."""
 
     def __init__(self, config: Any, report: ReportFile, key: str, planted: str) -> None:
         self._config = config
@@ -98,8 +98,8 @@ class Guard:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: Any) -> None:
-        """Remember the plugins that pytest has before it imports tests. A package with such a plugin is a part of
-        pytest here, and does not count as code under test."""
+        """Remember the plugins that pytest has loaded before it imports tests. The packages of these plugins count as
+        parts of pytest, not as code under test."""
         self._plugins = session.config.pluginmanager.get_plugins()
         names = [each.__name__ for each in self._plugins if isinstance(each, types.ModuleType)]
         tops = [sys.modules.get(name.partition(".")[0]) for name in (*names, *OF_TESTING)]
@@ -150,8 +150,8 @@ class Guard:
 
     def _added(self, config: Any, items: Any) -> Any:
         """Yield the objects that may have been added to the run after pytest imported the tests, each with a name."""
-        # New plugins are expected if a module of tests names plugins of the repository. This module, which has the
-        # canaries, is not searched, because its text contains `pytest_plugins`.
+        # New plugins are expected if a test module names plugins (`pytest_plugins`). This file, which has the canaries,
+        # is not searched, because it contains the same word.
         texts = [text for file, text in self._texts.items() if os.path.basename(file) != os.path.basename(__file__)]
         if self._plugins is not None and not any(b"pytest_plugins" in (text or b"") for text in texts):
             for plugin in config.pluginmanager.get_plugins() - self._plugins:
@@ -164,14 +164,14 @@ class Guard:
             yield f"the loader of {item.module.__name__}", getattr(item.module, "__loader__", None)
 
     def _is_under_test(self, value: Any, folders: Any) -> bool:
-        """Return whether code of a value is in the repository, and belongs neither to the tests nor to a plugin."""
+        """Return whether a value has code in the repository that is part of neither the tests nor a plugin."""
         known = (*self._own, *folders, os.path.abspath(__file__))
         files = [file for file in files_of(value) if not is_of_library(file) and not file.startswith(known)]
         return any(os.path.basename(file) != "conftest.py" for file in files)
 
 
 def parts_of_testing() -> Any:
-    """Return the parts of Python and its libraries that decide about tests: values by module and name."""
+    """Return the parts of Python and its libraries that decide whether tests pass, by module and name."""
     parts = {("builtins", name): getattr(builtins, name, None) for name in BUILTINS}
     for module, content in list(sys.modules.items()):
         if (module + ".").startswith(tuple(each + "." for each in OF_TESTING)):
@@ -257,7 +257,7 @@ class Watcher:
         report, error = made.get_result(), call.excinfo.value
         report.outrider_excused_by = excused_by(error, item)
         if item.name == self._planted and call.when == "call" and isinstance(error, EXCUSES):
-            report.outrider_excused_by = str(item.fspath)  # the canary's own code excuses nothing
+            report.outrider_excused_by = str(item.fspath)  # the canary never skips itself, so any skip is reported
 
 
 def is_function(item: Any) -> bool:
@@ -305,7 +305,7 @@ def must_fail() -> None:
         except FAILURES:
             continue
         return
-    # This is an assert statement, because pytest rewrites the assert statements of tests.
+    # An assert statement also checks that pytest's rewriting of assert statements works.
     assert not checks, "this test always fails: Outrider has added it"
 
 
@@ -400,7 +400,8 @@ def plant(config: Any, path: str, key: str, planted: str, option: str) -> None:
     option that loads this plugin. The option is removed from the environment, so that nested runs of pytest do not
     report."""
     worker = hasattr(config, "workerinput")
-    if worker or getattr(config.option, "dist", "no") == "no":  # xdist's workers also read the variable
+    # xdist's workers must also read the variable, so the first process keeps it
+    if worker or getattr(config.option, "dist", "no") == "no":
         os.environ["PYTEST_ADDOPTS"] = os.environ.get("PYTEST_ADDOPTS", "").replace(option, "")
     report = ReportFile(path, key)
     config.pluginmanager.register(Guard(report), "outrider-guard")
