@@ -1,9 +1,11 @@
 """Adapters of data sets in which the agent's reply is the answer: verl's rows and NeMo Gym's rows.
 
-The right answers and test cases go into the evaluator's options, which no agent sees. Sources of the columns: for verl
-`examples/data_preprocess/gsm8k.py` (volcengine/verl at 030a519a); for Eurus-2 the converters of its users, because its
-file is 1.7 GB; for NeMo Gym `resources_servers/math_with_judge/task_data.py`, `resources_servers/code_gen/app.py` and
-`environments/swe/data/example.jsonl` (NVIDIA-NeMo/Gym at 195e8fcc, 05a4377b and 62c6fc29).
+The right answers and test cases go into the evaluator's options, which no agent sees. Sources of the columns:
+
+- verl: `examples/data_preprocess/gsm8k.py` (volcengine/verl at 030a519a)
+- Eurus-2: the converters of its users, because its file is 1.7 GB
+- NeMo Gym: `resources_servers/math_with_judge/task_data.py`, `resources_servers/code_gen/app.py` and
+  `environments/swe/data/example.jsonl` (NVIDIA-NeMo/Gym at 195e8fcc, 05a4377b and 62c6fc29)
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ MAX_PACKED = 256 << 20
 
 
 def verl(columns: Columns, given: Additions) -> Draft:
-    """The adapter of rows for verl's trainers: `prompt`, a list of messages or a text, and `reward_model.ground_truth`,
-    the right answer or test cases. A row's number is its id."""
+    """The adapter of rows for verl's trainers. The column `prompt` is a text or a list of messages.
+    `reward_model.ground_truth` has the right answer or test cases. A row's id is its number."""
     instruction = question(columns, "prompt")
     number = str(columns.number)
     truth = columns.get("reward_model.ground_truth")
@@ -61,9 +63,9 @@ def verl(columns: Columns, given: Additions) -> Draft:
 
 
 def nemo_gym(columns: Columns, given: Additions) -> Draft:
-    """The adapter of rows of NeMo Gym. Nemotron's data for NeMo Gym have the same form. A row has
-    `responses_create_params.input` and the data that the verifier needs: `expected_answer`,
-    `verifier_metadata.unit_tests`, or a row of SWE-bench."""
+    """The adapter of rows of NeMo Gym, and of Nemotron's data in the same format. A row has
+    `responses_create_params.input` and the verifier's data: `expected_answer`, `verifier_metadata.unit_tests`, or a row
+    of SWE-bench."""
     if isinstance(columns.get("verifier_metadata.instance_dict"), Mapping | str):
         return nemo_gym_swe(columns, given)
     instruction = question(columns, "responses_create_params.input")

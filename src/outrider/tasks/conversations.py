@@ -20,9 +20,9 @@ def is_conversation(value: Any) -> bool:
 
 
 def text_of(messages: list[Any]) -> str:
-    """Return the text of a conversation. A single question follows the messages that introduce it, after an empty line.
-    In a longer conversation each message has its role in front of it. Raises ValueError for messages that cannot be
-    written as text, such as images and tool calls."""
+    """Return the text of a conversation. Introductory messages and a single question are joined by empty lines. In a
+    longer conversation, every other message begins with its role (`User: …`). Raises ValueError for messages that
+    cannot be written as text, such as images and tool calls."""
     said = [(message.get("role"), content_of(message, number)) for number, message in enumerate(messages)]
     said = [(role, text) for role, text in said if text]
     if not said:

@@ -83,8 +83,8 @@ class Columns:
         return patch
 
     def tests(self, name: str, *, needed: bool = False) -> list[str]:
-        """Return the names of tests, from a list or from a list as JSON or Python text. If they are `needed`, an empty
-        list is a fault, because every run of such a row would count as solved."""
+        """Return the names of the tests in a column, which has a list or its JSON or Python text. If `needed` is true,
+        an empty list is a fault, because every run of such a row would count as solved."""
         value = self.get(name)
         if value is None and needed:
             self.missing(name)

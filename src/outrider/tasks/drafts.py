@@ -1,4 +1,4 @@
-"""Makes an example from one row with an adapter, and names the row's faults.
+"""Makes an example from one row with an adapter, and collects the row's faults.
 
 Invariant: a broken row gives an example with faults, and no exception other than InvalidField.
 """

@@ -8,9 +8,13 @@ import msgspec
 
 
 class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A known solution of a task: `patch` is a diff of the working directory, `run` a command for the sandbox, `reply`
-    the agent's last reply. Before `run`, `files` (prepare steps that write) are written; `run` gets the variables
-    `env`. `then` has the solutions of the task's later steps."""
+    """A known solution of a task.
+
+    patch: a diff of the working directory.
+    run, env: a command for the sandbox, and its environment variables.
+    files: prepare steps that write files before `run`.
+    reply: the agent's last reply.
+    then: the solutions of the task's later steps."""
 
     patch: str | None = None
     run: str | None = None

@@ -1,7 +1,7 @@
-"""Writes Harbor task folders as the dataset of verl's RemoteAgentLoop recipe.
+"""Writes Harbor task folders as a dataset for verl's recipe RemoteAgentLoop.
 
-The rows name the folders and contain no tasks: the recipe uploads a folder when it runs a task. Invariant: the name of
-the written file changes with every file of every folder, and with every argument.
+The rows name the folders and contain no tasks, because the recipe uploads a folder when it runs a task. Invariant: the
+name of the written file changes with every file of every folder, and with every argument.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ FORMAT = 1
 def recipe_rows(
     root: Path, *, data_source: str = "harbor", ability: str = "agent", split: str = "train", limit: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return a row for each Harbor task folder below `root`, sorted by path. The ground truth is the task's id, the
-    folder's path below `root` with `__` in place of slashes; `task_metadata` is the table `metadata` of task.toml, as
+    """Return a row for each Harbor task folder below `root`, sorted by path. The ground truth is the task's id: the
+    folder's path below `root`, with `__` in place of slashes. `task_metadata` is the table `metadata` of task.toml, as
     JSON. Raises InvalidField for a broken folder, and if `root` has no task folder."""
     folders = harbor_folders(root)
     if not folders:

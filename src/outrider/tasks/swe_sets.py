@@ -1,11 +1,13 @@
 """Adapters of data sets of repositories other than SWE-bench. The docstring of each adapter describes how its rows
 differ from SWE-bench's rows.
 
-Sources of the columns and rules: SWE-Gym in SWE-Gym/SWE-Bench-Fork (242429c1: `constants.py`, `log_parsers.py`),
-SWE-rebench in SWE-rebench/SWE-bench-fork (39316f79: `test_spec.py`, `grading.py`, `utils.py`), SWE-smith in
-SWE-bench/SWE-smith (cf2e649d: `harness/utils.py`, `harness/grading.py`, `harness/gather.py`), R2E-Gym in
-R2E-Gym/R2E-Gym (69bc9535: `agenthub/runtime/docker.py`, `repo_analysis/execution_log_parser.py`), SWE-bench Pro in
-scaleapi/SWE-bench_Pro-os (ca10a60a: `swe_bench_pro_eval.py`, `run_scripts`, `README.md`).
+Sources of the columns and rules:
+
+- SWE-Gym: SWE-Gym/SWE-Bench-Fork (242429c1: `constants.py`, `log_parsers.py`)
+- SWE-rebench: SWE-rebench/SWE-bench-fork (39316f79: `test_spec.py`, `grading.py`, `utils.py`)
+- SWE-smith: SWE-bench/SWE-smith (cf2e649d: `harness/utils.py`, `harness/grading.py`, `harness/gather.py`)
+- R2E-Gym: R2E-Gym/R2E-Gym (69bc9535: `agenthub/runtime/docker.py`, `repo_analysis/execution_log_parser.py`)
+- SWE-bench Pro: scaleapi/SWE-bench_Pro-os (ca10a60a: `swe_bench_pro_eval.py`, `run_scripts`, `README.md`)
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ rm -rf .git
 git init -q . && git add -A && git -c user.name=x -c user.email=x@localhost commit -q -m base
 """
 """Shell script that applies the bug to the repository, and makes the result the only commit. Otherwise a diff or an
-older commit would show the solution. SWE-smith's own repositories, which are mirrors, also have a single commit."""
+older commit would show the solution. SWE-smith's own mirrors of repositories also have a single commit."""
 NAMED = 20
 """Maximum number of failing tests that an instruction names."""
 R2E_PLACE = "/root/r2e"
@@ -94,7 +96,7 @@ for test in json.load(open(sys.argv[1]))["tests"]:
     status = "PASSED" if test["status"] == "PASSED" else "FAILED"
     print(status, re.sub(r"[%\\s]", lambda blank: "%%%02X" % ord(blank.group()), test["name"]))
 """
-"""Program that prints the results of an instance's parser as lines that swebench's parser reads."""
+"""Program that prints the results of an instance's parser in the format that swebench's parser reads."""
 
 
 def swe_gym(columns: Columns, given: Additions) -> Draft:
@@ -123,8 +125,9 @@ def swe_rebench(columns: Columns, given: Additions) -> Draft:
 
 
 def swe_smith(columns: Columns, given: Additions) -> Draft:
-    """SWE-smith: the tests are in the repository, and `patch` is the bug. The patch is applied to the repository of the
-    image, and the known solution removes it again. A row without a statement names its failing tests."""
+    """SWE-smith: the tests are in the repository, and `patch` is the bug. A prepare step applies the patch to the
+    repository of the image, and the known solution removes it again. If a row has no statement, the instruction names
+    the failing tests."""
     name = columns.text("instance_id")
     bug = columns.patch("patch")
     fail_to_pass = columns.tests("FAIL_TO_PASS", needed=True)
@@ -149,10 +152,10 @@ def swe_smith(columns: Columns, given: Additions) -> Draft:
 
 
 def swebench_pro(columns: Columns, given: Additions) -> Draft:
-    """SWE-bench Pro: the lists of tests have lower-case names and are texts of Python lists, and a tag names the image.
-    Each instance has a script that runs its tests, and a program that reads the script's output. Both are in the folder
-    `run_scripts` of SWE-bench Pro's repository, and this folder must be beside the file of rows. If the user gives a
-    test command, pytest's log is read instead."""
+    """SWE-bench Pro: the columns of tests have lower-case names and contain Python lists as text. A tag names the
+    image. Each instance has a script that runs its tests, and a program that reads the script's output. Both are in the
+    folder `run_scripts` of SWE-bench Pro's repository, which must be beside the file of rows. If the user gives a test
+    command, pytest's log is read instead."""
     name = columns.text("instance_id")
     patch = columns.patch("test_patch")
     lists = {key: columns.tests(key, needed=key == "fail_to_pass") for key in ("fail_to_pass", "pass_to_pass")}
@@ -197,8 +200,9 @@ def quoted(test: str) -> str:
 
 
 def r2e_gym(columns: Columns, given: Additions) -> Draft:
-    """R2E-Gym: rows have no id, no patch and no lists of tests, but the statuses that the tests of the image must have.
-    The known solution is the new content of the commit's files, except files of tests."""
+    """R2E-Gym: instead of a patch and lists of tests, a row has the status that each test in the image must have. The
+    id is made from the repository and the commit. The known solution is the new content of the commit's files, except
+    files of tests."""
     repo, commit = columns.text("repo_name"), columns.text("commit_hash")
     name = f"{repo}__{commit}"
     expected = expected_of(columns)

@@ -49,8 +49,8 @@ ACTIVATE = """\
 export LANG=C.UTF-8 LC_ALL=C.UTF-8
 [ ! -e /opt/miniconda3/bin/activate ] || { . /opt/miniconda3/bin/activate && conda activate testbed; }
 """
-"""Lines before a test command. They activate the environment that has the Python in images built by swebench's
-harness."""
+"""Lines before a test command. In images built by swebench's harness, they activate the conda environment with the
+repository's Python."""
 PYTEST = f"pytest -rA {TESTS}"
 COMMANDS = {
     **dict.fromkeys(
@@ -92,13 +92,14 @@ def swebench_examples(
     limit: int | None = None,
 ) -> list[Example]:
     """Return the tasks of a task repository, or of a file with rows of swebench 4.x or 5.x, in the order of the source.
+    Raises InvalidField.
 
-    `image` is the name of every task's image, in which placeholders are filled in (`image_name`). If `image` is None,
-    the row's column `image` is used. `template` is a partial task that overrides the task made here, such as its
-    prepare steps or carried paths. `test_command` is the test command for rows of 4.x, which have none; without it the
-    command of the row's repository is used. In the command, `{tests}` is replaced by the test files of the test patch,
-    and `{modules}` by the same files in the form of Django's test runner. `tasks` chooses rows by `instance_id`. Raises
-    InvalidField.
+    image: template for the name of every task's image (see `image_name`). By default, the row's column `image` is used.
+    template: a partial task that overrides the task made here, for example its prepare steps or carried paths.
+    test_command: the test command for rows of 4.x, which do not have one. By default, the command of the row's
+        repository is used. `{tests}` in the command becomes the test files of the test patch, and `{modules}` becomes
+        the same files in the form of Django's test runner.
+    tasks: the rows to return, by `instance_id`.
     """
     rows = list(swebench_rows(source))
     by_id = {str(row.get("instance_id")): row for row in rows}
@@ -131,8 +132,8 @@ def swebench_example(
 
 
 def swebench(columns: Columns, given: Additions, *, image: str | None = IMAGE) -> Draft:
-    """The adapter of rows of SWE-bench 4.x and 5.x. `image` is the template of the image's name for a row without an
-    image."""
+    """The adapter of rows of SWE-bench 4.x and 5.x. If a row names no image, `image` is the template for the image's
+    name."""
     options = options_of(columns)
     command = given.test_command or columns.optional_text("test_command")
     if columns.optional_text("eval_script") is not None and command is None:
@@ -158,9 +159,12 @@ def options_of(columns: Columns) -> dict[str, Any]:
 def run_by_command(
     columns: Columns, given: Additions, *, known: Mapping[str, str] = COMMANDS, own: str | None = None
 ) -> dict[str, Any]:
-    """Return the options that run the tests of the row's test patch. The command is the user's; else `own`, a command
-    that the row names; else the known command of the row's repository. A row's column `test_command` is run as it
-    is."""
+    """Return the options that run the tests of the row's test patch. The first of these commands is used:
+
+    - the user's command
+    - the row's column `test_command`, without ACTIVATE before it
+    - `own`, another command that the row names
+    - the command of the row's repository in OLDER or `known`"""
     patch = columns.patch("test_patch")
     try:
         changed = files_of(patch)
@@ -179,7 +183,7 @@ def run_by_command(
 
 
 def filled_command(command: str, changed: set[str]) -> str:
-    """Return a test command for the test files among the `changed` files, without data files."""
+    """Replace the placeholders of a test command by the test files among the `changed` files, without data files."""
     run = sorted(file for file in changed if is_test(file) and not file.endswith(NOT_RUN))
     run = [file for file in run if file.endswith(".py")] or run  # data files of Python tests are left out
     modules = [file.removesuffix(".py").removeprefix("tests/").replace("/", ".") for file in run]
@@ -187,9 +191,8 @@ def filled_command(command: str, changed: set[str]) -> str:
 
 
 def image_of(columns: Columns, given: Additions, image: str | None) -> str | None:
-    """Return the name of the row's image. The name is made from the user's template, or, without this template, from
-    `image`, the row's name of an image or the data set's template. An empty template means no image: the user's own
-    runtime has the repository."""
+    """Return the name of the row's image. The user's template takes precedence over `image`, which is the row's name of
+    an image or the data set's template. An empty template means no image: the user's own runtime has the repository."""
     template = image if given.image is None else given.image
     return image_name(template, columns) if template else None
 

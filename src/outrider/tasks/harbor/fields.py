@@ -11,8 +11,11 @@ from typing import NamedTuple
 
 
 class Use(StrEnum):
-    """The use of a field. given: the value becomes part of the task. checked: a value that Outrider does not support is
-    refused, with the field's name. unused: the field has no effect on a session."""
+    """The use of a field.
+
+    given: the value becomes part of the task.
+    checked: if Outrider does not support the value, the task is refused with the field's name.
+    unused: the field has no effect on a session."""
 
     GIVEN = "given"
     CHECKED = "checked"

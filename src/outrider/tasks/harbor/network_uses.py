@@ -35,7 +35,7 @@ MIRRORS = (
     (re.compile(r"\S*pip|uvx?\b"), "mirror:pip"),
     (re.compile(r"np[mx]\b|pnpm|yarn"), "mirror:npm"),
 )
-"""The package mirrors. The pattern of a mirror matches the first word of the commands that use the mirror."""
+"""The package mirrors. Each pattern matches the first word of the commands that use the mirror."""
 URL = re.compile(r"(https?)://([\w.-]+)(?::(\d+))?")
 MAX_LINE = 2000
 PIP = "mirror:pip"
@@ -92,8 +92,8 @@ def covered(needs: str, destinations: Sequence[str]) -> bool:
 
 
 def with_uv_of_mirror(script: str) -> str:
-    """Return a shell script in which uv's installers, downloaded from their sites, are replaced by ours, which takes
-    the same version of uv from `mirror:pip`."""
+    """Return a shell script that installs uv without uv's own site. Commands that download and run uv's installer are
+    replaced by our installer, which takes the same version from `mirror:pip`."""
     return UV_INSTALLER.sub(lambda found: f"{found[3]}sh {UV_AT} {found[1] or found[2] or ''}".rstrip(), script)
 
 

@@ -1,8 +1,8 @@
 """The schema of `task.toml` in Harbor 0.25: version 1.4 and older.
 
 The module is independent of folders and tasks. Invariant: the schema refuses every file that Harbor refuses. Like
-Harbor, the schema ignores unknown keys and converts types as pydantic does. `unsupported` yields the fields of a valid
-file that request features that Outrider lacks.
+Harbor, the schema ignores unknown keys and converts types as pydantic does. `unsupported` lists the fields of a valid
+file that need features which Outrider lacks.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ class Environment(Network):
 
     @model_validator(mode="after")
     def _network_of_older_schemas(self) -> Self:
-        """Apply `allow_internet` if neither a mode nor hosts are given."""
+        """Apply `allow_internet`, a setting of older schemas, if neither `network_mode` nor `allowed_hosts` is
+        given."""
         if self.allow_internet is False and "network_mode" not in self.model_fields_set and self.allowed_hosts is None:
             self.network_mode = "no-network"
         return self
@@ -310,7 +311,7 @@ class TaskToml(Table):
 
 
 class Unsupported(NamedTuple):
-    """A field that requests a feature that Outrider lacks, with the name of the feature."""
+    """A field that needs a feature which Outrider lacks. `what` names the feature."""
 
     field: str
     what: str

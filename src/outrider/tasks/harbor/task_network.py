@@ -1,4 +1,4 @@
-"""The network of a Harbor task, by the phases of its sandboxes.
+"""Computes the network of a Harbor task's sandboxes, for the agent and for the verifier.
 
 The module is pure. In Harbor, the agent and the verifier have the network of their environment unless they name their
 own. A public network becomes `*`, or the destinations that the caller chooses for it.
@@ -17,7 +17,7 @@ PUBLIC = ("*",)
 
 
 class NoDestination(ValueError):
-    """An entry of an allow-list is not a valid host. `field` is the entry's field below the table."""
+    """An entry of an allow-list is not a valid host. `field` is the path of the entry within the network's table."""
 
     def __init__(self, field: str, text: str) -> None:
         super().__init__(text)

@@ -72,8 +72,8 @@ PRIOR = "trajectory.json"
 """File with an earlier trajectory for the agent to continue."""
 CLEAN = "find {} -mindepth 1 -delete 2> /dev/null || true"
 OF_AGENTS, OF_VERIFIERS = ("/logs/agent", "/solution"), ("/tests", "/logs/verifier")
-"""Folders that are emptied before a later step. OF_VERIFIERS are emptied only if the previous step's verifier ran in
-the agent's sandbox."""
+"""Folders that are emptied before each step after the first. OF_VERIFIERS are emptied only if the previous step's
+verifier ran in the agent's sandbox."""
 SERVICES = (COMPOSE, "docker-compose.yml", "singularity-compose.yaml")
 SERVICES_TEXT = "services beside the agent's sandbox"
 OTHER_FILES = {PRIOR: "an earlier trajectory for the agent to continue"}
@@ -83,8 +83,8 @@ WORKDIR: str = RuntimeSpec.model_fields["workdir"].default
 AGENT_SECONDS, SESSION_SECONDS = Limits().agent_seconds, Limits().session_seconds
 """Outrider's limits for a task that sets no limits, in seconds."""
 PREPARING_SECONDS = 1800.0
-"""If the agent's limits of all steps together exceed AGENT_SECONDS, the session's limit is their sum plus this number
-of seconds. This is also the time limit of a step's setup.sh."""
+"""Seconds in which a sandbox is prepared. If the agent's limits of all steps together exceed AGENT_SECONDS, the
+session's limit is their sum plus these seconds. They are also the time limit of a step's setup.sh."""
 
 
 def harbor_examples(
@@ -98,13 +98,14 @@ def harbor_examples(
     network: Sequence[str] = PUBLIC,
 ) -> list[Example]:
     """Return the Harbor tasks below a folder: each folder with `task.toml` and `instruction.md` or `steps`, sorted by
-    path.
+    path. Raises InvalidField for a broken task and for a task with unsupported fields, and TooLarge if the files of a
+    task are too large.
 
-    `tasks` selects tasks by their paths below `root`. `image` is the image of tasks that name none, in place of their
-    Dockerfile. With `offline`, tasks get no network, even if they request one. `network` are the destinations of a task
-    that requests a public network. The values of `${NAME}` come from `environ`, by default this process's environment,
-    and become part of the task. Raises InvalidField for a broken task and for a task with unsupported fields, and
-    TooLarge if the files of a task are too large.
+    tasks: paths below `root` of the tasks to return.
+    image: the image of tasks that name none, in place of their Dockerfile.
+    environ: the values of `${NAME}`, by default this process's environment. They become part of the task.
+    offline: true to give tasks no network, even if they request one.
+    network: the destinations of a task that requests a public network.
     """
     folders = harbor_folders(root)
     if not folders:
@@ -222,7 +223,7 @@ class HarborFolder:
         return Example(id=name, task=task, gold=self.gold(), notes=tuple(self._network_notes(runtime)))
 
     def _harness(self) -> dict[str, Any]:
-        """Return the part of the harness that a task has for any agent: MCP servers and skills."""
+        """Return the settings of the harness that suit any agent: MCP servers and skills."""
         environment = self._config.environment
         servers = []
         for number, server in enumerate(environment.mcp_servers):
@@ -447,7 +448,7 @@ class HarborFolder:
         return list(tests.values())
 
     def gold(self) -> Gold | None:
-        """Return the solutions of all steps, or None if a step has none."""
+        """Return the solutions of all steps, or None if a step has no solution."""
         whole = self._solution(self._folder / "solution")
         own = [self._solution(self._step_folder(step) / "solution") for step in self._config.steps or ()]
         first, *later = [one or whole for one in own] or [whole]
@@ -549,8 +550,8 @@ def reached(runtime: Mapping[str, Any], phase: str) -> list[str]:
 
 
 def with_uv(script: str, network: Sequence[str]) -> str:
-    """Return a script that takes uv from the mirror of Python packages, if the network has the mirror, but not the
-    site of uv's installer."""
+    """Return the script. If the network has the mirror of Python packages, but not the site of uv's installer, the
+    returned script takes uv from the mirror."""
     from_mirror = covered(PIP, network) and not covered(f"{UV_HOST}:443", network)
     return with_uv_of_mirror(script) if from_mirror else script
 

@@ -1,9 +1,9 @@
-"""Makes tasks of MiniWoB: a page of the package miniwob, with a seed, on the screen of a sandbox.
+"""Makes tasks of MiniWoB. In a task, the screen of a sandbox shows a page of the package miniwob.
 
 This module runs and downloads nothing, and does not import the package. Nodes do not need the package, because a task
 contains its page.
 
-Invariants: the same page and seed make the same task; only the reward computed by the page (`page.js`) counts.
+Invariants: the same page and random seed make the same task; only the reward computed by the page (`page.js`) counts.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ titled "reward " 50
 
 
 def miniwob_pages(html: Path | None = None) -> dict[str, Path]:
-    """Return the files of all pages by name. `html` is the folder `html` of the package; None finds the installed
-    package. Raises InvalidField."""
+    """Return the files of all pages by name. `html` is the package's folder `html`. If it is None, the folder of the
+    installed package is used. Raises InvalidField."""
     if html is None:
         found = importlib.util.find_spec("miniwob")
         if found is None or not found.submodule_search_locations:
