@@ -70,8 +70,8 @@ class ModelClient(Protocol):
     """Client of the session's models, for in-process agents. A call is admitted and recorded like a call at the
     gateway, but without HTTP. `model` is the name of a frozen model, or None for the policy.
 
-    Raises the errors of a model call: ContextOverflow, EngineError, and the session's limits. A call of a frozen model
-    raises ModelRefused and EngineError, and NotFound for an unknown name.
+    A call of the policy raises ContextOverflow, EngineError, and the errors of the session's limits. A call of a frozen
+    model raises ModelRefused, EngineError, and NotFound for an unknown name.
     """
 
     async def chat(
@@ -109,7 +109,8 @@ class HarnessOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProgramExit(HarnessError):
-    """An agent program ended with a non-zero `exit_code`. The session is graded if its model had replied."""
+    """An agent program ended with a non-zero `exit_code`. The session is graded if the model has replied at least
+    once."""
 
     def __init__(self, message: str, *, exit_code: int, hint: str, log_tail: str) -> None:
         super().__init__(message, hint=hint, log_tail=log_tail)
@@ -124,13 +125,13 @@ class Harness(Protocol):
         ...
 
     def mounts(self) -> tuple[Path, ...]:
-        """Return the host folders and files that the agent's program and its tools need, to be mounted read-only in the
-        sandbox at the same paths."""
+        """Return the host folders and files that the agent's program and its tools need. They are mounted read-only in
+        the sandbox at the same paths."""
         ...
 
     async def install(self, context: HarnessContext) -> None:
-        """Write the agent's config files into the started sandbox. Called in INIT, and again before each later step of
-        the task."""
+        """Write the agent's config files into the started sandbox. Called while the session is initializing, and again
+        before each later step of the task."""
         ...
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:

@@ -1,6 +1,6 @@
 """Builds a folder at its final path, once for all processes that request it.
 
-A build in another folder with a rename, as in concurrency/build_once.py, is impossible, because the files of a virtual
+The folder cannot be built elsewhere and renamed, as in concurrency/build_once.py, because the files of a virtual
 environment contain the path of its folder. A marker file, written last, marks a complete folder. Invariant: a folder
 with its marker is complete, even after a power loss; at most one process at a time builds a folder.
 """

@@ -1,4 +1,4 @@
-"""The command harness: runs any agent program without a terminal in the sandbox, pointed at the session's model.
+"""The command harness: runs any agent program in the sandbox, without a terminal and with the session's model endpoint.
 
 A preset describes the program as data. Invariant: every variable from which agents read the endpoint has the value of
 the session's endpoint, even if the task sets the variable.
@@ -84,10 +84,11 @@ class CommandHarness:
         return (*(found.mounts if found else ()), *(read_venv(self._venv).shown if self._venv else ()))
 
     async def install(self, context: HarnessContext) -> None:
-        """Prepare the task's virtual environment, write the preset's config files, and copy the skills. Raises
-        InvalidField for an instruction that cannot be passed to a program, for a missing or broken virtual
-        environment, for an MCP server or a skill that is not in the sandbox, and for a file of the preset that is in
-        the sandbox already; HarnessUnavailable if the program is not installed; HarnessError if the sandbox has no HOME
+        """Prepare the task's virtual environment, write the preset's config files, and copy the skills.
+
+        Raises InvalidField if the instruction cannot be passed to a program, if the virtual environment is missing or
+        broken, if an MCP server or a skill is not in the sandbox, or if the sandbox already has one of the preset's
+        files. Raises HarnessUnavailable if the program is not installed, and HarnessError if the sandbox has no HOME
         for the files."""
         check_instruction(context.task.instruction)
         words = self._words(context)
@@ -135,7 +136,7 @@ class CommandHarness:
         return with_servers(text, settings, self._servers) if settings and settings.file == file.path else text
 
     async def _check_free(self, runtime: Runtime, path: str, data: bytes) -> None:
-        """Raise InvalidField if the sandbox has another file at the path of one of the program's files."""
+        """Raise InvalidField if the sandbox already has another file at the path of a file that the preset writes."""
         try:
             if await runtime.read(path) == data:
                 return
@@ -172,8 +173,8 @@ class CommandHarness:
             command,
             env=environment,
             stdin=fill(self._preset.stdin, words).encode(),
-            # The run ends earlier, by the session's own time limit, which does not count time in which the service was
-            # suspended.
+            # The session's own time limit ends the run earlier. Unlike this limit, it does not count time in which the
+            # service was suspended.
             seconds=context.task.runtime.lifetime_seconds,
         )
         log_tail = result.log_tail()
@@ -238,8 +239,8 @@ class CommandHarness:
         return words | options | dialect | places
 
     def _of_servers(self) -> list[str]:
-        """Return the entries of the program's list of allowed tools that allow the tools of the task's MCP servers: one
-        entry for each server."""
+        """Return entries for the program's list of allowed tools, one for each of the task's MCP servers. An entry
+        allows all tools of its server."""
         allowed = self._preset.mcp.allowed if self._preset.mcp else ""
         return [allowed.format(server=server.name) for server in self._servers] if allowed else []
 

@@ -18,8 +18,8 @@ OptionType = Literal["string", "template", "integer", "number", "boolean", "name
 
 
 class CommonOption(msgspec.Struct, frozen=True, kw_only=True):
-    """A common option. `choices`, if not empty, has every value that at least one program accepts; `minimum` is the
-    smallest number. `instead` is the hint for a program without the option."""
+    """A common option. `choices`, if not empty, has every value that at least one program accepts. `minimum` is the
+    smallest number. `instead` is the hint to the user of a program that does not have the option."""
 
     type: OptionType
     help: str

@@ -107,8 +107,7 @@ _KEYS = {
     "`": "grave",
     " ": "space",
 }
-"""X names of keys that have another name at a vendor. The keys of this dictionary are the vendors' names in lower
-case."""
+"""Maps the vendors' names of keys, in lower case, to the X names."""
 
 
 def tools(vendor: Vendor, width: int, height: int, *, zoom: bool) -> list[ToolSpec]:

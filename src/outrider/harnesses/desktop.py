@@ -1,8 +1,8 @@
-"""The tool set `desktop`: a screen in the sandbox, which the model sees in screenshots or as an accessibility tree, and
-controls by mouse and keyboard.
+"""The tool set `desktop`: a screen in the sandbox. The model sees the screen in screenshots or as an accessibility
+tree, and controls it by mouse and keyboard.
 
 The option `run` opens the programs to be used. Invariants: a call acts on the screen of its own sandbox or not at all;
-a mistake of the model gives an explanation as the result; an exception is raised only for a broken sandbox.
+after a mistake of the model, the result is an explanation; an exception is raised only for a broken sandbox.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ ready xdotool get_num_desktops
 """
 
 
-# The bus is AT-SPI's own, without a session bus: programs find the bus by AT_SPI_BUS_ADDRESS. The daemon starts the
+# AT-SPI's own bus runs without a session bus: programs find it by AT_SPI_BUS_ADDRESS. The daemon starts AT-SPI's
 # registry, which needs the same variable.
 OPEN_BUS = """\
 for program in dbus-daemon {python}; do
@@ -112,9 +112,12 @@ OBSERVATIONS: tuple[Observation, ...] = get_args(Observation)
 
 
 class DesktopOptions(Spec):
-    """The size of the screen in pixels, and a shell command that opens the programs and ends when they are visible.
-    `observation` is what the model can look at: screenshots, the accessibility tree, or both. If `actions` names a
-    vendor, the model has the vendor's computer tool instead of the tools in ACTIONS."""
+    """Options of a desktop.
+
+    width, height: size of the screen in pixels.
+    run: a shell command that opens the programs and ends when they are visible.
+    observation: what the model can look at.
+    actions: a vendor. The model then has the vendor's computer tool instead of the tools in ACTIONS."""
 
     width: Annotated[int, Field(ge=64, le=4096)] = 1024
     height: Annotated[int, Field(ge=64, le=4096)] = 768

@@ -1,6 +1,6 @@
 """The actions of an agent on a desktop: looking at the screen, and using the mouse and the keyboard.
 
-The docstring of an action in `ACTIONS` is its description for a model. Actions with pixels name them in `pixels`.
+The docstring of an action in `ACTIONS` is its description for a model. `pixels` must return the pixels of each action.
 """
 
 from __future__ import annotations

@@ -164,7 +164,8 @@ def _install_command(preset: Preset) -> str:
 
 
 def _node_needed(prefix: Path, recipe: Install) -> str | None:
-    """Return a hint with the versions of Node.js that an npm package asks for; None if the package names none."""
+    """Return a hint with the versions of Node.js that an npm package requires, or None if the package names no
+    versions."""
     package = recipe.packages[0].removesuffix(f"@{recipe.version}")
     try:
         manifest = json.loads((prefix / "node_modules" / package / "package.json").read_text("utf-8"))
@@ -223,7 +224,8 @@ def _build_npm(prefix: Path, node: Path, recipe: Install, say: Progress) -> None
 
 
 def _node_requirement(package: Path) -> str | None:
-    """Return the versions of Node.js that an installed npm package asks for. None if the package names none."""
+    """Return the versions of Node.js that an installed npm package requires, or None if the package names no
+    versions."""
     try:
         told = msgspec.json.decode((package / "package.json").read_bytes(), type=_PackageJson)
     except (OSError, msgspec.MsgspecError):
@@ -239,8 +241,8 @@ def _finish(recipe: Install, words: dict[str, str], prefix: Path) -> None:
 def _install_wheels(
     packages: Sequence[str], say: Progress, *, cwd: Path, uv_target: Sequence[str], pip: Sequence[str]
 ) -> None:
-    """Install packages with uv, which needs seconds, or, if uv is missing or fails, with this interpreter's pip, which
-    needs minutes."""
+    """Install packages with uv, which needs seconds. If uv is missing or fails, use this interpreter's pip, which needs
+    minutes."""
     if uv := uv_command():
         say(f"uv pip install {' '.join(packages)}")
         try:

@@ -1,9 +1,9 @@
 """The tools of a task's MCP servers, for in-process agents. The servers run in the sandbox.
 
-The client is the package `mcp`, an extra that is imported late. A runtime cannot keep the pipes of a process open, so
-the server reads and writes two named pipes. A live shell reads the server's lines one after another, and each message
-to the server is written by a command of its own. Invariant: the servers end with the block of `mcp_tools`, and an
-exception of the block is passed on as it is.
+The client is the optional package `mcp`, which is imported only when needed. A runtime cannot keep the pipes of a
+process open, so the server reads and writes two named pipes. A live shell reads the server's lines one after another.
+For each message to the server, a separate command writes to the pipe. Invariant: the servers end with the block of
+`mcp_tools`, and an exception in the block is raised unchanged.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ file."""
 SMALL = 1 << 16
 """Maximum bytes of a file that is read whole."""
 MAX_SCRIPTS = 4
-"""Maximum number of scripts that are followed, from a script to its interpreter, which may be a script, too. Linux has
-the same limit."""
+"""Maximum length of a chain of scripts in which each script is the interpreter of the one before. Linux has the same
+limit."""
 LOOK_SECONDS = 10.0
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
 PT_INTERP = 3

@@ -58,11 +58,11 @@ def fill_file(path: str, text: str, words: Mapping[str, str]) -> str:
 
 
 def merged(path: str, text: str, added: Iterable[str]) -> str:
-    """Return the text of a file with the texts in `added` merged into it. The placeholders of all texts are filled in
-    already. If `added` is empty, the text is unchanged.
+    """Return the text of a file with the texts in `added` merged into it. All placeholders have already been filled in.
+    If `added` is empty, the text is unchanged.
 
-    Objects and lists of a .json file are joined at every depth, and the later text wins. Lines added to a .toml file
-    come first, where they are settings of the file and of no table. Any other text is appended.
+    In a .json file, objects and lists are joined at every depth, and a later text overrides other values. Lines added
+    to a .toml file come first, so that they are not part of a table. Any other text is appended.
     """
     added = tuple(added)
     if not added:

@@ -52,17 +52,19 @@ which the name is written."""
 
 
 class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One option of a preset. An option without a default is required, unless `optional`. In an option of type
-    `template` the endpoint's placeholders ({base_url}, {api_key}, {model}, {instruction}) are filled in. `choices`, if
-    not empty, are the allowed values; `minimum` is the smallest number. `spelling` has the program's own word for a
-    value. `dialects`, if not empty, are the dialects in which the program has the option.
+    """One option of a preset.
 
-    A value of type `names` is a list of names, or a text with commas. Its placeholders are {option.x} for the names
-    with commas, {option.x.list} for a JSON list, and {option.x.members} for the members `"name": true` of a JSON
-    object.
+    type: in a value of type `template`, the endpoint's placeholders ({base_url}, {api_key}, {model}, {instruction}) are
+        filled in. A value of type `names` is a list of names, or a text with commas.
+    default, optional: an option without a default is required, unless it is optional.
+    choices, minimum: the allowed values, if not empty, and the smallest number.
+    spelling: the program's own word for a value.
+    dialects: if not empty, the dialects in which the program has the option.
+    arguments, env, files: added only if the option has a value: arguments at the end of the command, variables, and
+        files by path. If the preset writes a file of the same path, the text is merged into the file.
 
-    `arguments`, `env` and `files` are added only if the option has a value: arguments at the end of the command,
-    variables, and files by path. If the preset writes a file of the same path, the text is merged into the file.
+    In the preset's texts, {option.x} is the value of option x. If its type is `names`, {option.x} is the names with
+    commas, {option.x.list} is a JSON list, and {option.x.members} is the members `"name": true` of a JSON object.
     """
 
     type: OptionType
@@ -93,7 +95,7 @@ class ConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class SkillSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The way in which a program gets skills: from `folder`, below HOME. The variables `env` are set for a task with
+    """How a program gets skills. It reads them from `folder`, below HOME. The variables `env` are set for a task with
     skills."""
 
     folder: str
@@ -101,12 +103,13 @@ class SkillSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The installation of the program on a node.
+    """The installation of the program on a node. Install scripts of packages are never run.
 
-    `packages` are requirements in the registry of `kind`; the first one is the program, and ends with `version`.
-    `node` is the version of Node.js for npm packages. `python` is the Python version ("3.12") for pip packages; None is
-    the Python that runs Outrider. Install scripts of packages are never run; the commands in `after` run instead, in
-    the program's folder. The command `check` prints `version` if the program works.
+    packages: requirements in the registry of `kind`. The first one is the program, and ends with `version`.
+    check: a command that prints `version` if the program works.
+    node: the version of Node.js for npm packages.
+    python: the Python version ("3.12") for pip packages, or None for the Python that runs Outrider.
+    after: commands to run in the program's folder after the installation.
     """
 
     kind: Literal["pip", "npm"]
@@ -138,8 +141,9 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class McpCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A call of an MCP server's tool from within a program that the model writes. The program is the `argument` of the
-    tool `tool`. In its `text`, {server}, {tool} and {arguments}, a JSON object, are replaced."""
+    """A program that the model writes to call a tool of an MCP server. The model passes it as the `argument` of the
+    agent's tool `tool`. `text` is the program, in which {server}, {tool} and {arguments} (a JSON object) are
+    replaced."""
 
     tool: str
     argument: str
@@ -147,12 +151,14 @@ class McpCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Facts about a program that `outrider harness check` needs, and that are not in the program's requests.
+    """Facts about a program that `outrider harness check` needs and cannot find in the program's requests.
 
-    `shell` is the tool for running a command. `finish_command` is a command that ends the run. `subagent_arguments` are
-    arguments for the tool that starts a sub-agent. `wait` is the tool that waits for the sub-agent with an id; a
-    program that always waits for its sub-agents has no such tool. `skill` is the tool that loads a skill. `mcp_call` is
-    for a program that does not show its model the tools of MCP servers as tools.
+    shell: the tool for running a command.
+    finish_command: a command that ends the run.
+    subagent_arguments: arguments for the tool that starts a sub-agent.
+    wait: the tool that waits for the sub-agent with an id, if the program does not always wait for its sub-agents.
+    skill: the tool that loads a skill.
+    mcp_call: for a program that does not show its model the tools of MCP servers as tools.
     """
 
     shell: str | None = None
@@ -164,30 +170,34 @@ class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 Finding = Literal["yes", "no", "not tried"]
-"""The result of a certificate for a feature of a program. "not tried" means that the certificate found no tool for the
+"""Whether `outrider harness check` found a feature in a program. "not tried" means that it found no tool for the
 feature."""
 
 
 class Certified(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The features that certificates found in a preset's program, in its default dialect. The real tests check these
-    values. `image`: if the model looks at an image file with a tool, the image is sent to the model. `subagent`: a
-    tool starts a sub-agent of the program."""
+    """The features that `outrider harness check` finds in a preset's program, in its default dialect. A test with the
+    real programs compares these values.
+
+    image: if the model looks at an image file with a tool, the image is sent to the model.
+    subagent: a tool starts a sub-agent of the program."""
 
     image: Finding = "not tried"
     subagent: Finding = "not tried"
 
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An agent program. Its texts may use the endpoint's placeholders, {option.x}, and {prefix} and {node} for the
-    paths of the program and its Node.js, and {home} for the sandbox's HOME. `answer` names the output that is the final
-    answer, if any. `refused` has the reason for each common option that the program does not have.
+    """An agent program. Its texts may use these placeholders: those of the endpoint; {option.x}; {prefix} and {node},
+    the paths of the program and its Node.js; {home}, the sandbox's HOME; and {dialect.x}.
 
-    `dialects` are the program's dialects, the default first. A preset with several dialects has the option `dialect`,
-    and {dialect.x} is word x of the chosen dialect's entry in `words`, which may use the endpoint's placeholders.
-    `logs` are the program's log files, as shell patterns below HOME: the end of the newest file is added to the
-    program's output. `nonzero_exit` is the meaning of a non-zero exit code after the model has replied: see
-    NonzeroExit. `mcp` and `skills` are the ways in which the program gets MCP servers and skills; None if the program
-    does not support them. `certified` is for the table of programs in the docs.
+    answer: the output that is the final answer, or None.
+    refused: for each common option that the program does not have, the reason.
+    dialects: the program's dialects, the default first. A preset with several dialects has the option `dialect`.
+    words: for each dialect, the texts that replace {dialect.x}. They may use the endpoint's placeholders.
+    logs: the program's log files, as shell patterns below HOME. The end of the newest file is added to the program's
+        output.
+    nonzero_exit: the meaning of a non-zero exit code after the model has replied (see NonzeroExit).
+    mcp, skills: how the program gets MCP servers and skills, or None if it does not support them.
+    certified: for the table of programs in the docs.
     """
 
     name: str
@@ -235,8 +245,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return tuple((files | {file.path: msgspec.structs.replace(file, added=added)}).values())
 
     def at_version(self, version: str | None, *, field: str = "version") -> Preset:
-        """Return the preset with another version of its program; for None the preset itself. Raises InvalidField if the
-        preset has no program, or if the text is not a version."""
+        """Return the preset with another version of its program, or this preset if `version` is None. Raises
+        InvalidField if the preset has no program, or if the text is not a version."""
         if version is None:
             return self
         if self.install is None:

@@ -1,8 +1,8 @@
 """Prints the accessibility tree of a screen: python3 screen_tree.py WIDTH HEIGHT SECONDS.
 
-A program of its own, which runs inside a sandbox with Debian's Python and its bindings of AT-SPI
-(`gir1.2-atspi-2.0`, `python3-gi`). One line is one element: its role, name, value, states and box in pixels of the
-screen, indented below its parent. Only elements on the screen are printed.
+This program runs inside a sandbox with Debian's Python and its bindings of AT-SPI (`gir1.2-atspi-2.0`, `python3-gi`).
+Each line is one element on the screen: its role, name, value, states and box in pixels of the screen, indented below
+its parent.
 
 Invariant: the output has at most MAX_CHARACTERS characters and is complete after about SECONDS, even if a program on
 the screen reports endless elements. Notes at the end count the elements that are left out.
@@ -102,7 +102,7 @@ class Full(Exception):
 
 
 class ScreenTree:
-    """The text of a tree. `until` is the time on `clock` at which reading ends."""
+    """Writes an accessibility tree as text. `until` is the time on `clock` at which reading ends."""
 
     def __init__(self, width: int, height: int, until: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._width, self._height = width, height
@@ -167,7 +167,7 @@ class ScreenTree:
             self._left += len(self._lines.pop()) + 1
 
     def _element(self, element: Element, indent: int, depth: int, *, within: str | None) -> None:
-        """Add an element and all below it. `within` is the name of its parent, or None for a window."""
+        """Add an element and all elements below it. `within` is the name of its parent, or None for a window."""
         try:
             states, role = element.states(), element.role()
             shown = "showing" in states

@@ -66,8 +66,8 @@ class ToolAgent:
 
     @property
     def takes(self) -> frozenset[str]:
-        """The fields of the harness that the agent uses. Skills need a tool that runs commands or code, by which the
-        model reads the skills."""
+        """The fields of the harness that the agent uses. Skills need a tool that runs commands or code, because the
+        model reads skills with it."""
         readers = {"bash", "python", "ipython"}.intersection(self._options.tools)
         return frozenset({"mcp_servers", "skills"} if readers else {"mcp_servers"})
 

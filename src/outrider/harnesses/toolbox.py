@@ -1,8 +1,8 @@
 """The tools of the built-in agent, which turn each tool call into a result for the model.
 
 Invariant: every call that a model generates, valid or not, has a result for the model: a text, a screenshot, or both.
-An exception is raised only for a broken sandbox, a sandbox without the interpreter of a tool, and an exception of an
-agent's own tool.
+Only three causes raise an exception instead: a broken sandbox, a sandbox without a tool's interpreter, and an agent's
+own tool that raises.
 """
 
 from __future__ import annotations

@@ -41,10 +41,13 @@ _QUOTED_PATH = re.compile(r"""(['"])(/.*?)\1""")
 
 
 class Venv(msgspec.Struct, frozen=True, kw_only=True):
-    """A virtual environment. `prefix` is the environment's folder, as named by the task. `shown` has the host folders
-    and files to mount in a sandbox. No path of `shown` is below another, and none is in the host's /usr. `of_system` is
-    True for an interpreter in /usr. `sources` are the folders with importable modules. `stamp` changes with every
-    installation of a package."""
+    """A virtual environment.
+
+    prefix: the environment's folder, as named by the task.
+    shown: the host folders and files to mount in a sandbox. No path is below another, and none is in the host's /usr.
+    of_system: true for an interpreter in /usr.
+    sources: the folders with importable modules.
+    stamp: changes with every installation of a package."""
 
     prefix: Path
     shown: tuple[Path, ...]
