@@ -1,6 +1,6 @@
 """Finds an agent's answer: in its last reply, or in a file of the sandbox.
 
-Invariant: `last_words` returns at most MAX_ANSWER characters of what the agent has written. `last_reply` has no limit.
+Invariant: `last_words` returns at most MAX_ANSWER characters. `last_reply` has no limit.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ MAX_AFTER = 60
 
 
 class NoAnswer(Exception):
-    """The agent gave no answer, so the reward is 0. The message has the reason."""
+    """The agent gave no answer, so the reward is 0. The message is the reason."""
 
 
 def last_reply(outcome: Outcome) -> str:
-    """Return the agent's final answer: the harness's answer if there is one, otherwise the model's last reply, or "" if
-    there is no reply."""
+    """Return the agent's final answer: the answer of the harness or, if it has none, the model's last reply, or ""."""
     if outcome.harness.answer is not None:
         return storable(outcome.harness.answer)
     said = (message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT)
@@ -55,8 +54,7 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
         except (IsADirectoryError, UnicodeDecodeError) as error:
             raise NoAnswer(f"{file} is no text") from error
         except RuntimeFailure as error:
-            # The file is too large or not a regular file, or the sandbox is broken. If the sandbox is broken, this
-            # command raises.
+            # The file cannot be read, or the whole sandbox is broken. In a broken sandbox, this command raises.
             await outcome.runtime.exec(["true"], seconds=PROBE_SECONDS)
             raise NoAnswer(f"{file} cannot be read: {error.message}") from error
     if not text.strip():

@@ -57,7 +57,7 @@ def no_sandbox(resources: Resources | None = None) -> AbstractAsyncContextManage
 
 
 def not_kept(output: bytes) -> None:
-    """Discard a part of the grading's log."""
+    """Discard a part of the log of the grading."""
 
 
 class NothingKept:
@@ -134,7 +134,7 @@ class DecidesEarly(Protocol):
 
 @runtime_checkable
 class ChecksSpec(Protocol):
-    """An evaluator whose spec needs checks that are too slow for the constructor."""
+    """An evaluator that checks its spec in ways that are too slow for the constructor."""
 
     async def check_spec(self, host: Host) -> None:
         """Check the spec. Called once, when the task is submitted, with the service's `host`. Raises InvalidField."""

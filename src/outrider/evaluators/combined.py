@@ -1,7 +1,7 @@
 """The combining evaluators: `weighted` adds up the rewards of its parts, `all` requires every part to pass.
 
-Invariants: all parts are evaluated in order, one at a time, on the same outcome and within one common time limit; a
-part that fails to grade fails the whole evaluation.
+Invariants: the parts are evaluated in order, one at a time, on the same outcome and within one time limit; if one part
+fails to grade, the whole evaluation fails.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CombiningEvaluator:
                     await part.evaluator.check_spec(host)
 
     def decide(self, outcome: Outcome) -> Verdict | None:
-        """Return the combined verdict if every part decides the outcome without a sandbox, otherwise None."""
+        """Return the combined verdict if every part can decide the outcome without a sandbox, otherwise None."""
         verdicts: dict[str, Verdict] = {}
         for name, part in self._parts.items():
             if not isinstance(part.evaluator, DecidesEarly):
@@ -127,8 +127,8 @@ def _parts(
 
 
 async def _verdicts(parts: dict[str, EvaluatorPart], outcome: Outcome) -> dict[str, Verdict]:
-    """Return the verdicts of the parts by name. Raises EvaluatorError with the name of the failed part. Exceptions of a
-    part that are neither EvaluatorError nor ValueError are not changed."""
+    """Return the verdicts of the parts by name. Raises EvaluatorError with the name of the failed part. Other
+    exceptions, except ValueError, are raised unchanged."""
     verdicts = {}
     for name, part in parts.items():
         with _errors_of(name):
@@ -138,14 +138,14 @@ async def _verdicts(parts: dict[str, EvaluatorPart], outcome: Outcome) -> dict[s
 
 
 def _outcome_for(part: EvaluatorPart, outcome: Outcome) -> Outcome:
-    """Return the outcome for one part. A grading function reads its options from the outcome's task, so the task gets
-    the spec of the part."""
+    """Return the outcome for one part. Its task has the part's spec, because a grading function reads its options from
+    the outcome's task."""
     return replace(outcome, task=outcome.task.model_copy(update={"evaluator": part.spec}))
 
 
 @contextmanager
 def _errors_of(name: str) -> Iterator[None]:
-    """Add the part's name to an EvaluatorError, and raise EvaluatorError for a ValueError."""
+    """Add the part's name to an EvaluatorError. A ValueError becomes an EvaluatorError."""
     try:
         yield
     except (EvaluatorError, ValueError) as error:

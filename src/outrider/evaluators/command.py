@@ -58,7 +58,7 @@ class CommandEvaluator:
         if TURNS_VARIABLE in self._run:
             variables[TURNS_VARIABLE] = f"{path}-turns"
             lines = []
-            for call in outcome.calls:  # the bytes of images are left out, because digests name the images
+            for call in outcome.calls:  # messages name their images by digest, so the bytes of images are left out
                 bare = (with_images(message, lambda image: replace(image, data=b"")) for message in call.messages)
                 lines.append(msgspec.json.encode(replace(call, messages=tuple(bare))) + b"\n")
             files[variables[TURNS_VARIABLE]] = b"".join(lines)
@@ -75,12 +75,13 @@ class CommandEvaluator:
             outcome.log(result.stderr)
             return await self._verdict(runtime, path, result)
         finally:
-            with suppress(RuntimeFailure):  # the sandbox broke, so its files are gone; the verdict stays valid
+            # if the sandbox is broken, its files are gone anyway; the verdict stays valid
+            with suppress(RuntimeFailure):
                 await runtime.exec(["rm", "-f", *files], seconds=CLEANUP_SECONDS)
 
     async def _verdict(self, runtime: Runtime, path: str, result: ExecResult) -> Verdict:
-        """Return the written verdict or, if no verdict was written, the verdict of the exit code. Raises EvaluatorError
-        without a valid verdict."""
+        """Return the written verdict, or the verdict of the exit code if no verdict was written. Raises EvaluatorError
+        if there is no valid verdict."""
         try:
             written = await runtime.read(path, limit=MAX_VERDICT)
         except FileNotFoundError as error:
@@ -105,8 +106,8 @@ class CommandEvaluator:
 
 
 def _failure(message: str, result: ExecResult, *, hint: str = HINT, inside: bool = True) -> EvaluatorError:
-    """Make the error of a failed command. `inside` is False for a command that ran out of time, because a slow host may
-    be the cause."""
+    """Return the error for a failed command. `inside` is False for a command that exceeded its time limit, because a
+    slow host may be the cause."""
     return EvaluatorError(
         message,
         hint=hint,

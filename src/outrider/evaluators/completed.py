@@ -18,7 +18,8 @@ class CompletedOptions(Spec):
 
 
 class CompletedEvaluator:
-    """Gives 1 for the stop reason `completed`, and 0 for any other. The verdict's reason is the stop reason."""
+    """Gives 1 for the stop reason `completed`, and 0 for any other stop reason. The verdict's reason is the stop
+    reason."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         read_options(CompletedOptions, spec)

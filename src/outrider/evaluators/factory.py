@@ -1,5 +1,4 @@
-"""Makes an evaluator from a task's spec: once when the task is submitted, before anything is stored, and once per
-session."""
+"""Makes an evaluator from a task's spec: once before a submitted task is stored, and once per session."""
 
 from __future__ import annotations
 

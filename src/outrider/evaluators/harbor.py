@@ -102,7 +102,7 @@ async def verify(
     done = await runtime.exec(BEFORE, seconds=STEP_SECONDS)
     if done.exit_code != 0:
         raise EvaluatorError(f"{LOGS} cannot be made ready", log_tail=done.log_tail(), inside=True)
-    if tests:  # an agent may have created unwritable files at these paths
+    if tests:  # an agent may have created files here that cannot be overwritten
         await runtime.exec(["rm", "-rf", "--", *(file.to for file in tests)], seconds=STEP_SECONDS)
     for file in tests:
         await runtime.write(file.to, file.data(), executable=file.executable)
@@ -128,8 +128,8 @@ async def verify(
 
 
 async def failure(runtime: Runtime, done: ExecResult, message: str) -> EvaluatorError:
-    """Make the error of failed tests. The error is marked `inside`, because an agent that worked in the same sandbox
-    may be the cause."""
+    """Return the error for failed tests. It is marked `inside`, because an agent that worked in the same sandbox may be
+    the cause."""
     return EvaluatorError(message, log_tail=await output(runtime, done), inside=True)
 
 
@@ -140,8 +140,8 @@ async def output(runtime: Runtime, done: ExecResult) -> str:
 
 
 async def leave_out(runtime: Runtime, folder: str, patterns: Sequence[str]) -> None:
-    """Remove every path below the folder if the end of the path matches a pattern. `*` also matches slashes, as in
-    tar. Does nothing if the folder cannot be entered. Raises EvaluatorError if a path cannot be removed."""
+    """Remove every path below the folder whose end matches a pattern. `*` also matches slashes, as in tar. Does nothing
+    if the folder cannot be entered. Raises EvaluatorError if a path cannot be removed."""
     words = [word for pattern in patterns for word in ("-o", "-path", f"*/{pattern.rstrip('/')}")][1:]
     found = shlex.join(["find", ".", "-mindepth", "1", "-depth", "(", *words, ")", "-exec", "rm", "-rf", "{}", "+"])
     done = await runtime.exec(f"cd {shlex.quote(folder)} 2> /dev/null || exit 0; {found}", seconds=STEP_SECONDS)
@@ -161,7 +161,7 @@ def parse_json(text: bytes) -> dict[str, float]:
 
 
 def parse_text(text: bytes) -> dict[str, float]:
-    """Return the number in reward.txt, under the name `reward`. Raises ValueError."""
+    """Return the number in reward.txt, named `reward`. Raises ValueError."""
     return {REWARD: number(float(text.decode()), REWARD)}
 
 

@@ -30,7 +30,7 @@ from outrider.spec import EvaluatorSpec, Name, Seconds, Spec
 from outrider.trajectory import Verdict
 
 CONTRACT = 1
-"""Version of Outrider's own contract."""
+"""Version of Outrider's own contract (request and reply format)."""
 
 
 class HttpOptions(Spec):
@@ -105,7 +105,7 @@ class HttpEvaluator:
                 "transcript": said,
                 "metrics": {"turns": outcome.turns, "exit_code": outcome.harness.exit_code},
             }
-        # json is used because msgspec refuses lone surrogates, which tools and models can produce.
+        # The module json is used, because msgspec refuses lone surrogates, which tools and models can produce.
         encoded = json.dumps(msgspec.to_builtins(body), ensure_ascii=False).encode("utf-8", "replace")
         secret = variable(grader.secret_variable, grader.name)
         headers = {} if secret is None else signed_headers(secret, number, encoded, now=time.time())
@@ -127,8 +127,8 @@ class HttpEvaluator:
 
 
 def graded(answer: dict[str, Any]) -> Verdict:
-    """Read a verdict from a reply in the format of Outrider's contract. The field `version`, the grader's own version,
-    becomes part of the verdict's reason. Raises ValueError."""
+    """Read a verdict from a reply in Outrider's own contract. The field `version`, the grader's own version, becomes
+    part of the verdict's reason. Raises ValueError."""
     fields = dict(answer)
     version = fields.pop("version", None)
     verdict = read_verdict(fields)
@@ -138,7 +138,8 @@ def graded(answer: dict[str, Any]) -> Verdict:
 
 
 def verified(answer: dict[str, Any]) -> Verdict:
-    """Read a verdict from NeMo Gym's reply: `reward`, and every other number as a metric. Raises ValueError."""
+    """Read a verdict from NeMo Gym's reply. The field `reward` is the reward, and every other number is a metric.
+    Raises ValueError."""
     if "reward" not in answer:
         raise ValueError("the answer has no reward")
     numbers = {

@@ -1,7 +1,7 @@
 """The math evaluator: compares the agent's answer with gold answers as mathematics, using math-verify.
 
 math-verify runs in other processes (see `checks/pool.py`). Invariant: an answer whose check exceeds the time limit gets
-reward 0 and a reason; a machine that cannot run the check is an EvaluatorError.
+reward 0 and a reason; if the machine cannot run the check, that is an EvaluatorError.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Gold = Annotated[str, Field(min_length=1, max_length=10_000)]
 
 
 def answers_of(given: Any) -> list[Any]:
-    """Return the gold answers as a list, with finite numbers as texts."""
+    """Return the gold answers as a list. Finite numbers become strings."""
     answers = given if isinstance(given, list | tuple) else [given]
     return [str(one) if type(one) in (int, float) and isfinite(one) else one for one in answers]
 

@@ -18,7 +18,7 @@ from outrider.spec import EvaluatorSpec, Spec, complaints, fault_text
 
 FIELD = "task.evaluator"
 WHOLE = ("seconds", "carry", "runtime")
-"""Fields that every part gets from its combining evaluator. A part must not set these fields."""
+"""Fields that a part takes from its combining evaluator, and must not set itself."""
 Number = Annotated[float, Field(ge=-1e6, le=1e6)]
 Specs = Annotated[dict[str, dict[str, Any]], Field(min_length=1, max_length=32)]
 
@@ -43,8 +43,8 @@ KINDS: dict[str, type[WeightedOptions] | type[AllOptions]] = {"weighted": Weight
 
 
 def nested_specs(spec: EvaluatorSpec, field: str = FIELD) -> Iterator[tuple[EvaluatorSpec, str]]:
-    """Yield the spec and all specs nested in the spec, each with the path of its field. Raises InvalidField for an
-    invalid spec."""
+    """Yield the spec and all specs nested in it, each with the path of its field. Raises InvalidField for an invalid
+    spec."""
     yield spec, field
     if spec.kind in KINDS:
         with renamed_field(FIELD, field):

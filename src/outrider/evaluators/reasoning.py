@@ -41,7 +41,7 @@ class ReasoningOptions(Spec):
 
 
 class ReasoningGymEvaluator:
-    """Gives the score of the data set's scorer, from 0 to 1, as the reward."""
+    """Gives the score of the data set's scorer (0 to 1) as the reward."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(ReasoningOptions, spec)
@@ -60,8 +60,8 @@ class ReasoningGymEvaluator:
         LIBRARY.require()
 
     async def check_spec(self, host: Host) -> None:
-        """Raise InvalidField for an entry that cannot be scored, for example because the entry's own answer does not
-        score 1."""
+        """Raise InvalidField for an entry that cannot be scored, for example because its own answer does not score
+        1."""
         request = {"entry": self._options.entry}
         checks = await checks_of(host, CHECKS)
         checked = await checks.check(request, seconds=self._options.seconds, submitted=True)

@@ -13,7 +13,7 @@ from outrider.trajectory import Verdict
 
 
 class ReportedEvaluator:
-    """Takes no settings. Raises EvaluatorError when a session is graded again, because nothing can be evaluated."""
+    """Takes no settings. If a session is graded again, raises EvaluatorError, because there is nothing to evaluate."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         plain = EvaluatorSpec(kind=spec.kind)

@@ -24,8 +24,8 @@ MAX_REWARD = 1e15
 
 
 def read_verdict(value: Any) -> Verdict:
-    """Return the verdict in `value`: a number, a mapping with `reward` and any other fields of a Verdict, or a Verdict.
-    The indexes of `turns` and `rows` may be strings, as in JSON. Raises ValueError for anything else.
+    """Return the verdict in `value`: a number, a mapping with `reward` and other fields of a Verdict, or a Verdict. The
+    indexes of `turns` and `rows` may be strings, as in JSON. Raises ValueError for anything else.
     """
     if isinstance(value, Verdict):
         value = msgspec.structs.asdict(value)

@@ -52,8 +52,8 @@ limit of processor time."""
 
 
 def confine_zygote() -> None:
-    """Restrict this process and its forks to reading Python's files. On a kernel without Landlock, a check can read
-    other files as well, but can write their content only to its caller."""
+    """Restrict this process and its forks to reading Python's files. On a kernel without Landlock, a check can also
+    read other files, but it can send their content only to its caller."""
     if landlock.version() > 0:
         # Of the folders in sys.path, only those from which a module was loaded are readable. sys.path may include the
         # service's working directory, which checks must not read.

@@ -16,8 +16,7 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m|\r")
 SUMMARY = "short test summary info"
 STATUSES = ("PASSED", "FAILED", "ERROR")
 CONTRADICTED = "PASSED and FAILED"
-"""The status of a test that the summary lists both as passed and as failed. pytest itself never lists a test in this
-way."""
+"""The status of a test that the summary lists as passed and as failed. pytest itself never lists a test in this way."""
 NAMED = 5
 """Maximum number of tests named in a verdict's reason."""
 

@@ -1,6 +1,6 @@
 """Compares an answer with gold answers, using math-verify. Runs in a separate process (see `zygote.py`).
 
-math-verify's own time limits are off, because they need SIGALRM and do not stop C code. The limits of the process apply
+math-verify's own time limits are off, because they need SIGALRM and do not stop C code. The process has a time limit
 instead.
 """
 
@@ -19,7 +19,7 @@ from outrider.evaluators.checks.math_units import read_unit
 UNIT_AFTER = re.compile(
     r"[\s$]*(?:\\[)\]])?\s*(?:\\(?:text|mathrm)\s*\{)?\s*([a-zA-Z°%][a-zA-Z/^\d ]{0,30}?)\s*(?:[}.,;$\n]|$)"
 )
-"""Matches the text behind a box if the text begins with a word that may be a unit."""
+"""Matches the text after a box if it begins with a word that may be a unit."""
 WRITTEN = re.compile(
     r"""\\(?:operatorname\*?\s*\{\s*)?
         (?: (?:i{1,3}|o|small)nt | sum | prod | lim | gcd | lcm | max | min | [dt]?binom | choose | det ) (?![a-zA-Z])
@@ -142,7 +142,7 @@ def _equal(gold: str, value: Value, answer: str, tolerance: float | None) -> boo
         if isinstance(value, Several) and isinstance(given, Quantity | Several):
             return compare.same(value, read(answer, merge=False))
     except Exception:
-        # sympy raises any type of exception. The answer is the cause, because the check of the task has compared each
-        # gold answer with itself.
+        # sympy raises any type of exception. The agent's answer is the cause, because each gold answer was compared
+        # with itself when the task was submitted.
         return False
     return False

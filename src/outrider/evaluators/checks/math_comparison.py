@@ -36,7 +36,7 @@ from outrider.evaluators.checks.math_reading import (
 from outrider.evaluators.checks.math_units import PERCENT, Unit
 
 DIGITS = 60
-"""Number of digits with which irrational numbers are compared."""
+"""Number of digits to which irrational numbers are compared."""
 SMALL = sympy.Float(10) ** -45
 POINTS = 4
 """Number of points at which two expressions with variables must have the same values."""
@@ -47,7 +47,7 @@ CHOSEN = re.compile(
     re.DOTALL,
 )
 OTHER_LETTER = re.compile(r"\b(?:or|and)\b|\([A-J]\)|^\W*[A-J]\W*$|^\s*[,;/&|]")
-"""Matches the text after a letter if the text shows that the answer names several letters: `A or B`, `A, C`."""
+"""Matches the text after a letter if it shows that the answer names several letters: `A or B`, `A, C`."""
 CONSTANTS = ("C", "c", "K", "k")
 
 
@@ -271,8 +271,8 @@ class Comparison:
             return False
 
     def _vanishes(self, difference: Expr, symbols: list[Symbol], scale: Expr) -> bool:
-        """Return True if the expression is 0 at POINTS random points. The gold answer is the seed of the points, so an
-        agent cannot predict them."""
+        """Return True if the expression is 0 at POINTS random points. The random generator is seeded with the gold
+        answer, so an agent cannot predict the points."""
         agreed = 0
         for attempt in range(TRIES):
             sign = -1 if attempt % 2 else 1
@@ -325,7 +325,7 @@ def _in_base_units(value: Expr, unit: Unit) -> Expr:
 
 
 def _pieces(points: Set) -> list[sympy.Interval] | None:
-    """Return the intervals of a set in ascending order, or None if the set has other parts."""
+    """Return the intervals of a set in ascending order, or None if the set has parts that are not intervals."""
     parts = points.args if isinstance(points, sympy.Union) else (points,)
     if not all(isinstance(part, sympy.Interval) for part in parts):
         return None
@@ -333,7 +333,7 @@ def _pieces(points: Set) -> list[sympy.Interval] | None:
 
 
 def _constant_renamed(gold: Expr, answer: Expr) -> Expr:
-    """Rename the constant of integration in the answer to the name that the gold answer uses."""
+    """Rename the constant of integration in the answer to its name in the gold answer."""
     ours, theirs = (
         [term for term in expr.as_ordered_terms() if isinstance(term, Symbol) and term.name in CONSTANTS]
         for expr in (gold, answer)

@@ -1,8 +1,8 @@
 """Reads the text of an answer as a value: a quantity, a list, a point, a region of real numbers, an equation, a matrix.
 
-math-verify's parser reads the expressions; this module reads what surrounds the expressions: units, bases, brackets,
-relations and words. Invariant: a text that is not understood as a whole becomes `Words`, which equal only the same
-words; no part of a text is ignored.
+math-verify's parser reads expressions. This module reads what surrounds them: units, bases, brackets, relations and
+words. Invariant: no part of a text is ignored. A text that is not fully understood becomes `Words`, which equal only
+the same words.
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ NAME = re.compile(
         (?:_\s*(?:\w|\{\w{1,8}\}))? '* (?:\^\{?-1\}?)? \s* (?:\(\s*[\w,+\-\s]{1,20}\))? $""",
     re.VERBOSE,
 )
-"""Matches the left side of an assignment: a variable, a sum of variables, a function of an argument, a segment, an
-angle, or words."""
+"""Matches the left side of an assignment. It is a variable, a sum of variables, a function with its argument, a
+segment, an angle, or words."""
 COMPOUND = re.compile(r'(\d[\d.]*\s*"?\s*[a-zA-Z]{1,8}\s*"?)\s*(\d[\d.]*\s*"?\s*[a-zA-Z]{1,8}\s*"?)$')
 """Matches a quantity in two units: `6 hours 30 minutes`."""
 RATIONAL = re.compile(
@@ -223,7 +223,7 @@ def expression(text: str) -> Expr:
 
 
 def rational(text: str) -> Expr | None:
-    """Return the value of a plain number or fraction. Returns None for all other texts."""
+    """Return the value of a plain number or fraction, or None for any other text."""
     found = RATIONAL.match(text.strip())
     if found is None or len(text) > 4000:
         return None
@@ -302,7 +302,8 @@ def _mixed(found: re.Match[str]) -> str:
 
 
 def plain_words(text: str) -> str:
-    """Return the words of a text for comparing: lower case, without punctuation, quotes and a leading article."""
+    """Return the words of a text in a form for comparing: in lower case, without punctuation, quotes and a leading
+    article."""
     text = re.sub(r"\\(?:text|mathrm)?\b|[\"'{}$\\.!?]", " ", text)
     text = re.sub(r"(\d)(?:st|nd|rd|th)\b", r"\1", " ".join(text.lower().split()))
     return re.sub(r"^(?:the|an|a) (?=\w)", "", text.replace(" ,", ","))
@@ -816,8 +817,8 @@ def _interval(items: tuple[Value, ...], kind: str) -> Region | None:
 
 
 def _as_region(item: Value | None) -> Region | None:
-    """Return the set of real numbers that the value is or may be: `(1, 2)` may be an interval. Returns None for any
-    other value."""
+    """Return the set of real numbers that the value is or may be: `(1, 2)` may be an interval. Returns None if the
+    value cannot be such a set."""
     if isinstance(item, Region):
         return item
     if isinstance(item, Coordinates) and item.bracket in "([":
@@ -845,7 +846,7 @@ def _inline_degrees(text: str) -> str:
 
 
 def _basis_vector(text: str) -> list[Expr] | None:
-    """Return the components of a vector that is written with the unit vectors **i**, **j** and **k**."""
+    """Return the components of a vector written with the unit vectors **i**, **j** and **k**."""
     if not re.search(r"\{\s*[ijk]\s*\}|\\(?:hat|vec)\s*\{?\s*\\?[ijk]", text) or re.search(r"[=<>]", text):
         return None
     marked = re.sub(r"(?:\\(?:hat|vec)\s*)?\{\s*\\?([ijk])(?:math)?\s*\}", r" v_\1 ", text)

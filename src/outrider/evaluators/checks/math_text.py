@@ -1,10 +1,11 @@
-"""Rewrites an answer's LaTeX into one plain spelling, splits texts outside of brackets, and finds an answer in a reply.
+r"""Rewrites an answer's LaTeX into one plain spelling, splits texts outside of brackets, and finds an answer in a
+reply.
 
-This module handles only text: it depends on no library, and does not handle numbers. Invariant: `clean` keeps the
-meaning of a text; where the meaning is unclear, the text stays as it is and cannot be read later.
+This module handles only text, and depends on no library. Invariant: `clean` keeps the meaning of a text. If the meaning
+is unclear, the text stays unchanged, and cannot be read as a value later.
 
-After `clean`, words of `\\text{...}` stand between double quotes, `°` is a degree, `%` a percent sign, and relations
-have their shortest names (`\\le`, `\\ne`).
+After `clean`, the words of `\text{...}` are in double quotes, `°` is a degree, `%` is a percent sign, and relations
+have their shortest names (`\le`, `\ne`).
 """
 
 from __future__ import annotations
@@ -67,15 +68,15 @@ NAMED_IN_WORDS = (
     "min",
     "tr",
 )
-"""Functions that some texts write as words: `\\mathrm{lcm}`."""
+r"""Functions whose names may be set as words: `\mathrm{lcm}`."""
 LETTERS_IN_WORDS = ("i", "e", "d", "T", "j")
-"""Letters that are mathematics although some texts set them upright: `3\\mathrm{i}`."""
+r"""Letters that are symbols even if they are set upright as words: `3\mathrm{i}`."""
 POWER_OF_TEN = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d{1,4})(?![\w.^])")
 MULTIPLES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 MULTIPLE = re.compile(
     r'(?<=[\d}])(?:(\s*"?)\s*\b(WORD)s?\b(?!\s*")|\s*"\s*(WORD)s?\s*")'.replace("WORD", "|".join(MULTIPLES))
 )
-"""Matches a power of ten in words behind a number: `3.5 million`."""
+"""Matches a power of ten in words after a number: `3.5 million`."""
 THOUSANDS = re.compile(r"(?<![\d,.{])\d{1,3}(?:,\d{3})+(?![\d,])")
 EVERYWHERE = re.compile(
     r"""(.*[^\s,;("])[\s,;(]*
@@ -94,7 +95,8 @@ MAX_JOINED = 16
 
 
 def clean(text: str) -> str:
-    """Return the text in its plain spelling (see the module's heading), without outer blanks and the final stop."""
+    """Return the text in its plain spelling (see the module's docstring), without surrounding spaces and the final
+    period."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: f"^{{{''.join(RAISED[sign] for sign in found[0])}}}", text)
     text = re.sub("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", lambda found: f" {unicodedata.normalize('NFKC', found[0])}", text)
     text = "".join(SIGNS.get(sign, sign) for sign in text).replace("\N{FRACTION SLASH}", "/")
@@ -148,15 +150,15 @@ def _without_dollars(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Remove braces around the whole text. The braces of a set stay."""
+    """Remove braces around the whole text, except the braces of a set."""
     while text.startswith("{") and closing(text, 0) == len(text) - 1 and not split(text[1:-1], ",;")[1:]:
         text = text[1:-1].strip()
     return text
 
 
 def closing(text: str, start: int) -> int:
-    """Return the position of the bracket that closes the bracket at `start`, or -1. The bracket may be of another kind,
-    as in the interval `(0, 1]`."""
+    """Return the position of the bracket that closes the bracket at `start`, or -1. It may have another shape, as in
+    the interval `(0, 1]`."""
     depth = 0
     for at in range(start, len(text)):
         if text[at] in OPEN:
@@ -192,8 +194,8 @@ JOINED = re.compile(r'(?<![\w\\])(?:and|or)(?!\w)|"\s*,?\s*(?:and|or)\s*"')
 
 
 def alternatives(text: str) -> tuple[list[str], str]:
-    """Split the text at top-level commas, semicolons, `or` and `and`. Returns the parts, and the word that joins the
-    parts: `or`, `and`, or `,`."""
+    """Split the text at top-level commas, semicolons, `or` and `and`. Returns the parts, and how they are joined: `or`,
+    `and`, or `,`."""
     words = JOINED.findall(text)
     joint = "," if not words else "or" if any("or" in word for word in words) else "and"
     marked = JOINED.sub(",", THOUSANDS.sub(_merge_outside(text), text))

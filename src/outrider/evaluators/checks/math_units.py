@@ -1,7 +1,7 @@
-"""Units of measure: each is a factor to base units and the exponents of its dimensions.
+"""Units of measure. A unit has a factor to base units, and the exponents of its dimensions.
 
-This module depends on nothing but the standard library. Invariant: two units of the same `dimensions` convert into each
-other by their factors; a word that is no unit is never given dimensions.
+This module depends only on the standard library. Invariants: two units with the same `dimensions` convert into each
+other by their factors; a word that is not a unit never gets dimensions.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ Dimensions = frozenset[tuple[str, int]]
 
 @dataclass(frozen=True)
 class Unit:
-    """`factor` converts a number to base units, apart from a power of pi. `turns` is the exponent of pi. For a degree,
-    which is pi/180 radians, `factor` is 1/180 and `turns` is 1."""
+    """A unit of measure. `factor` converts a number to base units, except for a power of pi, whose exponent is `turns`.
+    A degree is pi/180 radians, so its `factor` is 1/180 and its `turns` is 1."""
 
     factor: Fraction
     dimensions: Dimensions

@@ -67,8 +67,8 @@ because the real packages import many modules that checks do not need."""
 
 
 class Library(msgspec.Struct, frozen=True, kw_only=True):
-    """A library for checking answers. `distribution` is the name on PyPI. `packages` are the imported packages.
-    `install` is the argument of `pip install`. `checks` is the name of the module that uses the library."""
+    """A library for checking answers. `distribution` is its name on PyPI, `packages` are its Python packages, and
+    `install` is the argument of `pip install`. `checks` is the module of checks that uses the library."""
 
     distribution: str
     packages: tuple[str, ...]
@@ -116,7 +116,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 async def checks_of(host: Host | None, part: Callable[[Host], Checks]) -> Checks:
-    """Return the `Checks` that the host shares, made by `part` on first use. Raises EvaluatorError without a host."""
+    """Return the host's shared `Checks`, which `part` makes on first use. Raises EvaluatorError if there is no host."""
     if host is None:
         raise EvaluatorError("this evaluator runs on a node only", hint="give the Outcome the `host` of a node")
     return await host.part(part)
@@ -190,7 +190,8 @@ class Checks:
             number = os.WTERMSIG(ended.status)
             if number in (signal.SIGPROF, signal.SIGXCPU):
                 return None
-            if number in CRASHES:  # the answer is the cause, because the same library has checked the gold answers
+            # the agent's answer is the cause, because the gold answers were checked with the same library
+            if number in CRASHES:
                 fault = f"it makes {self._library.distribution} crash ({signal.Signals(number).name})"
                 return CheckResult(answer=None, fault=fault, seconds=ended.seconds)
             raise EvaluatorError(
@@ -203,7 +204,7 @@ class Checks:
             raise EvaluatorError(f"the check of an answer ended with status {ended.status} and no result") from error
 
     async def _exchange(self, control: socket.socket, body: bytes, limits: bytes) -> bytes:
-        """Send a new check to the zygote and return all bytes from the check's connection. Raises OSError."""
+        """Send a new check to the zygote, and return all bytes from the check's connection. Raises OSError."""
         with connection() as (ours, theirs):
             while True:
                 try:
@@ -222,11 +223,11 @@ class Checks:
                     raise ConnectionError("it says too much")
             return said
         finally:
-            writer.transport.abort()  # this call hangs up at once, so the zygote kills a check that still runs
+            writer.transport.abort()  # this closes the connection at once, so the zygote kills a check that still runs
 
     async def _spawn(self) -> tuple[Child, socket.socket]:
         await shielded(self._await_deaths)
-        if self._zygote is None:  # no other caller has started a zygote meanwhile
+        if self._zygote is None:  # no other caller has started a zygote in the meantime
             root = str(Path(__file__).parents[3])
             paths = [path for path in sys.path if os.path.isabs(path)]
             command = [sys.executable, "-I", "-S", "-c", BOOT, root, self._library.checks, *paths]

@@ -1,6 +1,6 @@
 """Scores an answer with the scorers of reasoning-gym. Runs in a separate process (see `zygote.py`).
 
-Invariant: a scorer that evaluates texts as Python never gets a text with a call of an arbitrary function.
+Invariant: if a scorer evaluates a text as Python, the text cannot call arbitrary functions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     a usable entry scores 1."""
     entry = request["entry"]
     name, gold = entry["metadata"]["source_dataset"], entry["answer"]
-    answer = request.get("answer", gold).strip()  # some scorers also strip the answer before they evaluate it
+    answer = request.get("answer", gold).strip()  # some scorers strip the answer, too, before they evaluate it
     usable = name in DATASETS and all(harmless(text) for text, harmless in evaluated_in_entry(name, entry))
     if "answer" not in request:
         if name not in DATASETS:
@@ -46,8 +46,8 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
         score = _score(name, answer, entry)
         return {"score": score} if math.isfinite(score) else {"refused": f"it scores {score}"}
     except Exception as error:
-        # Scorers raise any type of exception. The agent's answer is the cause, because at submission the same scorer
-        # accepted the entry's own answer.
+        # Scorers raise any type of exception. The agent's answer is the cause, because the same scorer accepted the
+        # entry's own answer when the task was submitted.
         return {"refused": f"the scorer cannot read it: {type(error).__name__}"}
 
 
@@ -55,7 +55,7 @@ def _refused(name: str, answer: str, gold: str) -> str | None:
     harmless = EVALUATED.get(name)
     if harmless is not None and not harmless(answer):
         return "it is not the plain expression that the scorer of this data set can evaluate"
-    # min(1.0, nan) is 1.0 in Python, so the scorer of complex_arithmetic would give NaN the full score.
+    # min(1.0, nan) is 1.0 in Python, so the scorer of complex_arithmetic would give NaN the best score.
     if "nan" in "".join(answer.split()).lower() and any(sign.isdigit() for sign in gold):
         return "it is not a number"
     return None

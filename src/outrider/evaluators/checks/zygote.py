@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 LIMITS = struct.Struct("dQi")
-"""The format of a request: seconds of processor time, bytes of memory besides the loaded library, and the niceness to
-add to the check."""
+"""The format of a request: seconds of processor time, bytes of memory in addition to the loaded library, and the
+niceness to add to the check."""
 PIECE = 1 << 16
 
 
@@ -64,11 +64,11 @@ class CheckForker:
         """Connections, by the pidfd of the check."""
 
     def serve(self) -> None:
-        """Serve requests until the socket ends."""
+        """Serve requests until the control socket ends."""
         while True:
             ready = dict(self._poll.poll())
-            # The control socket is served last, because a new check's descriptor may get the number of a descriptor
-            # that was just closed.
+            # The control socket is served last, because the descriptor of a new check may get the number of a
+            # descriptor that was just closed.
             asked = ready.pop(self._control.fileno(), 0)
             for fd in ready:
                 if fd in self._ends:
@@ -80,15 +80,15 @@ class CheckForker:
                 for pid in self._pids.values():
                     os.kill(pid, signal.SIGKILL)
                 for pid in self._pids.values():
-                    os.waitpid(pid, 0)  # every check must have ended when this process exits
+                    os.waitpid(pid, 0)  # this process must not exit before its checks
                 return
 
     def _take(self) -> bool:
-        """Take a request and fork a check for it. Returns False at the end of the socket."""
+        """Take a request from the control socket, and fork a check for it. Returns False if the socket has ended."""
         message, fds, _, _ = socket.recv_fds(self._control, LIMITS.size, 1)
         if not message:
             return False
-        if fds:  # without a free descriptor the kernel drops the connection, and the caller sees a hang-up
+        if fds:  # if no descriptor is free, the kernel drops the connection, and the caller sees a hang-up
             end = socket.socket(fileno=fds[0])
             pid = os.fork()
             if pid == 0:
@@ -108,11 +108,11 @@ class CheckForker:
         with contextlib.suppress(KeyError):  # the connection was unregistered when the caller hung up
             self._poll.unregister(end)
         told = {"status": status, "seconds": used.ru_utime + used.ru_stime}
-        # If the caller no longer reads, or has not read earlier output, the connection ends without this line.
+        # If the caller no longer reads, or has left earlier output unread, the connection ends without this line.
         with contextlib.suppress(OSError):
             end.send(b"\n" + json.dumps(told).encode(), socket.MSG_DONTWAIT)
-        # A check that was killed early leaves part of its request unread. A close would then reset the connection and
-        # lose the line just sent.
+        # A check that was killed early has not read its whole request. With unread data, a close would reset the
+        # connection and lose the line just sent.
         with contextlib.suppress(OSError):
             while end.recv(PIECE, socket.MSG_DONTWAIT):
                 pass
@@ -125,7 +125,7 @@ class CheckForker:
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
             os.dup2(self._null, 2)
             connection = end.detach()
-            close_others({2, connection})  # the fork has inherited the connections of other checks
+            close_others({2, connection})  # these are the connections of other checks, which the fork has inherited
             os.nice(nicer)
             confine_check(seconds, self._loaded + memory)
             request = b""

@@ -58,7 +58,7 @@ which may exceed the number of processes in SMALL."""
 
 
 class WrongAnswer(Exception):
-    """The candidate failed a case or its check. The message is for the verdict's reason."""
+    """The candidate failed a case or a check. The message is for the verdict's reason."""
 
 
 class CodeEvaluator:
@@ -100,7 +100,7 @@ class CodeEvaluator:
         except EvaluatorError as error:
             if error.inside:
                 raise
-            async with outcome.beside() as other:  # if Python also fails there, the agent is not the cause
+            async with outcome.beside() as other:  # if Python fails in a new sandbox, too, the agent is not the cause
                 await probe(other, self._options.python)
             raise error.replace(inside=True) from error.__cause__
         if self._options.test is not None:
@@ -163,7 +163,8 @@ class CodeEvaluator:
 
 
 class CandidateProgram:
-    """A program in the outcome's sandbox, with a process for each run. `seconds` is the limit for all runs together.
+    """Runs a program in the outcome's sandbox, each time in a new process. `seconds` is the limit for all runs
+    together.
 
     The methods raise WrongAnswer for failures caused by the candidate, and RuntimeFailure or EvaluatorError for other
     failures.
@@ -189,12 +190,12 @@ class CandidateProgram:
     async def printed(self, text: str) -> list[str]:
         """Return the lines that the program prints for this input."""
         done = await self._ran([self._options.python, "-B", self._program], text.encode("utf-8", "replace"))
-        # Output is decoded in a thread, here and below, because the candidate decides the length of its output, and
-        # decoding a long output would block the event loop.
+        # All output is decoded in a thread, because the candidate decides its length, and decoding a long output would
+        # block the event loop.
         return await asyncio.to_thread(lambda: lines(done.stdout.decode("utf-8", "backslashreplace")))
 
     async def called(self, name: str, args: list[Any]) -> Any:
-        """Return the result of the program's function, with lists for tuples."""
+        """Return the result of the program's function. Tuples in it become lists."""
         answer = await self.asked(name, {"args": encode(args), "kwargs": encode({})})
         if "raised" in answer:
             raise WrongAnswer(": ".join(answer["raised"])[:QUOTED])
@@ -204,14 +205,14 @@ class CandidateProgram:
             raise WrongAnswer("the function returned no value of JSON's types") from error
 
     async def asked(self, name: str, call: dict[str, Any], *, prompt: str = "") -> dict[str, Any]:
-        """Return the result of a call in the form of `guest.run_call`: an encoded `value`, or `raised`."""
+        """Return the result of a call in the format of `guest.run_call`: an encoded `value`, or `raised`."""
         request = {"file": self._program, "prompt": prompt, "name": name, **call}
         # -I keeps Python from importing a candidate's file in place of a standard module of the same name.
         command = [self._options.python, "-I", "-B", "-c", f"{guest()}\nrun_call()"]
         done = await self._ran(command, json.dumps(request).encode())
         try:
             return await asyncio.to_thread(told, done.stdout)
-        except (ValueError, RecursionError) as error:  # the candidate has written to the guest's output
+        except (ValueError, RecursionError) as error:  # the candidate has written to the same output
             raise WrongAnswer("the program gave no answer to the call") from error
 
     async def _ran(self, command: list[str], given: bytes) -> ExecResult:
@@ -251,8 +252,8 @@ class CandidateProgram:
 
 @asynccontextmanager
 async def place_of_reply(outcome: Outcome) -> AsyncIterator[Runtime]:
-    """Yield the sandbox for a program of the last reply. This is a new sandbox with small limits, or the outcome's
-    sandbox if the task carries or prepares files, because the program may need them."""
+    """Yield the sandbox for a program from the last reply. It is a new sandbox with small limits. If the task carries
+    or prepares files, which the program may need, it is the outcome's sandbox."""
     if outcome.task.evaluator.carry is not None or outcome.task.runtime.prepare:
         yield outcome.runtime
         return
@@ -261,7 +262,7 @@ async def place_of_reply(outcome: Outcome) -> AsyncIterator[Runtime]:
 
 
 def small(resources: Resources) -> Resources:
-    """Return the limits of a sandbox for one program, none above those of `resources`."""
+    """Return the limits of a sandbox for one program: those of SMALL, or those of `resources` where they are lower."""
     return Resources(
         cpus=resources.cpus,
         memory_mb=min(resources.most_memory_mb, SMALL.most_memory_mb),
@@ -273,8 +274,7 @@ def small(resources: Resources) -> Resources:
 def told(answer: bytes) -> dict[str, Any]:
     """Parse the output of `guest.run_call`. Raises ValueError or RecursionError for any other text.
 
-    The value stays encoded, because the candidate has made it, and decoding could take as long as the candidate
-    chooses.
+    The value stays encoded, because the candidate has made it and decoding it could take very long.
     """
     match json.loads(answer):
         case {"value": coded, **others} if not others:
@@ -309,8 +309,8 @@ async def probe(runtime: Runtime, python: str) -> None:
 
 
 async def stepped(shell: Shell, text: str, seconds: float) -> dict[str, Any]:
-    """Run one step of the Checker and return the event that the Checker prints. Raises TimeoutError, and EvaluatorError
-    if the output has no readable event."""
+    """Run one step of the Checker, and return the event that it prints. Raises TimeoutError, and EvaluatorError if the
+    output has no readable event."""
     if seconds <= 0:
         raise TimeoutError
     done: ShellResult = await shell.run(text, seconds=seconds)

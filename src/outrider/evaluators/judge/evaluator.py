@@ -39,8 +39,7 @@ class TooLong(EvaluatorError):
 
 
 class AnswerTooLong(Exception):
-    """A question does not fit into the judge's context, but would fit with an empty answer, so the agent is the
-    cause."""
+    """A question fits into the judge's context only with an empty answer, so the agent is the cause."""
 
 
 class JudgeEvaluator:
@@ -158,7 +157,7 @@ class Judge:
                 )
             except ContextOverflow as error:
                 raise TooLong(f"the judge {options.frozen!r} failed: {error.message}") from error
-            except OutriderError as error:  # an EngineError would make the session run again and lose the agent's work
+            except OutriderError as error:  # an EngineError would make the session run again, and lose the agent's work
                 raise EvaluatorError(f"the judge {options.frozen!r} failed: {error.message}") from error
         body: dict[str, Any] = {
             "model": grader.model or grader.name,

@@ -1,7 +1,7 @@
 """The options of the SWE-bench evaluator, and the paths of a repository that influence its test results. The module is
 pure.
 
-Invariant: an option that would let every run pass is refused, such as an empty list of tests to be fixed.
+Invariant: options with which every run would pass are refused, such as an empty list of tests to be fixed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.spec import SandboxPath, Spec
 
 MAX_TESTS = 100_000
 MAX_COMMAS = 10 * MAX_TESTS
-"""Maximum number of commas in the tests of a row given as one text. The limit is higher than MAX_TESTS because names of
+"""Maximum number of commas if a row's tests are given as one string. It is higher than MAX_TESTS, because names of
 tests may contain commas."""
 SCRIPT = 1 << 20
 """Maximum characters of a script."""
@@ -30,16 +30,16 @@ CONFIGURATION = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
     *("pyproject.toml", "sitecustomize.py", "usercustomize.py", "entry_points.txt"),
 )
-"""Names of files that influence the tests and their results, in any folder of the repository. `entry_points.txt`,
-beside a package on Python's path, names plugins that pytest loads."""
+"""Names of files that influence tests in any folder of the repository. `entry_points.txt`, beside a package on Python's
+path, names plugins that pytest loads."""
 GIT = (".git", ".gitattributes")
-"""Files of git that the script's `git` commands read. These files can name programs for git to run, and contain the
-original files that git restores."""
+"""Files that the script's `git` commands read. They can name programs for git to run, and contain the original files
+that git restores."""
 HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 NAMED = re.compile(r"(?:---|\+\+\+|(?:rename|copy) (?:from|to)) (?P<name>.+)")
 SAME = re.compile(r'diff --git (?P<name>("?)(?:[aciw12]/)?(?P<path>.+)\2) \2(?:[bciwo12]/)?(?P=path)\2\r?$')
-"""Matches the first line for a file in a git diff, if both names are equal. Only this line names a file without hunks,
-such as a new empty file. If the names differ, other lines have both names."""
+"""Matches the first line for a file in a git diff if both names are equal. For a file without hunks, such as a new
+empty file, no other line has the name. If the names differ, other lines have both names."""
 PREFIX = re.compile(r"^[abciwo12]/")
 """Matches git's prefixes of names: a/ and b/; c/, i/, o/ and w/ with `diff.mnemonicPrefix`; 1/ and 2/ with
 --no-index."""
@@ -47,8 +47,8 @@ TEST_FOLDERS = frozenset(("test", "tests"))
 
 
 def listed(given: Any) -> Any:
-    """Return the tests of a row as a list. The tests are given as a list, or as a JSON list in a string, as in the data
-    sets of swebench 4.x. Any other value is returned unchanged. Raises ValueError."""
+    """Return the tests of a row as a list. In data sets of swebench 4.x, the list is a JSON string. Any value that is
+    not a string is returned unchanged. Raises ValueError."""
     if not isinstance(given, str):
         return given
     # The commas are counted before parsing, because a list of millions of tests needs gigabytes of memory.
@@ -126,7 +126,7 @@ def files_of(patch: str) -> set[str]:
         if hunk := HUNK.match(line):
             old, new = (int(count or 1) for count in hunk.groups())
             while old > 0 or new > 0:
-                # An empty context line may lack its blank, because some editors strip it.
+                # An empty context line may lack its leading space, because some editors strip it.
                 sign = (next(lines, "cut") or " ")[:1]
                 if sign not in " -+\\":
                     raise ValueError("a hunk is cut short, or its header counts wrong")
@@ -146,8 +146,7 @@ def files_of(patch: str) -> set[str]:
 
 
 def plain_name(field: str) -> str:
-    """Return the name in a field of a diff. The field is a name in quotes with backslash escapes, or a plain name up to
-    a tab."""
+    """Return the name in a field of a diff. It is quoted with backslash escapes, or plain and ends at a tab."""
     name = field.rstrip("\r").partition("\t")[0]
     if name.startswith('"'):
         name = codecs.escape_decode(name.strip('"').encode("utf-8", "surrogateescape"))[0].decode(

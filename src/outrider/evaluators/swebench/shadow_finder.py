@@ -35,8 +35,8 @@ class ShadowFinder:
 
 
 def start(new: Any, path: str, key: str, option: str) -> None:
-    """If this process loads the plugin by `option`, watch imports until pytest loads the repository's `conftest.py`. In
-    every process, run the `sitecustomize.py` that Python would have run in place of this text."""
+    """If `option` makes this process load the plugin, watch imports until pytest loads the repository's `conftest.py`.
+    In every process, run the `sitecustomize.py` that Python would have run if this text did not exist."""
     if new and option in os.environ.get("PYTEST_ADDOPTS", ""):
         sys.meta_path.insert(0, ShadowFinder(new, path, key))
     place = os.path.dirname(__file__)
