@@ -33,8 +33,8 @@ ADAPTERS: dict[str, Adapter] = {
 
 
 def adapted_examples(kind: str, source: Path, given: Additions, *, limit: int | None = None) -> list[Example]:
-    """Return an example for each row of a data set, including rows with faults. Raises InvalidField for a file that
-    cannot be read, and for an unknown kind."""
+    """Return an example for each row of a data set, including rows with faults. Raises InvalidField for an unreadable
+    file and for an unknown kind."""
     if kind not in ADAPTERS:
         raise InvalidField(
             f"there is no kind of rows {kind!r}", field="kind", hint=f"the kinds are {', '.join(ADAPTERS)}"

@@ -102,7 +102,7 @@ def nemo_gym(columns: Columns, given: Additions) -> Draft:
 
 
 def nemo_gym_swe(columns: Columns, given: Additions) -> Draft:
-    """The adapter of a row of NeMo Gym that contains a row of SWE-bench, and the name of the image."""
+    """The adapter of a row of NeMo Gym that contains a row of SWE-bench and the name of its image."""
     inner = columns.get("verifier_metadata.instance_dict")
     if isinstance(inner, str):
         try:
@@ -120,7 +120,7 @@ def nemo_gym_swe(columns: Columns, given: Additions) -> Draft:
 
 
 def question(columns: Columns, name: str) -> str:
-    """Return the text of a question, which is a text or a list of messages."""
+    """Return the question in a column, which has a text or a list of messages."""
     value = columns.get(name)
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
@@ -135,8 +135,8 @@ def question(columns: Columns, name: str) -> str:
 
 
 def test_cases(truth: Any) -> Any:
-    """Return the test cases of a ground truth: an object with `inputs` or `outputs`, given as an object or as JSON
-    text. Returns None for any other ground truth."""
+    """Return the test cases in a ground truth: an object, or its JSON text, with `inputs` or `outputs`. Returns None
+    for any other ground truth."""
     if isinstance(truth, str) and truth.lstrip().startswith("{"):
         try:
             truth = json.loads(truth)
@@ -146,7 +146,8 @@ def test_cases(truth: Any) -> Any:
 
 
 def by_cases(columns: Columns, cases: Any, name: str) -> dict[str, Any]:
-    """Return the evaluator that runs a program on test cases, in the form of APPS, TACO and LiveCodeBench."""
+    """Return the evaluator that runs a program on test cases. The cases are in the format of APPS, TACO and
+    LiveCodeBench."""
     if isinstance(cases, str):
         cases = test_cases(cases)
     if isinstance(cases, Mapping) and isinstance(packed := cases.get("packed"), str):
@@ -165,7 +166,7 @@ def by_cases(columns: Columns, cases: Any, name: str) -> dict[str, Any]:
 
 
 def unpacked(packed: str) -> Any:
-    """Unpack test cases that NeMo Gym has compressed (`_pack_unit_tests`). Returns None for a broken text."""
+    """Unpack test cases that NeMo Gym has compressed (`_pack_unit_tests`). Returns None if the text is broken."""
     try:
         plain = zlib.decompressobj()
         text = plain.decompress(base64.b64decode(packed, validate=True), MAX_PACKED)
@@ -176,7 +177,7 @@ def unpacked(packed: str) -> Any:
 
 
 def by_answer(columns: Columns, answer: Any, name: str) -> tuple[dict[str, Any], Gold | None]:
-    """Return the evaluator that compares an answer as mathematics, and the known solution."""
+    """Return the evaluator that compares an answer as mathematics, and the known solution for `outrider task check`."""
     given = answer if isinstance(answer, list) else [answer]
     for one in given:
         if not isinstance(one, str | int | float) or (isinstance(one, float) and not math.isfinite(one)):

@@ -1,6 +1,6 @@
-"""Writes the messages of a row as one text, because the instruction of a task is a text.
+"""Writes the messages of a row as one text, because a task's instruction is a text.
 
-The messages have the form of a chat (`role`, `content`), as in the column `prompt` of verl's rows and in
+The messages have the form of a chat (`role`, `content`). Such messages are in the column `prompt` of verl's rows and in
 `responses_create_params.input` of NeMo Gym's rows. The module is pure.
 """
 

@@ -39,8 +39,8 @@ FORMAT = 1
 """Part of the hash in a Parquet file's name. Increase this number when a change of the code changes the rows made from
 the same source."""
 ANY_ROWS, ROWS_RATIO = 64 << 20, 200
-"""Maximum unpacked bytes of a compressed file of rows: ANY_ROWS plus ROWS_RATIO times the packed size. Rows of text
-usually shrink to a fifth of their size. A file that shrinks to a two-hundredth of its size repeats the same text."""
+"""Maximum unpacked bytes of a compressed file of rows: ANY_ROWS plus ROWS_RATIO times the packed size. Text rows
+usually shrink to a fifth. A file that shrinks to a two-hundredth repeats the same text."""
 PLACEHOLDER = re.compile(r"\{row\.([^{}]+)\}")
 WHOLE_ROW = "{row}"
 TEMPLATE_SOURCES = (".jsonl", ".json", ".parquet")
@@ -66,7 +66,7 @@ SPARE_ENTRIES = 2
 
 
 class Written(NamedTuple):
-    """A dataset file. `cached` is true if a file made from the same content already existed."""
+    """A dataset file. `cached` is true if the file already existed."""
 
     path: Path
     rows: int
@@ -107,8 +107,8 @@ def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any
 
 
 def one_of_each_reasoning_gym_set(*, size: int | None = None) -> list[Example]:
-    """Return one task of each usable data set of reasoning-gym, in the order of the sets' names. If `size` is given,
-    return only the tasks of the first `size` sets. Raises InvalidField if reasoning-gym is missing."""
+    """Return one task of each usable data set of reasoning-gym, sorted by the sets' names. `size` limits the number of
+    sets. Raises InvalidField if reasoning-gym is missing."""
     names = sorted(_reasoning_gym_factory().DATASETS.keys() - UNUSABLE.keys())
     return [example for name in names[:size] for example in reasoning_gym_examples(name, size=1)]
 
@@ -153,11 +153,11 @@ def template_examples(
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSON Lines (also `.jsonl.gz`), JSON (a list) or Parquet file, or of a Hugging Face dataset
-    written by `save_to_disk`.
+    """Yield the rows of a JSON Lines file (also `.jsonl.gz`), a JSON file with a list, a Parquet file, or a Hugging
+    Face dataset written by `save_to_disk`.
 
-    Raises InvalidField for a file that cannot be read, with the file and the line of the fault, and if pyarrow is
-    missing for a Parquet file or a saved dataset.
+    Raises InvalidField for an unreadable file, with the line of the fault. Raises InvalidField also if a Parquet file
+    or a saved dataset needs pyarrow and pyarrow is missing.
     """
     _check_there(path)
     if path.is_dir() or path.suffix == ".parquet":
@@ -209,7 +209,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _decompressed(path: Path) -> bytes:
-    """Unpack a file. Raises InvalidField for more bytes than ANY_ROWS and ROWS_RATIO allow."""
+    """Unpack a file. Raises InvalidField if it unpacks to more bytes than ANY_ROWS and ROWS_RATIO allow."""
     most = ANY_ROWS + ROWS_RATIO * path.stat().st_size
     with gzip.open(path) as packed:
         data = packed.read(most + 1)
@@ -223,7 +223,7 @@ def _decompressed(path: Path) -> bytes:
 
 
 def human_eval_examples(source: Path | None = None, *, limit: int | None = None) -> list[Example]:
-    """Return the problems of HumanEval, each without a harness. A row's `canonical_solution` continues its `prompt`.
+    """Return the problems of HumanEval as tasks without a harness. A row's `canonical_solution` continues its `prompt`.
 
     `source` has rows in HumanEval's format. If it is None, the rows come from the installed package human-eval, which
     is not imported. Raises InvalidField.
@@ -255,9 +255,9 @@ def examples_of(
     limit: int | None = None,
     offline: bool = False,
 ) -> list[Example]:
-    """Return the examples of a source. If a `template` is given, `source` is a file of rows or a saved dataset.
-    Otherwise `source` is a folder with Harbor task folders. `offline` accepts Harbor folders that request a network
-    (see `harbor_examples`). Raises InvalidField."""
+    """Return the examples of a source. With a `template`, `source` is a file of rows or a saved dataset. Otherwise it
+    is a folder with Harbor task folders. If `offline` is true, Harbor tasks get no network (see `harbor_examples`).
+    Raises InvalidField."""
     source = Path(source)
     _check_there(source)
     if template is None:
@@ -375,8 +375,8 @@ def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
 
 
 def said(value: Any, where: str) -> Any:
-    """Return the text of messages, and any other value unchanged. Raises InvalidField for messages that cannot be
-    written as text."""
+    """Return messages as a text, and any other value unchanged. Raises InvalidField for messages that cannot be written
+    as text."""
     if not is_conversation(value):
         return value
     try:

@@ -17,7 +17,7 @@ from outrider.tasks.harbor.files import files_below, instruction_in
 from outrider.tasks.harbor.tasks import TASK_TOML, harbor_folders, read_config
 
 FORMAT = 1
-"""Version of the rows' format, a part of the hash in the file's name."""
+"""Version of the rows' format. It is part of the hash in the file's name."""
 
 
 def recipe_rows(
@@ -67,8 +67,8 @@ def recipe_parquet(
     split: str = "train",
     limit: int | None = None,
 ) -> Written:
-    """Write `{split}-{key}.parquet` in `folder`, unless the file exists: see `recipe_rows`. Blocks. Raises
-    InvalidField, also if pyarrow is missing."""
+    """Write the rows of `recipe_rows` to `{split}-{key}.parquet` in `folder`, unless the file exists. Blocks. Raises
+    InvalidField, for example if pyarrow is missing."""
     rows = recipe_rows(root, data_source=data_source, ability=ability, split=split, limit=limit)
     digest = hashlib.sha256(json.dumps([FORMAT, rows], sort_keys=True).encode())
     for row in rows:

@@ -1,4 +1,4 @@
-"""Values of one row of a data set, by the names and paths of its columns. The module reads no files."""
+"""Reads values of one row of a data set, by the names and paths of its columns. The module reads no files."""
 
 from __future__ import annotations
 

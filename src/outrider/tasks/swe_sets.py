@@ -54,7 +54,7 @@ SWE_GYM_COMMANDS = {
 MYPY, MYPY_CASE = "python/mypy", re.compile(r"\[case ([^\]]+)\]")
 SWE_REBENCH_IMAGE = "swerebench/sweb.eval.x86_64.{instance_id/__/_1776_}:latest"
 SMITH_COMMAND = "pytest --disable-warnings --color=no --tb=no --verbose -rA"
-"""SWE-smith's own command, with the summary that swebench's parser reads."""
+"""SWE-smith's own command, with the option for the summary that swebench's parser reads (`-rA`)."""
 BUG, APPLY = ".outrider-bug.patch", "git apply"
 BREAK = f"""\
 set -e
@@ -74,7 +74,7 @@ for file in run_tests.sh r2e_tests /r2e_tests; do
     [ ! -e "$file" ] || mv "$file" {R2E_PLACE}/
 done
 """
-"""Shell script that moves the hidden tests out of the repository, as R2E-Gym's own set-up does."""
+"""Shell script that moves the hidden tests out of the repository, as R2E-Gym's own setup does."""
 R2E_COMMAND = f"rm -rf r2e_tests\nln -s {R2E_PLACE}/r2e_tests r2e_tests\nbash {R2E_PLACE}/run_tests.sh"
 R2E_RUNNERS = ("tornado", "datalad")
 """Repositories of R2E-Gym whose tests are run by their own program instead of pytest."""
@@ -100,11 +100,12 @@ for test in json.load(open(sys.argv[1]))["tests"]:
 
 
 def swe_gym(columns: Columns, given: Additions) -> Draft:
-    """SWE-Gym: SWE-bench's columns, and repositories for which swebench has neither a parser nor a command. SWE-Gym's
-    fork of swebench reads the logs of all repositories as logs of pytest."""
+    """SWE-Gym: rows have SWE-bench's columns. swebench has neither a parser nor a command for the repositories.
+    SWE-Gym's fork of swebench reads all logs as logs of pytest."""
     options = {"log_parser": PARSER, **options_of(columns)}
     own = None
-    if str(columns.get("repo")).lower() == MYPY:  # mypy's tests are cases in data files, which pytest finds by name
+    # mypy's tests are cases in data files, and pytest selects them by name
+    if str(columns.get("repo")).lower() == MYPY:
         cases = " or ".join(MYPY_CASE.findall(str(columns.get("test_patch"))))
         own = f'pytest -n0 -rA -k "{cases}"' if cases else None
     options |= run_by_command(columns, given, known={**COMMANDS, **SWE_GYM_COMMANDS}, own=own)
@@ -112,7 +113,8 @@ def swe_gym(columns: Columns, given: Additions) -> Draft:
 
 
 def swe_rebench(columns: Columns, given: Additions) -> Draft:
-    """SWE-rebench: SWE-bench's columns, `docker_image`, and the test command and the parser in `install_config`."""
+    """SWE-rebench: rows have SWE-bench's columns and `docker_image`. `install_config` has the test command and the
+    parser."""
     options = {**options_of(columns), "log_parser": columns.text("install_config.log_parser")}
     own = None
     if given.test_command is None:
@@ -160,7 +162,7 @@ def swebench_pro(columns: Columns, given: Additions) -> Draft:
     patch = columns.patch("test_patch")
     lists = {key: columns.tests(key, needed=key == "fail_to_pass") for key in ("fail_to_pass", "pass_to_pass")}
     selected = columns.tests("selected_test_files_to_run")
-    # Like the harness of SWE-bench Pro, only the last line is run. This line puts the graded tests in their place.
+    # Only the last line is run, as in the harness of SWE-bench Pro. This line puts the graded tests in their place.
     before = (columns.optional_text("before_repo_set_cmd") or "").strip().rpartition("\n")[2]
     options: dict[str, Any] = {"instance_id": name, "log_parser": PARSER, "test_patch": patch}
     if given.test_command is not None:
@@ -169,7 +171,7 @@ def swebench_pro(columns: Columns, given: Additions) -> Draft:
     else:
         texts = {file: script_of(columns, given.folder / "run_scripts" / name / file) for file in PRO_SCRIPTS}
         options |= {key: [quoted(test) for test in tests] for key, tests in lists.items()}
-        options["pytest"] = False  # pytest's own reports would not have the parser's names of the tests
+        options["pytest"] = False  # pytest's own reports would have other names of tests than the parser
         words = {key: shlex.quote(texts[file]) for file, key in PRO_SCRIPTS.items()}
         words |= {"selected": shlex.quote(",".join(selected)), "report": shlex.quote(PRO_REPORT)}
         options["test_command"] = PRO_COMMAND.format(before=before, **words)
@@ -185,7 +187,7 @@ def swebench_pro(columns: Columns, given: Additions) -> Draft:
 
 
 def script_of(columns: Columns, path: Path) -> str:
-    """Return the text of a script of an instance of SWE-bench Pro."""
+    """Return the text of a script for an instance of SWE-bench Pro."""
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError):
@@ -195,7 +197,8 @@ def script_of(columns: Columns, path: Path) -> str:
 
 
 def quoted(test: str) -> str:
-    """Return the name of a test without blanks, as PRO_REPORT prints it: parsers of logs cut names at blanks."""
+    """Return the name of a test with its whitespace escaped, as PRO_REPORT prints it, because parsers of logs cut names
+    at spaces."""
     return re.sub(r"[%\s]", lambda blank: f"%{ord(blank.group()):02X}", test)
 
 
@@ -234,7 +237,7 @@ def r2e_gym(columns: Columns, given: Additions) -> Draft:
 
 
 def expected_of(columns: Columns) -> dict[str, str]:
-    """Return the expected statuses of a row of R2E-Gym, without the colours that some names have."""
+    """Return the expected statuses of a row of R2E-Gym, by test. Color codes in the names are removed."""
     column = "expected_output_json"
     value = columns.get(column)
     if value is None:
@@ -256,8 +259,8 @@ def expected_of(columns: Columns) -> dict[str, str]:
 
 
 def commit_of(columns: Columns) -> Gold | None:
-    """Return the changes of a commit, except changes to files of tests, from the column `parsed_commit_content`, or
-    None."""
+    """Return the changes of a commit, except those of test files. They are in the column `parsed_commit_content`.
+    Returns None if there are no changes."""
     diffs = columns.get("parsed_commit_content.file_diffs")
     files: list[dict[str, Any]] = []
     removed: list[str] = []

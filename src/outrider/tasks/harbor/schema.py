@@ -20,12 +20,12 @@ PACKAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]*/[a-zA-Z0-9][a-zA-Z0-9._-]
 SERVICE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 STEP_NAME_HAS_NOT = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
 DEVICES = re.compile(r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|(COM|LPT)[1-9¹²³])", re.IGNORECASE)
-"""Device names of Windows. No step may have a device name, because the folders of steps must be portable."""
+"""Device names of Windows. A step must not have such a name, because the folders of steps must be portable."""
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+\n?")
 SECRET_HEADER = re.compile("key|token|secret|passw|credential|auth|cookie", re.IGNORECASE)
 CREDENTIAL = re.compile(r"\s*(?:[A-Za-z0-9_-]+\s+)?(?:[\s:-]*\$\{\w+(?::-)?\})+\s*")
-"""Pattern of a valid credential in a header: an optional scheme, such as Bearer, and variables without defaults, such
-as `${TOKEN}`."""
+"""Matches a valid credential in a header: an optional scheme, such as Bearer, and variables without defaults, such as
+`${TOKEN}`."""
 TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-([^}]*))?\}")
 MAIN = "main"
 """Name of the service that is the agent's own container."""
@@ -58,7 +58,7 @@ class Table(BaseModel):
 
 
 class Network(Table):
-    """The network of an environment, an agent or a verifier. If the mode is None, an agent or a verifier has the
+    """The network of an environment, an agent or a verifier. If the mode of an agent or a verifier is None, it has the
     network of its environment."""
 
     network_mode: Literal["public", "no-network", "allowlist"] | None = None
@@ -98,8 +98,8 @@ class HarborAgent(Network):
 
 
 class Healthcheck(Table):
-    """A health check as in Docker. The command is repeated until it succeeds, or has failed `retries` times in a row
-    after the start period."""
+    """A health check as in Docker. The command is repeated until it succeeds, or until it has failed `retries` times in
+    a row after the start period."""
 
     command: str
     interval_sec: float = 5.0
@@ -219,8 +219,8 @@ class Verifier(Network):
 
 
 class HarborArtifact(Table):
-    """An artifact: the path `source` in the agent's sandbox. `destination` is the artifact's path on Harbor's host.
-    `exclude` are tar's patterns for the files of a folder to leave out."""
+    """An artifact: the path `source` in the agent's sandbox. `destination` is its path on Harbor's host. `exclude` are
+    tar's patterns of files in a folder that do not belong to the artifact."""
 
     source: str
     destination: str | None = None
@@ -251,8 +251,8 @@ Artifacts = list[Annotated[HarborArtifact, BeforeValidator(of_a_path)]]
 
 
 class HarborStep(Table):
-    """A step of a task. The next step is started only if the reward is at least `min_reward`, or if each metric named
-    in `min_reward` has at least the given value."""
+    """A step of a task. The next step starts only if the reward is at least `min_reward`. If `min_reward` is a table,
+    each metric named in it must have at least the given value."""
 
     name: str
     agent: HarborAgent = HarborAgent()

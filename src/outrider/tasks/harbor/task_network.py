@@ -25,7 +25,7 @@ class NoDestination(ValueError):
 
 
 def destinations(network: Network, public: Sequence[str]) -> list[str]:
-    """Return the destinations of a network whose mode is given. Raises NoDestination."""
+    """Return the destinations of a network, whose mode must not be None. Raises NoDestination."""
     if network.network_mode == NO_NETWORK:
         return []
     if network.network_mode == "public":
@@ -43,7 +43,7 @@ def destinations(network: Network, public: Sequence[str]) -> list[str]:
 def network_of(
     environment: Network, public: Sequence[str], *, agent: Network | None = None, verifier: Network | None = None
 ) -> dict[str, Any] | None:
-    """Return the field `runtime.network` for a sandbox. Returns None if the network has no destination. Raises
+    """Return the field `runtime.network` for a sandbox, or None if the network has no destination. Raises
     NoDestination."""
     found: dict[str, Any] = {"allow": destinations(environment, public)}
     for name, own in (("agent", agent), ("verifier", verifier)):
@@ -53,8 +53,8 @@ def network_of(
 
 
 def of_step(config: TaskToml, step: HarborStep | None) -> tuple[Network, Network]:
-    """Return the networks of the agent and the verifier of a step. The networks that the step itself names take
-    precedence over the task's."""
+    """Return the networks of the agent and the verifier of a step. The step's own networks take precedence over the
+    task's."""
     agent: Network = config.agent
     verifier: Network = config.verifier
     if step is not None:

@@ -58,8 +58,8 @@ mouse and keyboard. The page says when the task has ended. Then reply without ca
 REFERENCE = re.compile(r"\.\./((?:core|common)/[\w./-]+)")
 PAGE_FOLDER = "miniwob"
 
-# The search is repeated, because it also fails if any window disappears meanwhile, as some windows of a starting
-# browser do.
+# The search is repeated, because it fails if any window disappears during the search. Some windows of a starting
+# browser do so.
 TITLE = """\
 titled() {
     for try in $(seq "$2"); do
@@ -143,9 +143,10 @@ def miniwob_examples(
     observation: str = SCREENSHOT,
     html: Path | None = None,
 ) -> list[Example]:
-    """Return `size` tasks of one `page`, with the seeds `seed`, `seed` + 1, and so on. If `page` is None, return a task
-    of each page, or of the first `size` pages, with the seed `seed`. Tasks of pages that `gold.js` can solve have a
-    solution. `observation` is the desktop's option. For `html` see `miniwob_pages`. Raises InvalidField."""
+    """Return `size` tasks of one `page`, with the seeds `seed`, `seed` + 1, and so on. If `page` is None, return a
+    task of each page with the seed `seed`; `size` then limits the number of pages. Tasks of pages that `gold.js` can
+    solve have a solution. `observation` is the option of the desktop. For `html`, see `miniwob_pages`. Raises
+    InvalidField."""
     if observation not in OBSERVATIONS:
         raise InvalidField(
             f"{observation!r} is no way to show a page", field="source", hint=f"one of: {', '.join(OBSERVATIONS)}"
@@ -207,8 +208,8 @@ def _with_script(html: str, script: str) -> str:
 
 def _archive(page: Path, html: str) -> str:
     """Pack the files that a page uses into a tar.gz archive, in base64. The same files always give the same text. If a
-    page computes a file name at run time, the page's text contains only the folder, so all files of the folder are
-    packed. The files of a stylesheet are in a folder `images` beside the stylesheet."""
+    page computes a file's name at run time, its text contains only the folder, so all files of this folder are packed.
+    The files of a stylesheet are in the folder `images` beside it."""
     folder = page.parent.parent
     used = sorted({folder / found for found in REFERENCE.findall(html)})
     folders = [file.parent / "images" if file.suffix == ".css" else file for file in used]
