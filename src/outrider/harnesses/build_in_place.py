@@ -19,7 +19,7 @@ MARKER = ".outrider-sealed.json"
 
 
 class BuildInputs(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The inputs of a folder's build, which the marker records. A folder whose marker has other inputs counts as
+    """The inputs from which a folder is built. The marker records them. A folder whose marker has other inputs is
     incomplete."""
 
     packages: tuple[str, ...]
@@ -42,8 +42,8 @@ def invalidate(folder: Path) -> None:
 
 
 def build_in_place(folder: Path, contents: BuildInputs, build: Callable[[], None]) -> None:
-    """Return once `folder` is complete. If it is not complete, it is emptied and `build` is called. The folder is
-    removed if `build` raises. Blocks while another process builds the same folder."""
+    """Build `folder` unless it is complete. The folder is emptied before `build` is called, and removed if `build`
+    raises. Blocks while another process builds the same folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         if is_complete(folder, contents):

@@ -37,8 +37,8 @@ have other text in addition to the instruction."""
 TAIL_OF_NEWEST = (
     f'newest=$(ls -td {{patterns}} 2>/dev/null | head -n 1); [ -f "$newest" ] && tail -c {LOG_TAIL} "$newest"'
 )
-"""Shell script that prints the end of the newest log file. The script can parse the output of `ls`, because no program
-puts newlines into the names of its logs."""
+"""Shell script that prints the end of the newest log file. It can parse the output of `ls`, because no program puts
+newlines into the names of its logs."""
 
 OWN_SETTINGS = "give MCP servers by task.harness.mcp_servers, and skills by task.harness.skills"
 
@@ -46,8 +46,9 @@ FIND_HOME = 'printf %s "$HOME"'
 
 
 class CommandHarness:
-    """Runs a preset with its checked `options`. `env` has the task's own variables, which override the variables of the
-    preset but never those of the endpoint. `venv` is the path of the virtual environment for the program."""
+    """Runs a preset with its checked `options`. `env` has the task's own variables. They override the preset's
+    variables, but never those of the endpoint. `venv` is the path of the virtual environment for the program. If
+    `guarded` is true, the preset's files must not replace files in the sandbox."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class CommandHarness:
             for number, server in enumerate(self._servers):
                 await self._check_command(context.runtime, server, env, number)
         for file in files:
-            # A thread fills in the text, because the text may have megabytes.
+            # A thread fills in the text, because the text may be several megabytes long.
             text = await asyncio.to_thread(self._text_of, file, words)
             path = str(home / file.path)
             if first and self._guarded:
@@ -151,8 +152,8 @@ class CommandHarness:
         )
 
     async def _check_command(self, runtime: Runtime, server: McpServer, env: Mapping[str, str], number: int) -> None:
-        """Raise InvalidField if the command of an MCP server is not in the sandbox. Most programs would go on without
-        the server's tools."""
+        """Raise InvalidField if the command of an MCP server is not in the sandbox. Most programs would continue
+        without the server's tools."""
         if server.command is None:
             return
         found = await runtime.exec(

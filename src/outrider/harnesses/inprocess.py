@@ -36,14 +36,14 @@ class Agent(Protocol):
 
 @runtime_checkable
 class MountingAgent(Protocol):
-    """An agent whose tools need host folders in the sandbox. `mounts` returns the folders, which are mounted read-only
-    at the same paths. The first call may block for some seconds while the folders are made."""
+    """An agent whose tools need host folders in the sandbox. `mounts` returns these folders, which are mounted
+    read-only at the same paths. The first call may block for some seconds while the folders are made."""
 
     def mounts(self) -> tuple[Path, ...]: ...
 
 
 class InProcessHarness:
-    """Runs one agent object, and converts the agent's exceptions to HarnessErrors."""
+    """Runs one agent object, and converts its exceptions to HarnessErrors."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent

@@ -1,7 +1,7 @@
 """Finds a Python of a given minor version on this machine, for programs that need another version than Outrider's.
 
-The module downloads nothing. Invariant: an interpreter returned for a version has just been run, has this version, and
-can make virtual environments. All functions of this module block.
+The module downloads nothing. Invariant: before an interpreter is returned, it has run, has reported the right version,
+and has imported `venv`. All functions of this module block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes a task's MCP servers into the file from which an agent program reads its servers.
 
-The module is pure. Invariants: the values of a server are not scanned for placeholders, and the rest of the file keeps
-its values.
+The module is pure. Invariants: the values of a server are not searched for placeholders; the rest of the file keeps its
+values.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def check_mcp_servers(name: str, settings: McpSettings | None, servers: Sequence[McpServer], *, hint: str) -> None:
-    """Raise InvalidField if the harness `name` cannot be given the servers. `hint` is the error's hint for a harness
-    that takes no servers."""
+    """Raise InvalidField if the harness `name` does not support the servers. `hint` is for a harness that supports no
+    servers."""
     if servers and settings is None:
         raise InvalidField(f"harness {name!r} cannot be given MCP servers", field=FIELD, hint=hint)
     for number, server in enumerate(servers):
@@ -110,7 +110,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def with_servers(text: str, settings: McpSettings, servers: Sequence[McpServer]) -> str:
-    """Return the text of the program's file with the servers added. An empty text is a file without settings."""
+    """Return the text of the program's file with the servers added. An empty text means a file without settings."""
     entries: dict[str, dict[str, Any]] = {}
     for server in servers:
         name = settings.name.format(server=server.name)

@@ -28,8 +28,7 @@ DIALECT = "dialect"
 """Name of the option that selects the dialect of a preset with several dialects."""
 
 MAX_ARGUMENT = 100_000
-"""Maximum bytes of a text that becomes a part of an argument or variable. Linux refuses arguments and variables above
-128 KiB."""
+"""Maximum bytes of a text within an argument or a variable. Linux refuses arguments and variables above 128 KiB."""
 
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+-]{0,63}")
 
@@ -47,7 +46,7 @@ _TYPES: dict[str, type | UnionType] = {
 _CALLED = {"integer": "an integer", "names": "a list of names", "template": "a string"}
 
 _NAME = re.compile(r"(?!-)[^\s,\"'\\{}\x00-\x1f]{1,256}")
-"""A name in an option of type `names`. The name has no character with a special meaning in the lists and settings into
+"""Matches a name in an option of type `names`. It has no character with a special meaning in the lists and settings to
 which the name is written."""
 
 
@@ -80,7 +79,7 @@ class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     files: dict[str, str] = {}
 
     def texts(self) -> tuple[str, ...]:
-        """Return the texts that are added for a value."""
+        """Return the texts that are added if the option has a value."""
         return (*self.arguments, *self.env.values(), *self.files.values())
 
 
@@ -130,8 +129,8 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ValueError("the first package must be the program, in its 'version'")
 
     def at_version(self, version: str) -> Install:
-        """Return the installation of another version of the program. Every package that has the same version as the
-        program also gets the other version."""
+        """Return the installation of another version of the program. Other packages with the same version as the
+        program also get the other version."""
         ends = (f"=={self.version}", f"@{self.version}")
         packages = tuple(
             package.removesuffix(self.version) + version if package.endswith(ends) else package
@@ -256,7 +255,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return msgspec.structs.replace(self, install=self.install.at_version(version))
 
     def with_options(self, values: Mapping[str, OptionValue]) -> Preset:
-        """Return the preset with the arguments, variables and files for the options in `values`."""
+        """Return the preset with the arguments, variables and files of the options in `values`."""
         given = [option for name, option in self.options.items() if name in values]
         files = {file.path: file for file in self.files}
         for path, text in (each for option in given for each in option.files.items()):
@@ -272,7 +271,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def is_version(text: str) -> bool:
-    """Return True for a text in the form of one exact version."""
+    """Return True if the text has the form of one exact version."""
     return _VERSION.fullmatch(text) is not None
 
 
@@ -283,7 +282,7 @@ def preset_names() -> list[str]:
 
 
 def load_preset(name: str, *, field: str | None = "task.harness.preset") -> Preset:
-    """Return the preset with this name. Raises InvalidField for an unknown name, with all known names."""
+    """Return the preset with this name. Raises InvalidField for an unknown name, with a hint that lists all names."""
     known = preset_names()
     if name not in known:
         raise InvalidField(f"unknown preset {name!r}", field=field, hint=f"known: {', '.join(known)}")
@@ -308,7 +307,8 @@ def _read(name: str) -> Preset:
 
 
 def _with_common(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an option, with the type, help, choices and minimum of the common option of this name."""
+    """Return the fields of an option. The type, help, choices and minimum come from the common option with this name,
+    if there is one."""
     common = COMMON.get(name)
     if common is None:
         return given
@@ -319,7 +319,7 @@ def _with_common(name: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unknown(preset: Preset, name: str, field: str) -> InvalidField:
-    """Make the error for an option that the preset does not have."""
+    """Return the error for an option that the preset does not have."""
     if name in COMMON:
         reason = f": {preset.refused[name]}" if name in preset.refused else ""
         return InvalidField(
@@ -334,7 +334,7 @@ def _unknown(preset: Preset, name: str, field: str) -> InvalidField:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Return a list of names, or a text with commas, as a tuple of distinct names; () for any other value."""
+    """Return a list of names, or a text with commas, as a tuple of distinct names. Returns () for any other value."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         return ()
@@ -369,7 +369,7 @@ def checked_options(
 
 
 def _checked(option: Option, name: str, value: Any, where: str) -> OptionValue:
-    """Return the value of an option, of the option's type. Raises InvalidField with the field `where`."""
+    """Return the value of an option, converted to the option's type. Raises InvalidField with the field `where`."""
     names = _names(value) if option.type == "names" else ()
     if names:
         value = names
