@@ -45,7 +45,7 @@ class CombiningEvaluator:
     takes_endpoints = True
 
     def __init__(self, spec: EvaluatorSpec, endpoints: Endpoints) -> None:
-        if spec.kind not in KINDS:  # for other kinds, nobody checks which names their parts may use
+        if spec.kind not in KINDS:  # for other kinds, the names that parts use are not checked
             raise InvalidField("only the kinds weighted and all have parts", field=f"{FIELD}.kind")
         options = read_options(KINDS[spec.kind], spec)
         self._parts = _parts(options.parts, spec, endpoints)

@@ -1,7 +1,7 @@
 """The external graders that the operator names. `grader_calls.py` calls them.
 
 A task names a grader, and never gives an address. So a task can make the service call only the operator's hosts, and
-only with their keys. The settings name the environment variables of the service and its nodes that have the keys.
+only with their keys. The settings name the environment variables that have the keys.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from outrider.spec import EvaluatorSpec, Name, Seconds, Spec
 from outrider.trajectory import Verdict
 
 CONTRACT = 1
-"""Version of Outrider's own contract (request and reply format)."""
+"""Version of Outrider's own contract."""
 
 
 class HttpOptions(Spec):
@@ -57,8 +57,8 @@ class HttpOptions(Spec):
 
 
 class RewardRoute(NamedTuple):
-    """A route of ProRL's reward servers. `path` is its path, and `answer` is the field of the body that has the agent's
-    last reply. `data` are the other fields, which come from the evaluator's option `data`."""
+    """A route of ProRL's reward servers. `path` is its path, and `answer` is the field of the body for the agent's last
+    reply. `data` are the other fields, from the evaluator's option `data`."""
 
     path: str
     answer: str

@@ -1,7 +1,7 @@
 """The command harness: runs any agent program in the sandbox, without a terminal and with the session's model endpoint.
 
-A preset describes the program as data. Invariant: every variable from which agents read the endpoint has the value of
-the session's endpoint, even if the task sets the variable.
+Invariant: every variable from which agents read the endpoint has the value of the session's endpoint, even if the task
+sets the variable.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ FIND_HOME = 'printf %s "$HOME"'
 
 class CommandHarness:
     """Runs a preset with its checked `options`. `env` has the task's own variables. They override the preset's
-    variables, but never those of the endpoint. `venv` is the path of the virtual environment for the program. If
-    `guarded` is true, the preset's files must not replace files in the sandbox."""
+    variables, but never those of the endpoint. `venv` is the path of the virtual environment for the program."""
 
     def __init__(
         self,
@@ -240,8 +239,8 @@ class CommandHarness:
         return words | options | dialect | places
 
     def _of_servers(self) -> list[str]:
-        """Return entries for the program's list of allowed tools, one for each of the task's MCP servers. An entry
-        allows all tools of its server."""
+        """Return entries for the program's list of allowed tools. There is one for each of the task's MCP servers,
+        which allows all tools of the server."""
         allowed = self._preset.mcp.allowed if self._preset.mcp else ""
         return [allowed.format(server=server.name) for server in self._servers] if allowed else []
 

@@ -83,9 +83,8 @@ def mcp_tool_names(spec: HarnessSpec) -> dict[str, str]:
 
 
 def check_written(task: TaskSpec) -> None:
-    """Raise InvalidField for a prepare step that writes a file which the task's preset also writes. HOME is the one
-    that the task sets, or root's. If the sandbox has another HOME, the harness finds such a file when the session
-    begins."""
+    """Raise InvalidField for a prepare step that writes a file which the task's preset also writes. The check assumes
+    the HOME that the task sets, or else root's HOME. For another HOME, the harness checks when the session begins."""
     if task.harness.preset is None:
         return
     home = task.harness.env.get("HOME") or task.runtime.env.get("HOME") or ROOTS_HOME

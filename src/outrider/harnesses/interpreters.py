@@ -20,10 +20,10 @@ _ASK = "import sys, venv; print(sys.version_info[0], sys.version_info[1], sep='.
 
 def find_python(minor: str | None, *, uv: Sequence[str] | None) -> Path:
     """Return an interpreter of version `minor` ("3.12"), or this process's interpreter if `minor` is None. `uv` is the
-    command of uv, or None if uv is missing.
+    command of uv, or None.
 
     These are tried in order: this interpreter, `python3.12` in each folder of PATH, the interpreter that uv finds, and
-    the versions in pyenv. Raises HarnessUnavailable, with instructions to install the version.
+    pyenv's versions. Raises HarnessUnavailable, with instructions to install the version.
     """
     if minor is None:
         return Path(sys.executable)

@@ -42,8 +42,8 @@ mkdir -p {folder} && rm -f {folder}/in {folder}/out && mkfifo {folder}/in {folde
 (. {folder}/start) <>{folder}/in >{folder}/out 2>{folder}/err &
 exec 4<{folder}/out
 """
-"""Starts a server in the background. The server's input is also open for writing in the server itself, so that it never
-ends. The shell waits until the server's output is open."""
+"""Starts a server in the background. The server itself also opens its input for writing, so that the input never ends.
+The shell waits until the server's output is open."""
 NEXT = """IFS= read -r line <&4 && printf '%s\\n' "$line\""""
 SEND = 'cat > "$0"'
 

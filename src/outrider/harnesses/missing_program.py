@@ -156,9 +156,8 @@ class _Sandbox:
         return True
 
     async def _head(self, path: str) -> bytes:
-        """Return the first HEAD bytes of a file. If the file is large and the sandbox has no `head`, the file is read
-        on the host. This works only for programs that Outrider has installed, because only they have the same path on
-        the host."""
+        """Return the first HEAD bytes of a file. If the file is large and the sandbox has no `head`, it is read on the
+        host. This works only for programs that Outrider has installed, because only they have the same path there."""
         try:
             return (await self._runtime.read(path, limit=SMALL))[:HEAD]
         except RuntimeFailure:

@@ -369,7 +369,7 @@ def checked_options(
 
 
 def _checked(option: Option, name: str, value: Any, where: str) -> OptionValue:
-    """Return the value of an option, converted to the option's type. Raises InvalidField with the field `where`."""
+    """Return the value of an option after checking its type and limits. Raises InvalidField with the field `where`."""
     names = _names(value) if option.type == "names" else ()
     if names:
         value = names

@@ -70,7 +70,7 @@ NOTED = (
     "busy",
     "modal",
 )
-"""States that are printed for an element. Most elements have the other states."""
+"""States that are printed for an element. Other states are left out, because most elements have them."""
 
 
 class Box(NamedTuple):

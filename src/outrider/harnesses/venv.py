@@ -1,8 +1,8 @@
 """A task's own virtual environment: finds the host folders that a sandbox needs, and compiles the modules.
 
-The module reads files and links, and runs a program only in `compile_modules`. Invariant: if the paths in `shown` are
-mounted at the same paths in a sandbox, the environment's python starts, and finds the standard library, packages and
-editable installs. All functions of this module block, except `compile_modules`.
+Invariant: if the paths in `shown` are mounted at the same paths in a sandbox, the environment's python starts, and
+finds the standard library, packages and editable installs. All functions of this module block, except
+`compile_modules`.
 """
 
 from __future__ import annotations
@@ -136,10 +136,9 @@ async def compile_modules(venv: Venv, *, seconds: float = COMPILE_SECONDS) -> No
     """Compile modules without bytecode into their `__pycache__` folders. These folders are read-only in a sandbox, so
     Python would compile every imported module again at every start.
 
-    The modules are compiled once for each state of the environment. A caller does not wait while another caller
-    compiles. This function never raises, because it only saves time. A separate cache folder (PYTHONPYCACHEPREFIX) is
-    not used: every Python that the agent starts would inherit the variable and ignore its own bytecode, so that a start
-    would take 340 ms instead of 54 ms.
+    The modules are compiled once for each state of the environment. A caller does not wait for another caller. This
+    function never raises, because it only saves time. PYTHONPYCACHEPREFIX is not used: every Python that the agent
+    starts would inherit the variable and ignore its own bytecode, so that a start would take 340 ms instead of 54 ms.
     """
     sources = [folder for folder in venv.sources if _own(folder)]
     name = hashlib.sha256(str(venv.prefix).encode()).hexdigest()[:16]

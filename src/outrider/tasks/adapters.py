@@ -1,8 +1,8 @@
 """Makes examples from the rows of data sets. ADAPTERS maps each kind of data set to its adapter, a function that makes
-a task from a row.
+a task from a row. A new kind needs a function and a line in ADAPTERS.
 
-To add a kind, write its adapter in one of the imported modules, and add a line to ADAPTERS. The module downloads
-nothing. Invariant: the examples have the order of the rows. If two rows have the same id, the second one has a fault.
+The module downloads nothing. Invariant: the examples have the order of the rows. If two rows have the same id, the
+second one has a fault.
 """
 
 from __future__ import annotations

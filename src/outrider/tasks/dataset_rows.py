@@ -1,10 +1,8 @@
-"""The input and output of a data set's adapter. The input is the columns of one row, and the user's additions. The
-output is a draft of a task.
+"""The input of a data set's adapter (the columns of one row, and the user's additions) and its output (a draft of a
+task).
 
-`Columns` collects the faults of a row, so that all faults are reported at once.
-
-The module depends on no data set. Invariant: reading a column never raises; after a fault, the returned value is only a
-substitute, and the example must not be run.
+`Columns` collects the faults of a row, so that all faults are reported at once. Invariant: reading a column never
+raises; after a fault, the returned value is only a substitute, and the example must not be run.
 """
 
 from __future__ import annotations

@@ -156,8 +156,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a JSON Lines file (also `.jsonl.gz`), a JSON file with a list, a Parquet file, or a Hugging
     Face dataset written by `save_to_disk`.
 
-    Raises InvalidField for an unreadable file, with the line of the fault. Raises InvalidField also if a Parquet file
-    or a saved dataset needs pyarrow and pyarrow is missing.
+    Raises InvalidField for an unreadable file, with the line of the fault, and if pyarrow is missing for a Parquet file
+    or a saved dataset.
     """
     _check_there(path)
     if path.is_dir() or path.suffix == ".parquet":

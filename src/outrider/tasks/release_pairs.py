@@ -3,8 +3,8 @@ newer release to the older release. The tests of the newer release grade the res
 
 The first request for the tasks downloads the source distributions of both releases, and stores the tasks in the cache.
 The older release is the repository. The releases' tests differ by the test patch, and their sources differ by the known
-solution. Test runs in sandboxes find the tests that fail without the solution and pass with it. The module is
-independent of the service. Invariant: Outrider contains no code of these packages.
+solution. Test runs in sandboxes find the tests that fail without the solution and pass with it. Invariant: Outrider
+contains no code of these packages.
 """
 
 from __future__ import annotations

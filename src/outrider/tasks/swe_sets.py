@@ -1,5 +1,5 @@
-"""Adapters of data sets of repositories other than SWE-bench. The docstring of each adapter describes how its rows
-differ from SWE-bench's rows.
+"""Adapters of data sets of repositories other than SWE-bench. The docstring of an adapter describes how its rows differ
+from SWE-bench's rows.
 
 Sources of the columns and rules:
 
@@ -127,9 +127,9 @@ def swe_rebench(columns: Columns, given: Additions) -> Draft:
 
 
 def swe_smith(columns: Columns, given: Additions) -> Draft:
-    """SWE-smith: the tests are in the repository, and `patch` is the bug. A prepare step applies the patch to the
-    repository of the image, and the known solution removes it again. If a row has no statement, the instruction names
-    the failing tests."""
+    """SWE-smith: the tests are in the repository, and `patch` is the bug. A prepare step applies the patch in the
+    image's repository, and the known solution removes it again. If a row has no statement, the instruction names the
+    failing tests."""
     name = columns.text("instance_id")
     bug = columns.patch("patch")
     fail_to_pass = columns.tests("FAIL_TO_PASS", needed=True)
@@ -156,8 +156,8 @@ def swe_smith(columns: Columns, given: Additions) -> Draft:
 def swebench_pro(columns: Columns, given: Additions) -> Draft:
     """SWE-bench Pro: the columns of tests have lower-case names and contain Python lists as text. A tag names the
     image. Each instance has a script that runs its tests, and a program that reads the script's output. Both are in the
-    folder `run_scripts` of SWE-bench Pro's repository, which must be beside the file of rows. If the user gives a test
-    command, pytest's log is read instead."""
+    folder `run_scripts` of SWE-bench Pro's repository, which must be beside the file of rows. With a test command of
+    the user, pytest's log is read instead."""
     name = columns.text("instance_id")
     patch = columns.patch("test_patch")
     lists = {key: columns.tests(key, needed=key == "fail_to_pass") for key in ("fail_to_pass", "pass_to_pass")}
@@ -204,8 +204,7 @@ def quoted(test: str) -> str:
 
 def r2e_gym(columns: Columns, given: Additions) -> Draft:
     """R2E-Gym: instead of a patch and lists of tests, a row has the status that each test in the image must have. The
-    id is made from the repository and the commit. The known solution is the new content of the commit's files, except
-    files of tests."""
+    known solution is the new content of the commit's files, except files of tests."""
     repo, commit = columns.text("repo_name"), columns.text("commit_hash")
     name = f"{repo}__{commit}"
     expected = expected_of(columns)

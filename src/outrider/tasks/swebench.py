@@ -162,8 +162,8 @@ def run_by_command(
     """Return the options that run the tests of the row's test patch. The first of these commands is used:
 
     - the user's command
-    - the row's column `test_command`, without ACTIVATE before it
-    - `own`, another command that the row names
+    - the row's column `test_command`, without ACTIVATE
+    - `own`, another command in the row
     - the command of the row's repository in OLDER or `known`"""
     patch = columns.patch("test_patch")
     try:

@@ -6,6 +6,4 @@ calculate.
   values.
 - `zygote.py` is the process from which checks are forked. `confinement.py` restricts this process and its forks.
 - `pool.py` requests checks, in the service or on a node.
-
-The evaluators are in the parent folder.
 """

@@ -44,8 +44,8 @@ CALCULATION = {
         *(172, 93, 160, 165, 179, 178, 98, 123, 61, 128, 113, 114, 94, 79, 78, 48, 99, 278, 291, 293),
     ),
 }
-"""Numbers of the system calls that Python needs to calculate and to import. The list for aarch64 has the same calls, as
-far as they exist there. All other calls fail."""
+"""Numbers of the system calls that Python needs to calculate and to import. The list for aarch64 has the same calls, if
+they exist there. All other calls fail."""
 SETITIMER = {"x86_64": 38, "aarch64": 103}
 """Number of the system call `setitimer` by machine. It is not in CALCULATION, so that a check cannot extend its own
 limit of processor time."""

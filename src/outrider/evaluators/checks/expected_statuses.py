@@ -52,9 +52,8 @@ def compare(
     expected: Mapping[str, str], log: str, reported: Iterable[str] | None, added: tuple[str, ...]
 ) -> dict[str, Any]:
     """Return the judgement in the format of `swebench_check.check`. `reported` are the lines in the report of
-    Outrider's pytest plugin, each with a status and a test, or None if there is no report. If there is a report, a test
-    counts only if the report also has the expected status. Tests whose names end with one of `added` are ignored,
-    because Outrider has added them."""
+    Outrider's pytest plugin, each with a status and a test. If it is not None, a test counts only if the report also
+    has the expected status. Outrider's own tests, whose names end with one of `added`, are ignored."""
     wanted = {name.split(" - ")[0]: status for name, status in expected.items()}
     found = {name: status for name, status in statuses_of(log).items() if not name.endswith(added)}
     met = {name for name, status in wanted.items() if found.get(name) == status}

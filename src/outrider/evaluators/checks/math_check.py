@@ -26,8 +26,8 @@ WRITTEN = re.compile(
       | \\[dt]?frac \s* \{? \s* (?: d | \\partial ) [^{}]* \}? \s* \{? \s* (?: d | \\partial ) \s* [a-zA-Z]""",
     re.VERBOSE,
 )
-"""Matches LaTeX of a calculation that is still to be done, such as an integral or a sum. The text is searched because
-math-verify evaluates some calculations while parsing, so its result does not show them."""
+"""Matches LaTeX of a calculation that is still to be done, such as an integral. math-verify evaluates some calculations
+while parsing, so its result does not show them."""
 WARM = (
     ("\\frac{1}{2}", "So it is $\\boxed{0.5}$."),
     ("\\{1,2\\}", "$\\boxed{\\{2,1\\}}$"),
@@ -143,6 +143,6 @@ def _equal(gold: str, value: Value, answer: str, tolerance: float | None) -> boo
             return compare.same(value, read(answer, merge=False))
     except Exception:
         # sympy raises any type of exception. The agent's answer is the cause, because each gold answer was compared
-        # with itself when the task was submitted.
+        # with itself at submission.
         return False
     return False

@@ -182,8 +182,8 @@ NAME = re.compile(
         (?:_\s*(?:\w|\{\w{1,8}\}))? '* (?:\^\{?-1\}?)? \s* (?:\(\s*[\w,+\-\s]{1,20}\))? $""",
     re.VERBOSE,
 )
-"""Matches the left side of an assignment. It is a variable, a sum of variables, a function with its argument, a
-segment, an angle, or words."""
+"""Matches the left side of an assignment: a variable, a sum of variables, a function of an argument, a segment, an
+angle, or words."""
 COMPOUND = re.compile(r'(\d[\d.]*\s*"?\s*[a-zA-Z]{1,8}\s*"?)\s*(\d[\d.]*\s*"?\s*[a-zA-Z]{1,8}\s*"?)$')
 """Matches a quantity in two units: `6 hours 30 minutes`."""
 RATIONAL = re.compile(
@@ -489,8 +489,8 @@ class _Reader:
         return Words(text)
 
     def _equal(self, text: str, sides: list[str], signs: list[str], depth: int) -> Value:
-        """Read a chain of equal sides, such as `x = 1 + 2 = 3`. If the first side is a name, the chain assigns a value
-        to this name. If there are only two sides, the second may be the name instead."""
+        """Read a chain of equal sides, such as `x = 1 + 2 = 3`. If the first side, or the second of two sides, is a
+        name, the chain assigns a value to this name."""
         name = _name(sides[0])
         if name is None and len(sides) == 2 and _name(sides[1]) is not None:
             sides.reverse()
@@ -696,8 +696,8 @@ def _number_in_words(text: str) -> Expr | None:
 
 
 def _sides(text: str) -> tuple[list[str], list[str]]:
-    r"""Split the text at the relation signs (`=`, `<`, `\in` and the like) that are outside of brackets. Returns the
-    sides and the signs."""
+    r"""Split the text at its relation signs (`=`, `\in` and the like) outside of brackets. Returns the sides and the
+    signs."""
     signs: list[str] = []
 
     def mark(found: re.Match[str]) -> str:
@@ -726,9 +726,9 @@ def _expressions(sides: list[str]) -> Iterator[Expr]:
 
 
 def _of_chain(numbers: list[Quantity], signs: list[str]) -> Quantity | None:
-    """Return the value of a chain of numbers that are equal up to rounding. Returns None if the numbers differ. After
-    `=`, a number counts as rounded only if it is not an integer and the first number has no finite decimal form: `1/3 =
-    0.33` has a value, but `7.01 = 7` and `0.334 = 0.33` do not."""
+    """Return the value of a chain of numbers, or None if they differ by more than rounding. After `=`, a number counts
+    as rounded only if it is not an integer and the first number has no finite decimal form: `1/3 = 0.33` has a value,
+    but `7.01 = 7` and `0.334 = 0.33` do not."""
     first = numbers[0]
     rounded: Expr | None = None
     for one, sign in zip(numbers[1:], signs, strict=True):
@@ -758,8 +758,8 @@ def _of_chain(numbers: list[Quantity], signs: list[str]) -> Quantity | None:
 
 
 def _total(parts: list[Value]) -> Quantity | None:
-    """Return the sum of two quantities of the same dimensions, such as 6 hours and 30 minutes. Returns None if the
-    first does not have the greater unit."""
+    """Return the sum of two quantities of the same dimensions (6 hours 30 minutes), or None if the first does not have
+    the greater unit."""
     match parts:
         case [Quantity(value=great, unit=Unit() as unit), Quantity(value=small, unit=Unit() as less)]:
             if unit.dimensions == less.dimensions and unit.factor > less.factor:
@@ -769,8 +769,7 @@ def _total(parts: list[Value]) -> Quantity | None:
 
 
 def _decimals(value: Expr) -> int | None:
-    """Return the number of decimal places that a number needs, but at least 2. Returns None for a number without a
-    finite decimal form."""
+    """Return the number of decimal places of a number, but at least 2. Returns None if its decimals never end."""
     if not isinstance(value, sympy.Rational):
         return None
     return next((digits for digits in range(2, 30) if 10**digits % value.q == 0), None)
@@ -832,7 +831,7 @@ as_region = _as_region
 
 
 def _tails(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each pair of a number's text and the following text that may be its unit. The longest unit comes first."""
+    """Yield each split of the text into a number and a following unit, the longest unit first."""
     for found in re.finditer(
         r"""(?<=[\d)}!\]"])(?=\s*["a-zA-Z°%€£¢Ω\\µ])|(?<=[a-zA-Z])(?=\s+["a-zA-Z°%]|["°%])""", text
     ):

@@ -1,7 +1,7 @@
 """Units of measure. A unit has a factor to base units, and the exponents of its dimensions.
 
-This module depends only on the standard library. Invariants: two units with the same `dimensions` convert into each
-other by their factors; a word that is not a unit never gets dimensions.
+Invariants: two units with the same `dimensions` convert into each other by their factors; a word that is not a unit
+never gets dimensions.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ because the real packages import many modules that checks do not need."""
 
 class Library(msgspec.Struct, frozen=True, kw_only=True):
     """A library for checking answers. `distribution` is its name on PyPI, `packages` are its Python packages, and
-    `install` is the argument of `pip install`. `checks` is the module of checks that uses the library."""
+    `install` is the argument of `pip install`. `checks` is the module that uses the library."""
 
     distribution: str
     packages: tuple[str, ...]
@@ -123,9 +123,8 @@ async def checks_of(host: Host | None, part: Callable[[Host], Checks]) -> Checks
 
 
 class Checks:
-    """Runs the checks of one library on a node, which has one such object: `await host.part(partial(Checks,
-    library=...))`. The first check starts the zygote, the process from which checks are forked. If the zygote exits,
-    the next check starts another."""
+    """Runs the checks of one library, once per node: `await host.part(partial(Checks, library=...))`. The first check
+    starts the zygote, the process from which checks are forked. If the zygote exits, the next check starts another."""
 
     def __init__(self, host: Host, *, library: Library) -> None:
         self._mark = f"{host.folder.name}/"
@@ -157,9 +156,8 @@ class Checks:
         inside `off_the_clock()` (see `Outcome`). Raises EvaluatorError.
 
         If `submitted` is true, the check is for a task that is being submitted. Such checks have a low priority and
-        their own queues of SUBMITTED_AT_ONCE checks, so that checks of sessions' answers do not wait for them. The
-        service makes at most one such call per tenant at a time (`SubmissionChecks`), so that no tenant fills these
-        queues."""
+        queues of their own, so that checks of sessions' answers do not wait for them. The service makes at most one
+        such call per tenant at a time (`SubmissionChecks`), so that no tenant fills these queues."""
         lines = self._submitted if submitted else self._answers
         body = await asyncio.to_thread(msgspec.json.encode, request)
         quick = min(seconds, QUICK_SECONDS)
@@ -190,7 +188,7 @@ class Checks:
             number = os.WTERMSIG(ended.status)
             if number in (signal.SIGPROF, signal.SIGXCPU):
                 return None
-            # the agent's answer is the cause, because the gold answers were checked with the same library
+            # the answer is the cause, because the gold answers were checked with the same library
             if number in CRASHES:
                 fault = f"it makes {self._library.distribution} crash ({signal.Signals(number).name})"
                 return CheckResult(answer=None, fault=fault, seconds=ended.seconds)

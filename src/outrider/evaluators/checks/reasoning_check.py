@@ -46,8 +46,8 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
         score = _score(name, answer, entry)
         return {"score": score} if math.isfinite(score) else {"refused": f"it scores {score}"}
     except Exception as error:
-        # Scorers raise any type of exception. The agent's answer is the cause, because the same scorer accepted the
-        # entry's own answer when the task was submitted.
+        # Scorers raise any type of exception. The agent's answer is the cause, because the scorer accepted the entry's
+        # own answer at submission.
         return {"refused": f"the scorer cannot read it: {type(error).__name__}"}
 
 

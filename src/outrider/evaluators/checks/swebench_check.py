@@ -50,8 +50,8 @@ LINE_BY_LINE = {
     # Names that do not match are first lines of tests' docstrings. Several tests may have the same first line.
     "parse_log_django": r"\w+ \([\w.]+\)",
 }
-"""Parsers that parse each line separately, by function name. The value is a pattern. A name that matches it belongs to
-one test only. The pattern "" means that every name belongs to one test only."""
+"""Parsers that parse each line separately, by function name. The value is a pattern of names that belong to one test
+only. With "", every name does."""
 SUMMARY = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]* ?s", re.MULTILINE)
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 PASSING = ("PASSED", "XFAIL", "SKIPPED", None)
@@ -60,8 +60,8 @@ ORDER = ("PASSED", "SKIPPED", "XFAIL", "XPASS", "ERROR", "FAILED")
 use its last status, so a failure outweighs a pass."""
 ENDED_WELL, NO_TESTS = (0, 1), 5
 NODE = "::"
-"""A string in the name of every pytest test. Names without it are not tests: some rows of SWE-bench have the name
-`[100%]`, from a line of the log that pytest does not report as a test."""
+"""A string in the name of every pytest test. Names without it come from other lines of the log, such as `[100%]` in
+some rows of SWE-bench, which pytest does not report."""
 NAMED = 5
 """Maximum number of failing tests named in a verdict's reason."""
 
@@ -81,8 +81,8 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """Judge the request's `log`, which is the output of a row's tests. If the request has no `log`, check whether the
-    row is usable.
+    """Judge the request's `log`, the output of a row's tests. If the request has no `log`, check whether the row is
+    usable.
 
     With `log`, the result has `resolved` (true or false), the numbers of passing tests of `fail_to_pass` and
     `pass_to_pass`, and `why`, the reason if tests do not pass. If the request also has `statuses`, the result has only
@@ -157,8 +157,8 @@ def name_of(parser: str) -> str:
 
 
 def parser_of(request: dict[str, Any]) -> str | None:
-    """Return the name of a row's parser in swebench's registry, or None if swebench has no such parser. In swebench
-    5.x, the row names the parser (`log_parser`). In 4.x, it is the parser of the row's repository."""
+    """Return the name of a row's parser in swebench's registry, or None if swebench has no such parser. The row names
+    the parser (`log_parser`, swebench 5.x), or it is that of the row's repository (4.x)."""
     registry = grading.PARSER_REGISTRY
     if named := request.get("log_parser"):
         return named if named in registry else None
@@ -210,7 +210,7 @@ def passing(report: dict[str, Any]) -> dict[str, set[str]]:
 
 def check_marks(log: str) -> None:
     """Raise NotBelieved if the log has marks that the script did not print. swebench reads only the text between the
-    first two marks of the test output, so a test could hide results with marks of its own."""
+    first two marks, so a test could hide results with marks of its own."""
     ends = log.split(END)
     # A script that echoes the mark under `set -x` prints it twice, with only a quote and a newline in between.
     if log.count(START) > 1 or any(between.strip() not in ("", "'", '"') for between in ends[1:-1]):

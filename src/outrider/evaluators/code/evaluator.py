@@ -47,7 +47,7 @@ QUOTED = 200
 RUN_SECONDS = 0.05
 """Minimum duration of one run of a program, in seconds."""
 LATE_SECONDS = 10.0
-"""A program that still runs this many seconds after its time limit counts as unstoppable. For example, a fork bomb of
+"""A program that still runs this many seconds after its time limit cannot be stopped. For example, a fork bomb of
 thousands of processes leaves the sandbox's own process no processor time to kill it."""
 SMALL = Resources(memory_mb=1024, disk_mb=256, pids=64)
 """Limits of a sandbox for a program from the last reply. A fork bomb of 64 processes leaves the sandbox's own process

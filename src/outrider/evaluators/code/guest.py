@@ -19,7 +19,7 @@ import types
 from typing import Any
 
 MARK = "outrider-step:"
-"""Prefix of the lines that the Checker prints. It distinguishes these lines from the prints of the check."""
+"""Prefix of the Checker's lines, which distinguishes them from what the check prints."""
 
 
 def encode(value: Any) -> Any:

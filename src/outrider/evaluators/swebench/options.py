@@ -38,8 +38,8 @@ that git restores."""
 HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 NAMED = re.compile(r"(?:---|\+\+\+|(?:rename|copy) (?:from|to)) (?P<name>.+)")
 SAME = re.compile(r'diff --git (?P<name>("?)(?:[aciw12]/)?(?P<path>.+)\2) \2(?:[bciwo12]/)?(?P=path)\2\r?$')
-"""Matches the first line for a file in a git diff if both names are equal. For a file without hunks, such as a new
-empty file, no other line has the name. If the names differ, other lines have both names."""
+"""Matches the first line for a file in a git diff if both names are equal. A file without hunks, such as a new empty
+file, has its name only there. If the names differ, other lines have both names."""
 PREFIX = re.compile(r"^[abciwo12]/")
 """Matches git's prefixes of names: a/ and b/; c/, i/, o/ and w/ with `diff.mnemonicPrefix`; 1/ and 2/ with
 --no-index."""

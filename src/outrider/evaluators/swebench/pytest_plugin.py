@@ -311,9 +311,9 @@ def must_fail() -> None:
 
 
 def excused_by(error: Any, item: Any) -> Any:
-    """Return the file of the code that skipped a test or marked its failure as expected, or that called such code.
-    Return None if only code of tests and libraries did so. The file is reported because code under test must not excuse
-    its own failure. Test code is trusted only if it uses a name with one of NAMES_OF_EXCUSES."""
+    """Return the file of the code that skipped a test or marked its failure as expected, or that called such code,
+    because code under test must not excuse its own failure. Return None if only code of tests and libraries did so.
+    Test code is trusted only if it uses a name with one of NAMES_OF_EXCUSES."""
     test = os.path.abspath(str(item.fspath))
     while error is not None:
         if isinstance(error, EXCUSES):
@@ -327,8 +327,8 @@ def excused_by(error: Any, item: Any) -> Any:
                 return file_of(outside[-1])
             own = [frame for frame in frames if file_of(frame) == test and is_of_tests(frame, item)]
             if own:
-                # If an error left a context manager, the first frame of the test may be listed twice, with the context
-                # manager's frames in between. So the last of its positions counts.
+                # The first frame of the test may be listed twice, with a context manager's frames in between, if the
+                # error left the context manager. So the last of its positions counts.
                 place = max(number for number, frame in enumerate(frames) if frame is own[0])
                 for frame in frames[place:]:
                     # Generated code, such as a decorator's, has no file.

@@ -4,7 +4,5 @@
 - `fields.py`: a table with the use of each field
 - `files.py`: reads the folder
 - `verifiers.py`: finds where the tests run
-- `tasks.py`: makes the task
-
-The evaluator kind `harbor` grades these tasks.
+- `tasks.py`: makes the task, which the evaluator kind `harbor` grades
 """

@@ -1,7 +1,7 @@
 """Reads the files of a Harbor task folder: the instruction as text, and other files as prepare steps that write them.
 
-The module is independent of tasks. Invariants: links never make this module read files outside the task's folder; links
-never give the tests or the solution to an agent.
+Invariants: links never make this module read files outside the task's folder; links never give the tests or the
+solution to an agent.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The schema of `task.toml` in Harbor 0.25: version 1.4 and older.
 
-The module is independent of folders and tasks. Invariant: the schema refuses every file that Harbor refuses. Like
-Harbor, the schema ignores unknown keys and converts types as pydantic does. `unsupported` lists the fields of a valid
-file that need features which Outrider lacks.
+Invariant: the schema refuses every file that Harbor refuses. Like Harbor, the schema ignores unknown keys and converts
+types as pydantic does. `unsupported` lists the fields of a valid file that need features which Outrider lacks.
 """
 
 from __future__ import annotations
