@@ -26,9 +26,9 @@ class CallableEvaluator:
     """Calls `path` (an `outrider.reward` entry point, or `package.module:attribute`) with the Outcome. The function
     finds its options in the Outcome's `task.evaluator.options`. A function that is not async runs in a thread.
 
-    The function returns a finite number, a mapping with `reward` and any other fields of a Verdict, or a Verdict. An
-    OutriderError from the function is raised again; any other exception becomes an EvaluatorError with the end of the
-    traceback.
+    The function returns a finite number, a mapping with `reward` and other fields of a Verdict, or a Verdict. An
+    OutriderError from the function is raised unchanged. Any other exception becomes an EvaluatorError with the end of
+    the traceback.
     """
 
     def __init__(self, spec: EvaluatorSpec) -> None:

@@ -1,8 +1,8 @@
 """The HTTP evaluator: sends the conversation to a grading service of the operator. The request follows Outrider's own
 contract, NeMo Gym's `POST /verify`, or the contracts of ProRL Agent's reward servers.
 
-The grader gets the conversation, and the sandbox is never used. Invariants: only a finite reward in a reply with a 2xx
-status is a grade; a retry sends the same body under the same id.
+The sandbox is never used. Invariants: only a finite reward in a reply with a 2xx status is a grade; a retry sends the
+same body under the same id.
 """
 
 from __future__ import annotations

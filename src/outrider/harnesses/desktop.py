@@ -43,7 +43,7 @@ OPEN_SECONDS = 120.0
 SETTLE_SECONDS = 0.5
 """Seconds between a vendor's action and the screenshot that is its result."""
 TREE_SECONDS = 10.0
-"""Time limit for reading the accessibility tree. What has been read within this time is the result."""
+"""Time limit for reading the accessibility tree. The result is the part that was read within this time."""
 TREE_BYTES = 64_000
 """Maximum size of an accessibility tree, in bytes of UTF-8. The output of `screen_tree.py` is never larger."""
 BUS = "a11y-bus"

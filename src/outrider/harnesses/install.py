@@ -1,9 +1,9 @@
 """Installs a preset's program on this node. Each version of a program has a folder, which is mounted read-only in
 sandboxes.
 
-The folders are in `environment.cache_home()/harnesses`. The preset has all facts about a program. Invariant: a folder
-returned by `installed` is complete and has the versions pinned in the preset (`build_in_place.py` holds the lock and
-removes unfinished folders). All functions of this module block, so async code calls them in a thread.
+The folders are in `environment.cache_home()/harnesses`. Invariant: a folder returned by `installed` is complete and has
+the versions pinned in the preset (`build_in_place.py` holds the lock and removes unfinished folders). All functions of
+this module block, so async code calls them in a thread.
 """
 
 from __future__ import annotations

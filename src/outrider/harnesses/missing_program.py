@@ -1,8 +1,7 @@
 """Finds out why a program could not be started in a sandbox: which file is missing, and how to change the task.
 
-This module changes nothing. Invariant: a program, an interpreter or a loader is reported as missing only after a check
-in the sandbox. A library is reported as missing only if the dynamic loader has printed so. If the cause is unknown, the
-result is None.
+Invariant: a program, an interpreter or a loader is reported as missing only after a check in the sandbox. A library is
+reported as missing only after a message of the dynamic loader. If the cause is unknown, the result is None.
 """
 
 from __future__ import annotations

@@ -227,8 +227,8 @@ def _of_system(path: Path) -> bool:
 
 
 def _outside(packages: Path) -> list[Path]:
-    """Return the folders and files outside of the environment from which Python imports modules. The .pth files in
-    `packages`, and the records of editable installs there, name them."""
+    """Return the folders and files outside of the environment from which Python imports modules. They are named in the
+    .pth files and in the records of editable installs in `packages`."""
     found = []
     for file in sorted(packages.glob("*.pth")):
         for line in map(str.strip, _text(file).splitlines()):

@@ -21,8 +21,8 @@ def is_conversation(value: Any) -> bool:
 
 def text_of(messages: list[Any]) -> str:
     """Return the text of a conversation. Introductory messages and a single question are joined by empty lines. In a
-    longer conversation, every other message begins with its role (`User: …`). Raises ValueError for messages that
-    cannot be written as text, such as images and tool calls."""
+    longer conversation, each message after the introduction begins with its role (`User: …`). Raises ValueError for
+    messages that cannot be written as text, such as images and tool calls."""
     said = [(message.get("role"), content_of(message, number)) for number, message in enumerate(messages)]
     said = [(role, text) for role, text in said if text]
     if not said:

@@ -100,8 +100,8 @@ for test in json.load(open(sys.argv[1]))["tests"]:
 
 
 def swe_gym(columns: Columns, given: Additions) -> Draft:
-    """SWE-Gym: rows have SWE-bench's columns. swebench has neither a parser nor a command for the repositories.
-    SWE-Gym's fork of swebench reads all logs as logs of pytest."""
+    """SWE-Gym: rows have SWE-bench's columns. swebench has no parsers and commands for these repositories. SWE-Gym's
+    fork of swebench reads all logs as logs of pytest."""
     options = {"log_parser": PARSER, **options_of(columns)}
     own = None
     # mypy's tests are cases in data files, and pytest selects them by name
@@ -236,7 +236,7 @@ def r2e_gym(columns: Columns, given: Additions) -> Draft:
 
 
 def expected_of(columns: Columns) -> dict[str, str]:
-    """Return the expected statuses of a row of R2E-Gym, by test. Color codes in the names are removed."""
+    """Return the expected statuses of a row of R2E-Gym, by test. Escape codes for colours in the names are removed."""
     column = "expected_output_json"
     value = columns.get(column)
     if value is None:

@@ -116,7 +116,8 @@ class Comparison:
             assert isinstance(gold, Assigned)
             if isinstance(answer, Equation) and len(gold.sides) == 2:
                 return self._proportional(gold.sides[0] - gold.sides[1], answer.side, positive=False)
-            of_sum = re.match(r"\w+[+-]", gold.name) is not None  # 5 is no answer to `x + y = 5`, which may be a line
+            # 5 is not an answer to `x + y = 5`, which may be a line
+            of_sum = re.match(r"\w+[+-]", gold.name) is not None
             return not of_sum and not isinstance(answer, System | Equation) and self.same(gold.value, answer)
         if not isinstance(gold, Assigned):
             if isinstance(gold, Equation) and len(answer.sides) == 2:

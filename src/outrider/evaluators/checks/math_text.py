@@ -1,8 +1,8 @@
 r"""Rewrites an answer's LaTeX into one plain spelling, splits texts outside of brackets, and finds an answer in a
 reply.
 
-This module handles only text, and depends on no library. Invariant: `clean` keeps the meaning of a text. If the meaning
-is unclear, the text stays unchanged, and cannot be read as a value later.
+Invariant: `clean` keeps the meaning of a text. If the meaning is unclear, the text stays unchanged, and cannot be read
+as a value later.
 
 After `clean`, the words of `\text{...}` are in double quotes, `°` is a degree, `%` is a percent sign, and relations
 have their shortest names (`\le`, `\ne`).

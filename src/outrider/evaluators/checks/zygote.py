@@ -4,8 +4,8 @@ The process has imported and warmed up the library, so a fork takes milliseconds
 sees no data of other checks, and if it hangs, it is killed without affecting them. The process is started by `python -I
 -S -c` with one end of a socket as standard input.
 
-A request is one message, `LIMITS`, with one descriptor: the check's connection. From this connection, the check reads a
-JSON object until the end of input. It writes one object. Then this process adds a last line with the result of
+A request is one message, `LIMITS`, with one descriptor: the check's connection. The check reads a JSON object from this
+connection until the end of input, and writes one object. Then this process adds a last line with the result of
 `os.wait4`: `{"status", "seconds"}`.
 
 Invariants:

@@ -1,5 +1,5 @@
 """The judge: a language model grades the agent's answer by a reference, by criteria, or against another answer. The
-judge sees only the agent's last reply, which may have up to `answer_chars` characters.
+judge sees only the agent's last reply, up to `answer_chars` characters.
 
 The operator configures the model: an OpenAI-compatible endpoint in the setting `graders`, or a frozen model of the
 service. Invariants: an unreachable judge, or a reply without a grade, is an error, never a grade; the verdict's metrics

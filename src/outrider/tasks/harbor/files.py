@@ -22,7 +22,7 @@ MAX_FILES = 16 << 20
 MAX_NUMBER = 1024
 HIDDEN = ("tests", "solution", "steps/*/tests", "steps/*/solution")
 CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
-"""Matches a canary: a line at the beginning of an instruction by which a data set is recognized in training data.
+"""Matches a canary: a line at the beginning of an instruction that makes a data set detectable in training data.
 Canaries are removed."""
 IGNORED_BY = ".harborignore"
 

@@ -1,7 +1,7 @@
 """Makes tasks of MiniWoB. In a task, the screen of a sandbox shows a page of the package miniwob.
 
-This module runs and downloads nothing, and does not import the package. Nodes do not need the package, because a task
-contains its page.
+This module runs and downloads nothing, and does not import the package. Nodes do not need it, because a task contains
+its page.
 
 Invariants: the same page and random seed make the same task; only the reward computed by the page (`page.js`) counts.
 """
