@@ -25,7 +25,8 @@ YAML."""
 
 
 class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a program gets MCP servers. {server} in `name`, `tool` and `allowed` is replaced by the name of a server.
+    """Describes how a program gets MCP servers. {server} in `name`, `tool` and `allowed` is replaced by the name of a
+    server.
 
     file: the file with the servers. It is written like a file of the preset, and may be one of these files.
     key: the table in `file` whose entries are the servers, by name. A key with dots is a path of tables.
@@ -33,7 +34,7 @@ class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         "{args}", "{argv}" (the command and its arguments), "{env}", "{url}" and "{headers}" in a form are replaced. If
         the forms have "{name}", `key` is a list of entries instead of a table.
     env, text: for a task with servers, these variables are set, and this text is merged into `file`.
-    name: the name under which a server is written into `file`. It differs from "{server}" for a program that uses some
+    name: the name under which a server is written into `file`. It differs from "{server}" if the program uses some
         names itself.
     tool: the name of the server's tool {tool} in the program's requests.
     allowed: the entry for all tools of a server in the program's list of allowed tools. It is empty if the list does

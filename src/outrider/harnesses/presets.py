@@ -94,8 +94,8 @@ class ConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class SkillSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a program gets skills. It reads them from `folder`, below HOME. The variables `env` are set for a task with
-    skills."""
+    """Describes how a program gets skills. It reads them from `folder`, below HOME. The variables `env` are set for a
+    task with skills."""
 
     folder: str
     env: dict[str, str] = {}
@@ -169,7 +169,7 @@ class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 Finding = Literal["yes", "no", "not tried"]
-"""Whether `outrider harness check` found a feature in a program. "not tried" means that it found no tool for the
+"""The result of `outrider harness check` for a feature of a program. "not tried" means that it found no tool for the
 feature."""
 
 

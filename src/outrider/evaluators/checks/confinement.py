@@ -55,7 +55,7 @@ def confine_zygote() -> None:
     """Restrict this process and its forks to reading Python's files. On a kernel without Landlock, a check can also
     read other files, but it can send their content only to its caller."""
     if landlock.version() > 0:
-        # Of the folders in sys.path, only those from which a module was loaded are readable. sys.path may include the
+        # Only folders of sys.path from which a module was loaded are readable, because sys.path may include the
         # service's working directory, which checks must not read.
         loaded = {str(getattr(module, "__file__", None) or "") for module in tuple(sys.modules.values())}
         folders = [path for path in sys.path if any(name.startswith(f"{path}/") for name in loaded)]
