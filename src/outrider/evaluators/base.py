@@ -115,7 +115,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluator(Protocol):
-    """Grades one outcome. `evaluate` raises EvaluatorError when grading fails. Its caller stops it after
+    """Grades one outcome. `evaluate` raises EvaluatorError when grading fails. Its caller cancels it after
     `task.evaluator.seconds`."""
 
     async def evaluate(self, outcome: Outcome) -> Verdict: ...

@@ -307,8 +307,8 @@ def _read(name: str) -> Preset:
 
 
 def _with_common(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an option. The type, help, choices and minimum come from the common option with this name,
-    if there is one."""
+    """Return the fields of an option. If there is a common option with this name, its type, help, choices and minimum
+    are added."""
     common = COMMON.get(name)
     if common is None:
         return given

@@ -192,8 +192,8 @@ def shortened(text: str) -> str:
 
 
 def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments of a call, by name. Returns None if the text is not a JSON object, or if an argument is
-    missing or has the wrong type."""
+    """Return the arguments of a call, by name. Returns None if the text is not a JSON object, if a required argument is
+    missing, or if a string argument is not a string."""
     required, properties = parameters.get("required", ()), parameters.get("properties", {})
     try:
         given = json.loads(text)

@@ -25,8 +25,8 @@ def warm_up() -> None:
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
     """Return the `score` of the request's `answer` to its `entry`, or the reason why the answer is `refused`. If the
-    request has no `answer`, check the entry instead: return the reason why it is `unusable`, or None. The own answer of
-    a usable entry scores 1."""
+    request has no `answer`, return the reason why the entry is `unusable`, or None. A usable entry's own answer scores
+    1."""
     entry = request["entry"]
     name, gold = entry["metadata"]["source_dataset"], entry["answer"]
     answer = request.get("answer", gold).strip()  # some scorers strip the answer, too, before they evaluate it

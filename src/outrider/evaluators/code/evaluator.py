@@ -184,7 +184,7 @@ class CandidateProgram:
 
     @property
     def left(self) -> float:
-        """The seconds left for all runs."""
+        """Seconds left for all runs."""
         return self._deadline - self._clock()
 
     async def printed(self, text: str) -> list[str]:
