@@ -1,6 +1,6 @@
 """Finds an agent's answer: in its last reply, or in a file of the sandbox.
 
-Invariant: `last_words` returns at most MAX_ANSWER characters of what the agent has written. `last_reply` has no limit.
+Invariant: `last_words` returns at most MAX_ANSWER characters. `last_reply` has no limit.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ MAX_AFTER = 60
 
 
 class NoAnswer(Exception):
-    """The agent gave no answer, so the reward is 0. The message has the reason."""
+    """The agent gave no answer, so the reward is 0. The message is the reason."""
 
 
 def last_reply(outcome: Outcome) -> str:
-    """Return the agent's final answer: the harness's answer if there is one, otherwise the model's last reply, or "" if
-    there is no reply."""
+    """Return the agent's final answer: the answer of the harness or, if it has none, the model's last reply, or ""."""
     if outcome.harness.answer is not None:
         return storable(outcome.harness.answer)
     said = (message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT)
@@ -38,12 +37,13 @@ def last_reply(outcome: Outcome) -> str:
 
 
 async def last_words(outcome: Outcome, file: str | None) -> str:
-    """Return the answer, without surrounding blanks. The answer is the content of `file`. If `file` is None, the answer
-    is the end of a Python agent's answer or, if that answer is empty, of the last reply with text. Raises NoAnswer, and
-    RuntimeFailure if the sandbox is broken."""
+    """Return the agent's answer without surrounding blanks. If `file` is given, the answer is its content. Otherwise
+    the answer is that of a Python agent or, if that answer is empty, the last reply with text, cut to its last
+    MAX_ANSWER characters. Raises NoAnswer, and RuntimeFailure if the sandbox is broken."""
     if file is None:
         replies = [message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT]
-        if outcome.task.harness.agent is not None:  # a program's answer is its whole output, which is not used
+        # A Python agent's own answer comes first. Other agents are programs, whose `answer` is their whole output.
+        if outcome.task.harness.agent is not None:
             replies.insert(0, outcome.harness.answer or "")
         text = next((reply for reply in replies if reply.strip()), "")[-MAX_ANSWER:]
     else:
@@ -54,8 +54,7 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
         except (IsADirectoryError, UnicodeDecodeError) as error:
             raise NoAnswer(f"{file} is no text") from error
         except RuntimeFailure as error:
-            # The file is too large or not a regular file, or the sandbox is broken. If the sandbox is broken, this
-            # command raises.
+            # The file cannot be read, or the whole sandbox is broken. In a broken sandbox, this command raises.
             await outcome.runtime.exec(["true"], seconds=PROBE_SECONDS)
             raise NoAnswer(f"{file} cannot be read: {error.message}") from error
     if not text.strip():
@@ -66,16 +65,16 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
 
 
 def marked_answer(reply: str) -> str | None:
-    """Return the marked answer in a reply: the content of the last `<answer>…</answer>` or, if the reply has none, of
-    the last LaTeX box, `\\boxed{…}` or `\\fbox{…}`. Several marks with only a comma, `and`, `or` or the name of a
-    variable between them are one answer: their contents, joined by commas. Returns None if the reply has no mark."""
+    r"""Return the marked answer in a reply, or None. The last mark counts: `<answer>…</answer>` or, if the reply has no
+    such tags, a LaTeX box (`\boxed{…}` or `\fbox{…}`). Adjacent marks are one answer if only a comma, `and`, `or` or
+    the name of a variable is between them. Their contents are joined by commas."""
     tags = _joined(reply, _tags(reply))
     return tags if tags is not None else _joined(reply, _boxes(reply))
 
 
 def after_box(reply: str) -> str:
-    """Return the text behind the last box of a reply, up to MAX_AFTER characters. If the reply has no box, or
-    `<answer>` marks its answer, return ""."""
+    """Return the text after the last box of a reply, up to MAX_AFTER characters. Returns "" if the reply has no box, or
+    if `<answer>` marks its answer."""
     if next(_tags(reply), None) is not None:
         return ""
     last = next(_boxes(reply), None)
@@ -83,7 +82,7 @@ def after_box(reply: str) -> str:
 
 
 class _Mark(msgspec.Struct, frozen=True):
-    """A marked content, with the positions of the mark's begin and end in the reply."""
+    """The content of a mark, and the positions in the reply where the mark begins and ends."""
 
     begin: int
     end: int
@@ -99,8 +98,9 @@ def _tags(reply: str) -> Iterator[_Mark]:
 
 
 def _boxes(reply: str) -> Iterator[_Mark]:
-    """Yield the contents of boxes, the last one first. Of nested boxes only the inner one is yielded. A command without
-    a brace is skipped. But a digit after such a command is a box for TeX, so no box before this command is yielded."""
+    r"""Yield the contents of LaTeX boxes, the last one first. Of nested boxes, only the inner one is yielded. A box
+    command without a brace is skipped, except before a digit: TeX boxes this digit (`\boxed 5`), so boxes before it are
+    not the last and are not yielded."""
     before = stop = len(reply)
     while (before := max(reply.rfind("\\boxed", 0, before), reply.rfind("\\fbox", 0, before))) >= 0:
         brace = BOX.match(reply, before)
@@ -110,7 +110,7 @@ def _boxes(reply: str) -> Iterator[_Mark]:
             continue
         end = _closing(reply, brace.end(), stop)
         if end < 0:
-            return  # what follows an unclosed box belongs to the box
+            return  # the box is not closed, or it contains the box that was yielded last
         yield _Mark(before, end + 1, reply[brace.end() : end].strip())
         stop = before
 

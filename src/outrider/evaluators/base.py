@@ -34,8 +34,8 @@ class FrozenReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallFrozen(Protocol):
-    """Calls a frozen model of the service by name, once, in a conversation separate from the agent's. Raises the errors
-    of a model call: EngineError, ContextOverflow, RequestError."""
+    """Calls a frozen model (a model that the service offers but never trains) by its name. The call is not part of the
+    agent's conversation. Raises EngineError, ContextOverflow or RequestError."""
 
     async def __call__(
         self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None
@@ -47,7 +47,7 @@ async def no_model(model: str, *_: object, **__: object) -> FrozenReply:
 
 
 class OpenSandbox(Protocol):
-    """Opens another sandbox, with the limits `resources`, or with the limits of its runtime if `resources` is None."""
+    """Opens another sandbox with the given `resources`, or, if `resources` is None, with those of its runtime spec."""
 
     def __call__(self, resources: Resources | None = None) -> AbstractAsyncContextManager[Runtime]: ...
 
@@ -57,12 +57,12 @@ def no_sandbox(resources: Resources | None = None) -> AbstractAsyncContextManage
 
 
 def not_kept(output: bytes) -> None:
-    """Discard a part of the grading's log."""
+    """Discard a part of the log of the grading."""
 
 
 class NothingKept:
-    """The runtime of a regraded outcome without kept files. Every operation except `broken_inside` raises
-    EvaluatorError."""
+    """Stands in for the sandbox if a session is graded again and none of its files were kept. Every operation except
+    `broken_inside` raises EvaluatorError."""
 
     async def broken_inside(self) -> bool:
         return False
@@ -75,23 +75,22 @@ class NothingKept:
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a session to grade. `transcript` is the main branch as messages, with the last reply. `turns` is
-    the number of model calls. `calls` are the model calls in the order in which they ended. `ids` are the ids of the
-    attempt. `folders` are the session's folders in the agent's sandbox; a new sandbox does not have them.
+    """The outcome of a session, which an evaluator grades.
 
-    `runtime` is the graded sandbox. For a regraded outcome without kept files, `runtime` is a `NothingKept`. `patch` is
-    the agent's change to a repository in the format of `git diff`, if the task carries a diff.
-
-    `beside()` opens another sandbox of the task's runtime, or of the evaluator's own runtime, for the duration of the
-    block. The new sandbox is prepared, untouched by agents, unreachable for programs in `runtime`, and reserves no
-    resources. `beside(resources)` gives the new sandbox these limits in place of the runtime's. Raises RuntimeFailure.
-    `call_frozen` calls a frozen model. `host` is the host of the node, whose parts are shared by evaluators.
-
-    `bucket` is the session's bucket in the queue (see store/queue.py). In queues of evaluations, tenants take turns,
-    and the buckets of each tenant take turns as well. `off_the_clock()` is for long waits in such queues: during the
-    block, the evaluation holds no eval slot, and the time does not count towards the evaluation's time limit.
-
-    `log(output)` adds the output of a grader to the log of the session's grading, which is kept as an artifact.
+    transcript: the main branch as messages, with the last reply.
+    turns, calls: the number of model calls, and the calls in the order in which they ended.
+    runtime: the sandbox to grade, or a `NothingKept` if the session is graded again and no files were kept.
+    folders: paths of the session's folders in the agent's sandbox. A new sandbox does not have these folders.
+    patch: the agent's change to a repository in the format of `git diff`, if the task carries a diff.
+    beside: opens another sandbox of the task's runtime, or of the evaluator's own runtime, until the end of the block.
+        The new sandbox is prepared and reserves no resources. Agents have not used it, and programs in `runtime` cannot
+        reach it. `beside(resources)` gives it other limits. Raises RuntimeFailure.
+    host: the host of the node, whose parts all evaluators share.
+    bucket: the session's bucket in the queue (see store/queue.py). In queues of checks, tenants take turns, and so do
+        the buckets of each tenant.
+    off_the_clock: for long waits in such queues. During this block, the evaluation holds no eval slot, and its time
+        limit does not run.
+    log: adds the output of a grader to the log of the session's grading, which is kept as an artifact.
     """
 
     task: TaskSpec
@@ -116,8 +115,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluator(Protocol):
-    """Grades one outcome. `evaluate` raises EvaluatorError when grading fails. The caller bounds the call by the time
-    limit `task.evaluator.seconds`."""
+    """Grades one outcome. `evaluate` raises EvaluatorError when grading fails. Its caller cancels it after
+    `task.evaluator.seconds`."""
 
     async def evaluate(self, outcome: Outcome) -> Verdict: ...
 
@@ -127,15 +126,15 @@ class DecidesEarly(Protocol):
     """An evaluator that can decide some outcomes without a sandbox."""
 
     def decide(self, outcome: Outcome) -> Verdict | None:
-        """Return the verdict that `evaluate` would return for the outcome, or None if a sandbox is needed to find the
-        verdict. `outcome.patch` is set; it is empty for an agent that changed nothing. `outcome.runtime` cannot be
-        used. Raises EvaluatorError."""
+        """Return the verdict that `evaluate` would return, or None if finding the verdict needs a sandbox.
+        `outcome.patch` is set, and is empty if the agent changed nothing. `outcome.runtime` cannot be used. Raises
+        EvaluatorError."""
         ...
 
 
 @runtime_checkable
 class ChecksSpec(Protocol):
-    """An evaluator whose spec needs checks that are too slow for the constructor."""
+    """An evaluator that checks its spec in ways that are too slow for the constructor."""
 
     async def check_spec(self, host: Host) -> None:
         """Check the spec. Called once, when the task is submitted, with the service's `host`. Raises InvalidField."""

@@ -1,7 +1,7 @@
 """The combining evaluators: `weighted` adds up the rewards of its parts, `all` requires every part to pass.
 
-Invariants: all parts are evaluated in order, one at a time, on the same outcome and within one common time limit; a
-part that fails to grade fails the whole evaluation.
+Invariants: the parts are evaluated in order, one at a time, on the same outcome and within one time limit; if one part
+fails to grade, the whole evaluation fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider.trajectory import Verdict
 MAX_REASON = 2000
 """Maximum characters of each part's reason."""
 RUN_PROGRAMS = ("code", "swebench")
-"""Kinds of evaluators that give a slow candidate reward 0 in place of an error."""
+"""Kinds of evaluators that run a program and give a slow one reward 0 instead of an error."""
 
 
 class EvaluatorPart(NamedTuple):
@@ -35,14 +35,17 @@ class EvaluatorPart(NamedTuple):
 
 
 class CombiningEvaluator:
-    """Kind `weighted`: the reward is the sum of the parts' rewards, each times its weight. The sum is not divided by
-    the sum of the weights: a weight below 0 is a penalty. Rewards of turns are added up in the same way. Kind `all`:
-    the reward is 1 if every part passes, else 0."""
+    """Combines the verdicts of several evaluators, its parts.
+
+    Kind `weighted`: the reward is the sum of the parts' rewards, each times its weight. Rewards of turns are added up
+    in the same way. The sum is not divided by the sum of the weights. A negative weight is a penalty.
+
+    Kind `all`: the reward is 1 if every part passes, else 0."""
 
     takes_endpoints = True
 
     def __init__(self, spec: EvaluatorSpec, endpoints: Endpoints) -> None:
-        if spec.kind not in KINDS:  # the allow-list does not check the parts of other kinds
+        if spec.kind not in KINDS:  # for other kinds, the names that parts use are not checked
             raise InvalidField("only the kinds weighted and all have parts", field=f"{FIELD}.kind")
         options = read_options(KINDS[spec.kind], spec)
         self._parts = _parts(options.parts, spec, endpoints)
@@ -64,7 +67,7 @@ class CombiningEvaluator:
                     await part.evaluator.check_spec(host)
 
     def decide(self, outcome: Outcome) -> Verdict | None:
-        """Return the combined verdict if every part decides the outcome without a sandbox, otherwise None."""
+        """Return the combined verdict if every part can decide the outcome without a sandbox, otherwise None."""
         verdicts: dict[str, Verdict] = {}
         for name, part in self._parts.items():
             if not isinstance(part.evaluator, DecidesEarly):
@@ -113,9 +116,9 @@ def _parts(
     made = {}
     for name, spec in specs.items():
         if programs[name]:
-            # The time limits of the parts with programs add up to the whole time limit. By default, the programs of a
-            # part have three quarters of the part's limit. So slow programs end before the whole time limit, and cause
-            # reward 0 instead of an error.
+            # Parts that run programs divide the whole time limit among themselves. By default, programs get three
+            # quarters of their part's limit. So slow programs end before the whole time limit, and cause reward 0
+            # instead of an error.
             share = programs[name] / sum(programs.values())
             spec = spec.model_copy(update={"seconds": whole.seconds * share})
         with renamed_field(FIELD, f"{FIELD}.options.parts.{name}"):
@@ -124,8 +127,8 @@ def _parts(
 
 
 async def _verdicts(parts: dict[str, EvaluatorPart], outcome: Outcome) -> dict[str, Verdict]:
-    """Return the verdicts of the parts by name. Raises EvaluatorError with the name of the failed part. Exceptions of a
-    part that are neither EvaluatorError nor ValueError are not changed."""
+    """Return the verdicts of the parts by name. Raises EvaluatorError with the name of the failed part. Other
+    exceptions, except ValueError, are raised unchanged."""
     verdicts = {}
     for name, part in parts.items():
         with _errors_of(name):
@@ -135,14 +138,14 @@ async def _verdicts(parts: dict[str, EvaluatorPart], outcome: Outcome) -> dict[s
 
 
 def _outcome_for(part: EvaluatorPart, outcome: Outcome) -> Outcome:
-    """Return the outcome for one part. A grading function reads its options from the outcome's task, so the task gets
-    the spec of the part."""
+    """Return the outcome for one part. Its task has the part's spec, because a grading function reads its options from
+    the outcome's task."""
     return replace(outcome, task=outcome.task.model_copy(update={"evaluator": part.spec}))
 
 
 @contextmanager
 def _errors_of(name: str) -> Iterator[None]:
-    """Add the part's name to an EvaluatorError, and raise EvaluatorError for a ValueError."""
+    """Add the part's name to an EvaluatorError. A ValueError becomes an EvaluatorError."""
     try:
         yield
     except (EvaluatorError, ValueError) as error:
@@ -153,7 +156,7 @@ def _errors_of(name: str) -> Iterator[None]:
 
 
 def _combinable(name: str, verdict: Verdict) -> Verdict:
-    """Return the verdict. Raises EvaluatorError for a verdict that rewards rows."""
+    """Return the verdict. Raises EvaluatorError if the verdict rewards training rows."""
     if verdict.rows:
         raise EvaluatorError(f"part {name!r} rewards rows, which cannot be combined with the rewards of other parts")
     return verdict

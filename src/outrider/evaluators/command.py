@@ -1,9 +1,9 @@
-"""The command evaluator: a shell command in the sandbox grades the outcome by its written verdict, or by its exit code.
+"""The command evaluator: runs a shell command in the sandbox. The command writes a verdict, or its exit code is the
+grade.
 
-Invariant: only the exit codes 0 and 1 grade. A grader that crashes, is killed, or writes an invalid verdict is an
-error, never a reward. A failed attempt to write a verdict is also an error. To detect a failed attempt, the file for
-the verdict is created with blanks: opening a file for writing empties the file, so remaining blanks mean that no
-program tried to write.
+Invariant: only the exit codes 0 and 1 are grades. If the grader crashes, is killed, or fails to write a valid verdict,
+that is an error and never a reward. To detect a failed write, the verdict's file is created with blanks: opening a file
+for writing empties it, so remaining blanks mean that no program tried to write.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ NOT_STARTED = 126
 CLEANUP_SECONDS = 30.0
 VERDICT_VARIABLE, TURNS_VARIABLE = "OUTRIDER_VERDICT", "OUTRIDER_TURNS"
 UNWRITTEN = b" " * 31 + b"\n"
-"""First content of the file for the verdict. JSON ignores blanks, also around text that a grader appends."""
+"""Initial content of the verdict's file. JSON ignores blanks, so a grader may also append its verdict to them."""
 
 
 class CommandEvaluator:
-    """Runs `run` with `bash -c` in the working directory. $OUTRIDER_VERDICT names a new file elsewhere, to which the
-    command may write a number, or a JSON object with the fields of a Verdict. If the command mentions $OUTRIDER_TURNS,
-    this variable names a file with a JSON object for each model call, with the fields of a GradedTurn."""
+    """Runs `run` with `bash -c` in the working directory. $OUTRIDER_VERDICT names a new file, outside this
+    directory. The command may write a number to this file, or a JSON object with the fields of a Verdict. If the
+    command mentions $OUTRIDER_TURNS, this variable names a file with a JSON object for each model call, with the
+    fields of a GradedTurn."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         if spec.path is not None or spec.options:
@@ -57,7 +58,7 @@ class CommandEvaluator:
         if TURNS_VARIABLE in self._run:
             variables[TURNS_VARIABLE] = f"{path}-turns"
             lines = []
-            for call in outcome.calls:  # the bytes of images are left out, because digests name the images
+            for call in outcome.calls:  # messages name their images by digest, so the bytes of images are left out
                 bare = (with_images(message, lambda image: replace(image, data=b"")) for message in call.messages)
                 lines.append(msgspec.json.encode(replace(call, messages=tuple(bare))) + b"\n")
             files[variables[TURNS_VARIABLE]] = b"".join(lines)
@@ -74,12 +75,13 @@ class CommandEvaluator:
             outcome.log(result.stderr)
             return await self._verdict(runtime, path, result)
         finally:
-            with suppress(RuntimeFailure):  # the sandbox broke, so its files are gone; the verdict stays valid
+            # if the sandbox is broken, its files are gone anyway; the verdict stays valid
+            with suppress(RuntimeFailure):
                 await runtime.exec(["rm", "-f", *files], seconds=CLEANUP_SECONDS)
 
     async def _verdict(self, runtime: Runtime, path: str, result: ExecResult) -> Verdict:
-        """Return the written verdict or, if no verdict was written, the verdict of the exit code. Raises EvaluatorError
-        without a valid verdict."""
+        """Return the written verdict, or the verdict of the exit code if no verdict was written. Raises EvaluatorError
+        if there is no valid verdict."""
         try:
             written = await runtime.read(path, limit=MAX_VERDICT)
         except FileNotFoundError as error:
@@ -104,8 +106,8 @@ class CommandEvaluator:
 
 
 def _failure(message: str, result: ExecResult, *, hint: str = HINT, inside: bool = True) -> EvaluatorError:
-    """Make the error of a failed command. `inside` is False for a command that ran out of time, because a slow host may
-    be the cause."""
+    """Return the error for a failed command. `inside` is False for a command that exceeded its time limit, because a
+    slow host may be the cause."""
     return EvaluatorError(
         message,
         hint=hint,

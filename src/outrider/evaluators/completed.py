@@ -1,7 +1,7 @@
 """The evaluator `completed`: the reward is 1 if the agent ended by itself, else 0.
 
-The evaluator reads nothing of the sandbox. Invariant: a failure of the infrastructure never reaches the evaluator, so
-no such failure becomes a reward.
+The evaluator does not use the sandbox. Invariant: a failure of the infrastructure never reaches the evaluator, so it
+never becomes a reward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ class CompletedOptions(Spec):
 
 
 class CompletedEvaluator:
-    """Gives 1 for the stop reason `completed`, and 0 for any other. The verdict's reason is the stop reason."""
+    """Gives 1 for the stop reason `completed`, and 0 for any other stop reason. The verdict's reason is the stop
+    reason."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         read_options(CompletedOptions, spec)

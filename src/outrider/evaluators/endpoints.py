@@ -1,8 +1,7 @@
-"""The external graders named by the operator. `grader_calls.py` calls the graders.
+"""The external graders that the operator names. `grader_calls.py` calls them.
 
-A task gives the name of a grader and never an address, so a task can make the service call only the operator's hosts,
-and only with their keys. Keys are in environment variables of the service and of its nodes; the settings name the
-variables.
+A task names a grader, and never gives an address. So a task can make the service call only the operator's hosts, and
+only with their keys. The settings name the environment variables that have the keys.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ CACHED = 4096
 
 
 class Endpoints:
-    """The endpoints of one process: the graders in the settings by name, the names of the `frozen` models, and a cache
-    of judges' replies. `pauses` defines the waits between the attempts of one call. `load` is the number of calls under
-    way, by address."""
+    """The graders of one process: those in the settings by name, the names of the `frozen` models, and a cache of
+    judges' replies. `pauses` defines the waits between the attempts of one call. `load` has the number of current calls
+    by address."""
 
     def __init__(
         self, graders: Sequence[GraderConfig] = (), frozen: Sequence[str] = (), *, pauses: RetryPolicy = PAUSES
@@ -40,7 +39,7 @@ class Endpoints:
         self._cache: OrderedDict[bytes, Any] = OrderedDict()
 
     def grader(self, name: str, *, field: str) -> GraderConfig:
-        """Return the grader with this name. For an unknown name, raises InvalidField with a hint that lists the known
+        """Return the grader with this name. Raises InvalidField for an unknown name, with a hint that lists the known
         names."""
         if name not in self._graders:
             known = ", ".join(sorted(self._graders)) or "none"
@@ -58,8 +57,8 @@ class Endpoints:
             )
 
     def mark(self, *texts: str) -> str:
-        """Return a word made from `texts` that their authors cannot guess. Equal texts give the same word during the
-        lifetime of this object."""
+        """Return a delimiter word that the authors of `texts` cannot guess. This object returns the same word for the
+        same texts."""
         return hmac.new(self._secret, json.dumps(texts).encode(), hashlib.sha256).hexdigest()[:12]
 
     def cached(self, key: bytes) -> Any:

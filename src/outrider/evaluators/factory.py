@@ -1,5 +1,4 @@
-"""Makes an evaluator from a task's spec: once when the task is submitted, before anything is stored, and once per
-session."""
+"""Makes an evaluator from a task's spec: once before a submitted task is stored, and once per session."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from outrider.spec import EvaluatorSpec
 
 
 def make_evaluator(spec: EvaluatorSpec, endpoints: Endpoints | None = None) -> Evaluator:
-    """Construct the evaluator class of the spec's kind with the spec. The class also gets `endpoints` if it has a true
-    attribute `takes_endpoints`. Raises InvalidField."""
+    """Make the evaluator of the spec's kind. A class with a true attribute `takes_endpoints` also gets `endpoints`.
+    Raises InvalidField."""
     kind = resolve("evaluator", spec.kind, field="task.evaluator.kind")
     if not callable(getattr(kind, "evaluate", None)):
         raise InvalidField(f"{spec.kind!r} is not an evaluator class", field="task.evaluator.kind")

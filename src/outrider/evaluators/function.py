@@ -1,6 +1,6 @@
-"""The callable evaluator: calls a Python function, or any other callable, with the outcome, in this process.
+"""The callable evaluator: calls a Python function, or any other callable, with the outcome, in the service's process.
 
-Invariant: a hanging function blocks its own thread, never a thread of the service.
+Invariant: a hanging function blocks only its own thread.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class CallableEvaluator:
     """Calls `path` (an `outrider.reward` entry point, or `package.module:attribute`) with the Outcome. The function
     finds its options in the Outcome's `task.evaluator.options`. A function that is not async runs in a thread.
 
-    The function returns a finite number, a mapping with `reward` and any other fields of a Verdict, or a Verdict. An
-    OutriderError from the function is raised again; any other exception becomes an EvaluatorError with the end of the
-    traceback.
+    The function returns a finite number, a mapping with `reward` and other fields of a Verdict, or a Verdict. An
+    OutriderError from the function is raised unchanged. Any other exception becomes an EvaluatorError with the end of
+    the traceback.
     """
 
     def __init__(self, spec: EvaluatorSpec) -> None:
@@ -74,7 +74,7 @@ class CallableEvaluator:
 
 
 def _of_user(error: Exception) -> TracebackType | None:
-    """Return the error's traceback without the frames of this module at its beginning."""
+    """Return the error's traceback without the leading frames of this module."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -82,9 +82,9 @@ def _of_user(error: Exception) -> TracebackType | None:
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Run the call in a new daemon thread and return the result. After a cancellation the thread continues alone.
+    """Run the call in a new daemon thread and return the result. After a cancellation, the thread continues alone.
 
-    The loop's executor is not used: hanging graders would occupy its few threads one by one.
+    The event loop's executor is not used, because hanging graders would occupy its few threads one by one.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
@@ -98,7 +98,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         elif isinstance(error, Exception) and not isinstance(error, StopIteration):
             done.set_exception(error)
         else:
-            # A future refuses StopIteration, and SystemExit would end this event loop, not the grader's thread.
+            # A future refuses StopIteration. SystemExit would end this event loop instead of the grader's thread.
             done.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def work() -> None:

@@ -1,7 +1,7 @@
 """The HTTP calls to the external graders.
 
-Only the evaluators that call a grader import the module, because it imports aiohttp. Invariants: a failed call raises
-an error that shows no key; redirects are not followed; a reply is at most MAX_ANSWER bytes.
+Only evaluators that call a grader import this module, because it imports aiohttp. Invariants: a failed call raises an
+error that shows no key; redirects are not followed; a reply has at most MAX_ANSWER bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.redaction import redacted
 
 MAX_ANSWER = 4 << 20
 TRANSIENT = frozenset({502, 503, 504})
-"""Statuses of an unreachable grader, or of a proxy in front of it."""
+"""HTTP statuses of an unreachable grader, or of a proxy in front of it."""
 MAX_SAID = 2000
 """Maximum characters of a grader's reply that an error quotes."""
 
@@ -46,9 +46,9 @@ async def post(
 ) -> dict[str, Any]:
     """Send a POST request to a grader and return the JSON object of its reply. Raises EvaluatorError.
 
-    The call goes to the address with the smallest `load`, the number of calls under way by address. A call that cannot
-    connect, exceeds `seconds` or gets a `transient` status is repeated after one of the `pauses`, at another of the
-    grader's addresses if the grader has several. For any other status except 2xx, raises Refused at once.
+    The call goes to the address with the lowest `load`, which has the number of current calls by address. If a call
+    cannot connect, exceeds `seconds` or gets a `transient` status, it is repeated after a pause (`pauses`), if possible
+    at another address of the grader. Any other status except 2xx raises Refused at once.
     """
     key = variable(grader.key_variable, grader.name)
     sent = {"Content-Type": "application/json", "Accept-Encoding": "identity", **headers}
@@ -63,7 +63,7 @@ async def post(
         url = min(grader.urls, key=lambda each: (failed[each], load[each]))
         load[url] += 1
         try:
-            # No cookies: one evaluation must not pass data to another. Certificates are verified.
+            # There are no cookies, because one evaluation must not pass data to another. Certificates are verified.
             async with (
                 aiohttp.ClientSession(
                     timeout=aiohttp.ClientTimeout(total=seconds), cookie_jar=aiohttp.DummyCookieJar()
@@ -105,8 +105,8 @@ async def post(
 
 
 def variable(name: str | None, grader: str) -> str | None:
-    """Return the value of a grader's variable, without surrounding blanks. Raises EvaluatorError if the variable is not
-    set."""
+    """Return the value of a grader's environment variable, without surrounding whitespace. Raises EvaluatorError if the
+    variable is not set."""
     if name is None:
         return None
     if not (value := (environment(name) or "").strip()):  # a value read from a file may end with a newline
@@ -118,7 +118,7 @@ def variable(name: str | None, grader: str) -> str | None:
 
 
 def json_object(name: str, content: bytes) -> dict[str, Any]:
-    """Parse the JSON object in a reply of the grader `name`. Raises EvaluatorError for anything else."""
+    """Parse the reply of the grader `name`. Raises EvaluatorError if the reply is not a JSON object."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:

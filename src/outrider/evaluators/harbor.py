@@ -1,8 +1,12 @@
-"""The evaluator of Harbor tasks: runs the task's test.sh in the sandbox and reads the resulting rewards.
+"""The evaluator of Harbor tasks: runs the task's test.sh in the sandbox and reads the rewards that test.sh writes.
 
-The evaluator reads no task folder: the tests are in its options, which agents cannot read. The rules are Harbor's: old
-rewards are removed, the tests are written after the agent has ended, the exit code of test.sh is ignored, reward.json
-takes precedence over reward.txt, and a run without either file is an error. Invariant: every value is a finite number.
+The tests are in the evaluator's options, which agents cannot read. The rules are Harbor's:
+
+- Old rewards are removed. The tests are written after the agent has ended.
+- The exit code of test.sh is ignored.
+- reward.json takes precedence over reward.txt. A run without either file is an error.
+
+Invariant: every value is a finite number.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ TAIL = f"tail -c 4000 {OUTPUT}"
 
 
 class Without(Spec):
-    """Files removed from a folder of `evaluator.carry` before the tests run. `patterns` are in the syntax of tar's
+    """Files to remove from a folder of `evaluator.carry` before the tests run. `patterns` are in the syntax of tar's
     --exclude."""
 
     folder: SandboxPath
@@ -50,9 +54,13 @@ class Without(Spec):
 
 
 class HarborOptions(Spec):
-    """Options of kind `harbor`. `tests`: the test files, as prepare steps `write`. `alone`: true if /tests is emptied
-    first. `env`: variables of test.sh. `without`: files to remove from carried folders. `mean`: true if the reward is
-    the mean of all values, and at least 0 and at most 1."""
+    """Options of kind `harbor`.
+
+    tests: the test files, in the form of the prepare step `write`.
+    alone: true to empty /tests first.
+    env: environment variables of test.sh.
+    without: files to remove from carried folders.
+    mean: true if the reward is the mean of all values, limited to the range from 0 to 1."""
 
     tests: Annotated[list[Write], Field(max_length=2048)] = Field(default_factory=list)
     alone: bool = False
@@ -62,8 +70,8 @@ class HarborOptions(Spec):
 
 
 class HarborEvaluator:
-    """Runs test.sh (see `HarborOptions`). The verdict's reward is the value "reward", or the only value, or with `mean`
-    the mean of the values. All values are metrics."""
+    """Runs test.sh (see `HarborOptions`). The verdict's reward is the value "reward" or the only value. With `mean`,
+    the reward is the mean of all values. All values are metrics."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(HarborOptions, spec)
@@ -94,12 +102,12 @@ async def verify(
     done = await runtime.exec(BEFORE, seconds=STEP_SECONDS)
     if done.exit_code != 0:
         raise EvaluatorError(f"{LOGS} cannot be made ready", log_tail=done.log_tail(), inside=True)
-    if tests:  # an agent may have created unwritable files at these paths
+    if tests:  # an agent may have created files here that cannot be overwritten
         await runtime.exec(["rm", "-rf", "--", *(file.to for file in tests)], seconds=STEP_SECONDS)
     for file in tests:
         await runtime.write(file.to, file.data(), executable=file.executable)
     done = await runtime.exec(RUN, env=env, seconds=seconds)
-    with suppress(RuntimeFailure):  # the rewards can be read all the same, or the next step raises
+    with suppress(RuntimeFailure):  # the rewards may be readable without this output; if not, the next step raises
         log((await runtime.exec(WHOLE, seconds=STEP_SECONDS)).stdout)
     if done.exit_code is None:
         raise EvaluatorError(f"test.sh did not end within {seconds:g} s", log_tail=await output(runtime, done))
@@ -120,8 +128,8 @@ async def verify(
 
 
 async def failure(runtime: Runtime, done: ExecResult, message: str) -> EvaluatorError:
-    """Make the error of failed tests. The error is marked `inside`, because an agent that worked in the same sandbox
-    may be the cause."""
+    """Return the error for failed tests. It is marked `inside`, because an agent that worked in the same sandbox may be
+    the cause."""
     return EvaluatorError(message, log_tail=await output(runtime, done), inside=True)
 
 
@@ -132,8 +140,8 @@ async def output(runtime: Runtime, done: ExecResult) -> str:
 
 
 async def leave_out(runtime: Runtime, folder: str, patterns: Sequence[str]) -> None:
-    """Remove every path below the folder if the end of the path matches a pattern. `*` also matches slashes, as in
-    tar. Does nothing if the folder cannot be entered. Raises EvaluatorError if a path cannot be removed."""
+    """Remove every path below the folder whose end matches a pattern. `*` also matches slashes, as in tar. Does nothing
+    if the folder cannot be entered. Raises EvaluatorError if a path cannot be removed."""
     words = [word for pattern in patterns for word in ("-o", "-path", f"*/{pattern.rstrip('/')}")][1:]
     found = shlex.join(["find", ".", "-mindepth", "1", "-depth", "(", *words, ")", "-exec", "rm", "-rf", "{}", "+"])
     done = await runtime.exec(f"cd {shlex.quote(folder)} 2> /dev/null || exit 0; {found}", seconds=STEP_SECONDS)
@@ -153,7 +161,7 @@ def parse_json(text: bytes) -> dict[str, float]:
 
 
 def parse_text(text: bytes) -> dict[str, float]:
-    """Return the number in reward.txt, under the name `reward`. Raises ValueError."""
+    """Return the number in reward.txt, named `reward`. Raises ValueError."""
     return {REWARD: number(float(text.decode()), REWARD)}
 
 
@@ -163,8 +171,8 @@ def number(value: Any, name: str) -> float:
 
 
 def verdict_of(rewards: Mapping[str, float]) -> Verdict:
-    """Make the verdict from the values by name. Raises EvaluatorError if there is no key `reward`, except for a single
-    value."""
+    """Make the verdict from the values by name. The reward is the value named `reward`, or the only value. Raises
+    EvaluatorError if there is neither."""
     if REWARD not in rewards and len(rewards) != 1:
         named = ", ".join(map(repr, sorted(rewards))) or "nothing"
         raise EvaluatorError(
@@ -175,8 +183,8 @@ def verdict_of(rewards: Mapping[str, float]) -> Verdict:
 
 
 def mean_verdict(rewards: Mapping[str, float]) -> Verdict:
-    """Make the verdict whose reward is the mean of the values, and at least 0 and at most 1. Raises EvaluatorError
-    without a value."""
+    """Make the verdict whose reward is the mean of the values, limited to the range from 0 to 1. Raises EvaluatorError
+    if there are no values."""
     if not rewards:
         raise EvaluatorError("the tests reward nothing", hint="have test.sh write at least one number")
     return Verdict(reward=min(1.0, max(0.0, fmean(rewards.values()))), metrics=dict(rewards))

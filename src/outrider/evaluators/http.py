@@ -1,8 +1,8 @@
-"""The HTTP evaluator: sends the conversation to a grading service of the operator, by Outrider's own contract, by NeMo
-Gym's `POST /verify`, or by the contracts of ProRL Agent's reward servers.
+"""The HTTP evaluator: sends the conversation to a grading service of the operator. The request follows Outrider's own
+contract, NeMo Gym's `POST /verify`, or the contracts of ProRL Agent's reward servers.
 
-The grader gets the conversation, and the sandbox is never used. Invariants: only a finite reward in a reply with a 2xx
-status is a grade; a retry sends the same body under the same id.
+The sandbox is never used. Invariants: only a finite reward in a reply with a 2xx status is a grade; a retry sends the
+same body under the same id.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ CONTRACT = 1
 
 
 class HttpOptions(Spec):
-    """Options of kind `http`. `grader`: a name in the setting `graders`.
+    """Options of kind `http`.
 
-    contract: format of the request and the reply. data: the task's own data, sent as `options`. For NeMo Gym `data` is
-    the row, and the row's fields are the first fields of the body. For ProRL's reward servers `data` has the fields in
-    REWARD_ROUTES. call_seconds: time limit of one call.
+    grader: a name in the setting `graders`.
+    contract: format of the request and the reply.
+    data: the task's own data, sent as `options`. For NeMo Gym, `data` is the row, and its fields begin the body. For
+        ProRL's reward servers, `data` has the fields in REWARD_ROUTES.
+    call_seconds: time limit of one call.
     """
 
     grader: Name
@@ -55,8 +57,8 @@ class HttpOptions(Spec):
 
 
 class RewardRoute(NamedTuple):
-    """A route of ProRL's reward servers: its path, the field of the body with the last reply, and the other fields,
-    which are the evaluator's `data`."""
+    """A route of ProRL's reward servers. `path` is its path, and `answer` is the field of the body for the agent's last
+    reply. `data` are the other fields, from the evaluator's option `data`."""
 
     path: str
     answer: str
@@ -103,7 +105,7 @@ class HttpEvaluator:
                 "transcript": said,
                 "metrics": {"turns": outcome.turns, "exit_code": outcome.harness.exit_code},
             }
-        # json is used because msgspec refuses lone surrogates, which tools and models can produce.
+        # The module json is used, because msgspec refuses lone surrogates, which tools and models can produce.
         encoded = json.dumps(msgspec.to_builtins(body), ensure_ascii=False).encode("utf-8", "replace")
         secret = variable(grader.secret_variable, grader.name)
         headers = {} if secret is None else signed_headers(secret, number, encoded, now=time.time())
@@ -125,8 +127,8 @@ class HttpEvaluator:
 
 
 def graded(answer: dict[str, Any]) -> Verdict:
-    """Read a verdict from a reply in the format of Outrider's contract. The field `version`, the grader's own version,
-    becomes part of the verdict's reason. Raises ValueError."""
+    """Read a verdict from a reply in Outrider's own contract. The field `version`, the grader's own version, becomes
+    part of the verdict's reason. Raises ValueError."""
     fields = dict(answer)
     version = fields.pop("version", None)
     verdict = read_verdict(fields)
@@ -136,7 +138,8 @@ def graded(answer: dict[str, Any]) -> Verdict:
 
 
 def verified(answer: dict[str, Any]) -> Verdict:
-    """Read a verdict from NeMo Gym's reply: `reward`, and every other number as a metric. Raises ValueError."""
+    """Read a verdict from NeMo Gym's reply. The field `reward` is the reward, and every other number is a metric.
+    Raises ValueError."""
     if "reward" not in answer:
         raise ValueError("the answer has no reward")
     numbers = {
@@ -161,9 +164,9 @@ def scored(answer: dict[str, Any]) -> Verdict:
 
 
 def verify_request(row: dict[str, Any], said: Sequence[Message], number: str) -> dict[str, Any]:
-    """Build the body of `POST /verify`. The body has the row's fields, the messages before the first reply as
-    `responses_create_params` (unless the row has this field), and the rest of the conversation as `response`, an object
-    of OpenAI's Responses API. `number` is the id of the evaluation."""
+    """Build the body of `POST /verify`. The body has the row's fields. `responses_create_params` has the messages
+    before the first reply, unless the row has this field. `response` has the rest of the conversation, as an object of
+    OpenAI's Responses API. `number` is the id of the evaluation."""
     first = next((at for at, message in enumerate(said) if message.role is Role.ASSISTANT), len(said))
     asked = [{"role": message.role.value, "content": message.content} for message in said[:first]]
     output: list[dict[str, Any]] = []

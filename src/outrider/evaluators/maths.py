@@ -1,7 +1,7 @@
 """The math evaluator: compares the agent's answer with gold answers as mathematics, using math-verify.
 
 math-verify runs in other processes (see `checks/pool.py`). Invariant: an answer whose check exceeds the time limit gets
-reward 0 and a reason; a machine that cannot run the check is an EvaluatorError.
+reward 0 and a reason; if the machine cannot run the check, that is an EvaluatorError.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ Gold = Annotated[str, Field(min_length=1, max_length=10_000)]
 
 
 def answers_of(given: Any) -> list[Any]:
-    """Return the gold answers as a list, with finite numbers as texts."""
+    """Return the gold answers as a list. Finite numbers become strings."""
     answers = given if isinstance(given, list | tuple) else [given]
     return [str(one) if type(one) in (int, float) and isfinite(one) else one for one in answers]
 
 
 class MathOptions(Spec):
-    """Options of kind `math`. `gold`: the right answer, or all accepted answers. `answer_file`: the file into which the
-    agent writes its answer; without a file the last reply is used. `relative_tolerance`: the greatest difference
-    between an accepted number and the gold answer's number, divided by the gold answer's number; without a tolerance,
-    numbers must be equal. `seconds`: maximum processor time of a check."""
+    """Options of kind `math`.
+
+    gold: the right answer, or all accepted answers.
+    answer_file: the file to which the agent writes its answer. Without a file, the last reply is used.
+    relative_tolerance: the greatest accepted difference from the gold answer's number, divided by this number. Without
+        a tolerance, numbers must be equal.
+    seconds: maximum processor time of a check."""
 
     gold: Annotated[
         tuple[Gold, ...],

@@ -1,8 +1,8 @@
 """The specs of evaluators inside the spec of a combining evaluator (kinds `weighted` and `all`).
 
 This module makes no evaluator and imports nothing that a task names, because the service reads the nested specs before
-it checks which names the task may use. Invariant: a part has the fields of `task.evaluator` except the time limit, the
-carried files and their sandbox, which are those of the combining evaluator.
+it checks which names the task may use. Invariant: a part takes the time limit, the carried files and their sandbox from
+the combining evaluator. It has all other fields of `task.evaluator` itself.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from outrider.spec import EvaluatorSpec, Spec, complaints, fault_text
 
 FIELD = "task.evaluator"
 WHOLE = ("seconds", "carry", "runtime")
-"""Fields that every part gets from its combining evaluator. A part must not set these fields."""
+"""Fields that a part takes from its combining evaluator, and must not set itself."""
 Number = Annotated[float, Field(ge=-1e6, le=1e6)]
 Specs = Annotated[dict[str, dict[str, Any]], Field(min_length=1, max_length=32)]
 
 
 class WeightedOptions(Spec):
     """Options of kind `weighted`. `parts`: evaluators by name, each like `task.evaluator` without `seconds`, `carry`
-    and `runtime`. `weights`: weights by part; the default of a part is 1."""
+    and `runtime`. `weights`: the weight of each part; the default is 1."""
 
     parts: Specs
     weights: dict[str, Number] = Field(default_factory=dict)
 
 
 class AllOptions(Spec):
-    """Options of kind `all`. `parts`: as in `weighted`. `passed`: the reward from which a part passes, by part; the
-    default of a part is 1."""
+    """Options of kind `all`. `parts`: as in `weighted`. `passed`: the lowest reward with which each part passes; the
+    default is 1."""
 
     parts: Specs
     passed: dict[str, Number] = Field(default_factory=dict)
@@ -43,8 +43,8 @@ KINDS: dict[str, type[WeightedOptions] | type[AllOptions]] = {"weighted": Weight
 
 
 def nested_specs(spec: EvaluatorSpec, field: str = FIELD) -> Iterator[tuple[EvaluatorSpec, str]]:
-    """Yield the spec and all specs nested in the spec, each with the path of its field. Raises InvalidField for an
-    invalid spec."""
+    """Yield the spec and all specs nested in it, each with the path of its field. Raises InvalidField for an invalid
+    spec."""
     yield spec, field
     if spec.kind in KINDS:
         with renamed_field(FIELD, field):
@@ -55,8 +55,8 @@ def nested_specs(spec: EvaluatorSpec, field: str = FIELD) -> Iterator[tuple[Eval
 
 
 def part_spec(given: dict[str, Any], whole: EvaluatorSpec, field: str) -> EvaluatorSpec:
-    """Return the spec of a part, with the time limit, carried files and runtime of `whole`. Raises InvalidField for a
-    field below `field`."""
+    """Return the spec of a part, with the time limit, carried files and runtime of `whole`. Raises InvalidField; its
+    path begins with `field`."""
     for name in WHOLE:
         if name in given:
             raise InvalidField("must be set on the combining evaluator, not on a part", field=f"{field}.{name}")

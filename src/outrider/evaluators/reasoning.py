@@ -1,9 +1,8 @@
 """The reasoning-gym evaluator: scores the agent's answer to a reasoning-gym entry, using the scorer of the entry's data
 set.
 
-reasoning-gym runs in other processes (see `checks/pool.py`). Some scorers evaluate answers as Python. Invariants:
-scorers that evaluate answers get only plain expressions; a data set whose scorer is known to reward wrong answers is
-refused when the task is submitted.
+reasoning-gym runs in other processes (see `checks/pool.py`). Invariants: scorers that evaluate answers as Python get
+only plain expressions; a data set whose scorer is known to reward wrong answers is refused when the task is submitted.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ CHECKS = partial(Checks, library=LIBRARY)
 
 class ReasoningOptions(Spec):
     """Options of kind `reasoning-gym`. `entry`: an entry from reasoning-gym, with `question`, `answer` and `metadata`.
-    `answer_file` and `seconds` as for kind `math`."""
+    `answer_file` and `seconds` have the same meaning as in kind `math`."""
 
     entry: dict[str, Any]
     answer_file: SandboxPath | None = None
@@ -42,7 +41,7 @@ class ReasoningOptions(Spec):
 
 
 class ReasoningGymEvaluator:
-    """Gives the score of the data set's scorer, from 0 to 1, as the reward."""
+    """Gives the score of the data set's scorer (0 to 1) as the reward."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(ReasoningOptions, spec)
@@ -61,8 +60,8 @@ class ReasoningGymEvaluator:
         LIBRARY.require()
 
     async def check_spec(self, host: Host) -> None:
-        """Raise InvalidField for an entry that cannot be scored, for example because the entry's own answer does not
-        score 1."""
+        """Raise InvalidField for an entry that cannot be scored, for example because its own answer does not score
+        1."""
         request = {"entry": self._options.entry}
         checks = await checks_of(host, CHECKS)
         checked = await checks.check(request, seconds=self._options.seconds, submitted=True)
@@ -92,6 +91,7 @@ class ReasoningGymEvaluator:
         if solved:
             metrics["answered"] = 1.0
         elif marked is None:
-            # Some scorers give a small score for any text: a reply without an answer must not get that score.
+            # Some scorers give a small score for any text, so this score is not given to a reply without a marked
+            # answer.
             return Verdict(reward=0.0, metrics=metrics, reason=f"no answer is marked; {reason}")
         return Verdict(reward=score, metrics=metrics, reason=reason)

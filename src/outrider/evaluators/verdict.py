@@ -24,8 +24,8 @@ MAX_REWARD = 1e15
 
 
 def read_verdict(value: Any) -> Verdict:
-    """Return the verdict in `value`: a number, a mapping with `reward` and any other fields of a Verdict, or a Verdict.
-    The indexes of `turns` and `rows` may be strings, as in JSON. Raises ValueError for anything else.
+    """Return the verdict in `value`: a number, a mapping with `reward` and other fields of a Verdict, or a Verdict. The
+    indexes of `turns` and `rows` may be strings, as in JSON. Raises ValueError for anything else.
     """
     if isinstance(value, Verdict):
         value = msgspec.structs.asdict(value)
@@ -50,7 +50,7 @@ def read_verdict(value: Any) -> Verdict:
 
 
 def check_indexes(verdict: Verdict, calls: Collection[GradedTurn]) -> None:
-    """Raise ValueError if the verdict rewards a turn that is not in `calls`, or a row that is not trained."""
+    """Raise ValueError if the verdict rewards a turn or a training row that is not in `calls`."""
     turns, rows = {call.index for call in calls}, {call.row for call in calls if call.row is not None}
     for index in verdict.turns.keys() - turns:
         raise ValueError(f"it rewards turn {index}, and the session has {len(turns)} turns, from 0")
@@ -60,7 +60,7 @@ def check_indexes(verdict: Verdict, calls: Collection[GradedTurn]) -> None:
 
 
 def parse_verdict(text: bytes) -> Verdict:
-    """Read a verdict from JSON text. Raises ValueError, also as UnicodeDecodeError."""
+    """Read a verdict from JSON text. Raises ValueError."""
     if not text.strip():
         raise ValueError("the verdict is empty")
     try:
@@ -92,8 +92,8 @@ def _reward(value: Any, what: str) -> float:
 
 
 def finite(value: Any, what: str) -> float:
-    """Return the value as a finite float. Raises ValueError for any other value. The error's message names the value by
-    `what`."""
+    """Return the value as a finite float. Raises ValueError for any other value. `what` names the value in the error's
+    message."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{what} must be a number, not {type(value).__name__}")
     try:

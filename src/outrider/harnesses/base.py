@@ -1,6 +1,6 @@
 """The contract of a harness: an agent program, and how it is started and pointed at its model endpoint.
 
-Invariant: a harness that fails raises an error with the end of the program's output, and never returns as if it had
+Invariant: a harness that fails raises an error with the end of the program's output. It never returns as if it had
 succeeded.
 """
 
@@ -19,8 +19,8 @@ from outrider.spec import TaskSpec
 
 
 class ModelEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The address of a session's model, as seen from inside the sandbox. `base_url` is `http://host:port/s/<key>`,
-    without `/v1`. `api_key` is the session's credential. `model` is the served model's name."""
+    """The address of a session's model for programs inside the sandbox. `base_url` is `http://host:port/s/<key>`,
+    without `/v1`. `api_key` is the session's credential. `model` is the name under which the model is served."""
 
     base_url: str
     api_key: str
@@ -28,8 +28,8 @@ class ModelEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionIds(msgspec.Struct, frozen=True, kw_only=True):
-    """The ids of an attempt: the id of the group, the id of the session, the session's place in the group (from 0), and
-    the number of the attempt (from 1)."""
+    """The ids of an attempt. `sample_index` is the session's position in its group, from 0. `attempt` is counted from
+    1."""
 
     group_id: str = ""
     session_id: str = ""
@@ -58,9 +58,9 @@ def folders_in(runtime: Runtime) -> SessionFolders:
 
 
 class ModelRefused(RequestError):
-    """A frozen model refused a call because of the agent: the session has used up its turns or tokens of the model, or
-    the prompt is too long. If an agent does not catch this error, the session is graded, as after a non-zero exit of a
-    program."""
+    """A frozen model refused a call because of the agent: the session has used up its turns or tokens of this model, or
+    the prompt is too long. If an agent does not catch this error, the session is still graded, as after a program's
+    non-zero exit."""
 
     code = "model_refused"
     http_status = 429
@@ -70,8 +70,8 @@ class ModelClient(Protocol):
     """Client of the session's models, for in-process agents. A call is admitted and recorded like a call at the
     gateway, but without HTTP. `model` is the name of a frozen model, or None for the policy.
 
-    Raises the errors of a model call: ContextOverflow, EngineError, and the session's limits. A call of a frozen model
-    raises ModelRefused and EngineError, and NotFound for an unknown name.
+    A call of the policy raises ContextOverflow, EngineError, and the errors of the session's limits. A call of a frozen
+    model raises ModelRefused, EngineError, and NotFound for an unknown name.
     """
 
     async def chat(
@@ -100,8 +100,8 @@ class HarnessContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HarnessOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of an agent's run: the end of the log, the answer if the agent gave one, and the exit code of the
-    program. A non-zero exit code is the code of a failed program whose work is graded nevertheless."""
+    """The result of an agent's run. `log_tail` is the end of the log. `answer` is None if the agent gave no answer.
+    `exit_code` is non-zero if the program failed but its work is graded."""
 
     log_tail: str = ""
     answer: str | None = None
@@ -109,7 +109,8 @@ class HarnessOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProgramExit(HarnessError):
-    """An agent program ended with a non-zero `exit_code`. The session is graded if its model had replied."""
+    """An agent program ended with a non-zero `exit_code`. The session is graded if the model has replied at least
+    once."""
 
     def __init__(self, message: str, *, exit_code: int, hint: str, log_tail: str) -> None:
         super().__init__(message, hint=hint, log_tail=log_tail)
@@ -124,17 +125,17 @@ class Harness(Protocol):
         ...
 
     def mounts(self) -> tuple[Path, ...]:
-        """Return the host folders and files that the agent's program and its tools need, to be mounted read-only in the
-        sandbox at the same paths."""
+        """Return the host folders and files that the agent's program and its tools need. They are mounted read-only in
+        the sandbox at the same paths."""
         ...
 
     async def install(self, context: HarnessContext) -> None:
-        """Write the agent's config files into the started sandbox. Called in INIT, and again before each later step of
-        the task."""
+        """Write the agent's config files into the started sandbox. Called while the session is initializing, and again
+        before each later step of the task."""
         ...
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
-        """Run the agent to its end. Raises ProgramExit if the program fails and the outcome can still be graded, and
-        HarnessError for other failures. A time limit cancels this call. If the call is cancelled, every process that it
-        has started must end."""
+        """Run the agent to its end. Raises ProgramExit if the program fails but its work can be graded, and
+        HarnessError for other failures. A time limit cancels this call. After a cancellation, every process that the
+        call has started must end."""
         ...

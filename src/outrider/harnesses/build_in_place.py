@@ -1,6 +1,6 @@
 """Builds a folder at its final path, once for all processes that request it.
 
-A build in another folder with a rename, as in concurrency/build_once.py, is impossible, because the files of a virtual
+The folder cannot be built elsewhere and renamed, as in concurrency/build_once.py, because the files of a virtual
 environment contain the path of its folder. A marker file, written last, marks a complete folder. Invariant: a folder
 with its marker is complete, even after a power loss; at most one process at a time builds a folder.
 """
@@ -19,7 +19,7 @@ MARKER = ".outrider-sealed.json"
 
 
 class BuildInputs(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The inputs of a folder's build, which the marker records. A folder whose marker has other inputs counts as
+    """The inputs from which a folder is built. The marker records them. A folder whose marker has other inputs is
     incomplete."""
 
     packages: tuple[str, ...]
@@ -42,8 +42,8 @@ def invalidate(folder: Path) -> None:
 
 
 def build_in_place(folder: Path, contents: BuildInputs, build: Callable[[], None]) -> None:
-    """Return once `folder` is complete. If it is not complete, it is emptied and `build` is called. The folder is
-    removed if `build` raises. Blocks while another process builds the same folder."""
+    """Build `folder` unless it is complete. The folder is emptied before `build` is called, and removed if `build`
+    raises. Blocks while another process builds the same folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         if is_complete(folder, contents):

@@ -1,7 +1,7 @@
-"""The command harness: runs any agent program without a terminal in the sandbox, pointed at the session's model.
+"""The command harness: runs any agent program in the sandbox, without a terminal and with the session's model endpoint.
 
-A preset describes the program as data. Invariant: every variable from which agents read the endpoint has the value of
-the session's endpoint, even if the task sets the variable.
+Invariant: every variable from which agents read the endpoint has the value of the session's endpoint, even if the task
+sets the variable.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ have other text in addition to the instruction."""
 TAIL_OF_NEWEST = (
     f'newest=$(ls -td {{patterns}} 2>/dev/null | head -n 1); [ -f "$newest" ] && tail -c {LOG_TAIL} "$newest"'
 )
-"""Shell script that prints the end of the newest log file. The script can parse the output of `ls`, because no program
-puts newlines into the names of its logs."""
+"""Shell script that prints the end of the newest log file. It can parse the output of `ls`, because no program puts
+newlines into the names of its logs."""
 
 OWN_SETTINGS = "give MCP servers by task.harness.mcp_servers, and skills by task.harness.skills"
 
@@ -46,8 +46,8 @@ FIND_HOME = 'printf %s "$HOME"'
 
 
 class CommandHarness:
-    """Runs a preset with its checked `options`. `env` has the task's own variables, which override the variables of the
-    preset but never those of the endpoint. `venv` is the path of the virtual environment for the program."""
+    """Runs a preset with its checked `options`. `env` has the task's own variables. They override the preset's
+    variables, but never those of the endpoint. `venv` is the path of the virtual environment for the program."""
 
     def __init__(
         self,
@@ -84,10 +84,11 @@ class CommandHarness:
         return (*(found.mounts if found else ()), *(read_venv(self._venv).shown if self._venv else ()))
 
     async def install(self, context: HarnessContext) -> None:
-        """Prepare the task's virtual environment, write the preset's config files, and copy the skills. Raises
-        InvalidField for an instruction that cannot be passed to a program, for a missing or broken virtual
-        environment, for an MCP server or a skill that is not in the sandbox, and for a file of the preset that is in
-        the sandbox already; HarnessUnavailable if the program is not installed; HarnessError if the sandbox has no HOME
+        """Prepare the task's virtual environment, write the preset's config files, and copy the skills.
+
+        Raises InvalidField if the instruction cannot be passed to a program, if the virtual environment is missing or
+        broken, if an MCP server or a skill is not in the sandbox, or if the sandbox already has one of the preset's
+        files. Raises HarnessUnavailable if the program is not installed, and HarnessError if the sandbox has no HOME
         for the files."""
         check_instruction(context.task.instruction)
         words = self._words(context)
@@ -119,7 +120,7 @@ class CommandHarness:
             for number, server in enumerate(self._servers):
                 await self._check_command(context.runtime, server, env, number)
         for file in files:
-            # A thread fills in the text, because the text may have megabytes.
+            # A thread fills in the text, because the text may be several megabytes long.
             text = await asyncio.to_thread(self._text_of, file, words)
             path = str(home / file.path)
             if first and self._guarded:
@@ -135,7 +136,7 @@ class CommandHarness:
         return with_servers(text, settings, self._servers) if settings and settings.file == file.path else text
 
     async def _check_free(self, runtime: Runtime, path: str, data: bytes) -> None:
-        """Raise InvalidField if the sandbox has another file at the path of one of the program's files."""
+        """Raise InvalidField if the sandbox already has another file at the path of a file that the preset writes."""
         try:
             if await runtime.read(path) == data:
                 return
@@ -150,8 +151,8 @@ class CommandHarness:
         )
 
     async def _check_command(self, runtime: Runtime, server: McpServer, env: Mapping[str, str], number: int) -> None:
-        """Raise InvalidField if the command of an MCP server is not in the sandbox. Most programs would go on without
-        the server's tools."""
+        """Raise InvalidField if the command of an MCP server is not in the sandbox. Most programs would continue
+        without the server's tools."""
         if server.command is None:
             return
         found = await runtime.exec(
@@ -172,8 +173,8 @@ class CommandHarness:
             command,
             env=environment,
             stdin=fill(self._preset.stdin, words).encode(),
-            # The run ends earlier, by the session's own time limit, which does not count time in which the service was
-            # suspended.
+            # The session's own time limit ends the run earlier. Unlike this limit, it does not count time in which the
+            # service was suspended.
             seconds=context.task.runtime.lifetime_seconds,
         )
         log_tail = result.log_tail()
@@ -238,8 +239,8 @@ class CommandHarness:
         return words | options | dialect | places
 
     def _of_servers(self) -> list[str]:
-        """Return the entries of the program's list of allowed tools that allow the tools of the task's MCP servers: one
-        entry for each server."""
+        """Return entries for the program's list of allowed tools. There is one for each of the task's MCP servers,
+        which allows all tools of the server."""
         allowed = self._preset.mcp.allowed if self._preset.mcp else ""
         return [allowed.format(server=server.name) for server in self._servers] if allowed else []
 

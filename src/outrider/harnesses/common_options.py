@@ -1,5 +1,5 @@
-"""The options that have the same name, type and meaning in every preset. A preset only adds the way in which its
-program gets the option.
+"""The options that have the same name, type and meaning in every preset. A preset only adds how its program gets the
+option.
 
 The module is pure data. Invariant: a preset cannot give one of these names another type.
 """
@@ -11,15 +11,14 @@ from typing import Literal
 import msgspec
 
 ALLOWED_TOOLS = "allowed_tools"
-"""Name of the option that lists the built-in tools offered to the model. Tools of MCP servers are offered in
-addition."""
+"""Name of the option that lists the built-in tools offered to the model. Tools of MCP servers are always offered."""
 
 OptionType = Literal["string", "template", "integer", "number", "boolean", "names"]
 
 
 class CommonOption(msgspec.Struct, frozen=True, kw_only=True):
-    """A common option. `choices`, if not empty, has every value that at least one program accepts; `minimum` is the
-    smallest number. `instead` is the hint for a program without the option."""
+    """A common option. `choices`, if not empty, has every value that at least one program accepts. `minimum` is the
+    smallest number. `instead` is the hint to the user of a program that does not have the option."""
 
     type: OptionType
     help: str

@@ -107,8 +107,7 @@ _KEYS = {
     "`": "grave",
     " ": "space",
 }
-"""X names of keys that have another name at a vendor. The keys of this dictionary are the vendors' names in lower
-case."""
+"""Maps the vendors' names of keys, in lower case, to the X names."""
 
 
 def tools(vendor: Vendor, width: int, height: int, *, zoom: bool) -> list[ToolSpec]:
@@ -131,8 +130,8 @@ def names(vendor: Vendor) -> frozenset[str]:
 
 
 def actions(vendor: Vendor, name: str, arguments: str, width: int, height: int) -> list[Action]:
-    """Return the actions of a call, in order. After the actions the model is shown the screen, unless the last action
-    returns something itself. Raises ValueError, with an explanation for the model, for a malformed call."""
+    """Return the actions of a call, in order. Afterwards, the model is shown the screen, unless the last action has a
+    result of its own. Raises ValueError, with an explanation for the model, for a malformed call."""
     read = {"anthropic": _anthropic, "openai": _openai}.get(vendor)
     if read is not None:
         return read(arguments)
@@ -304,7 +303,7 @@ def _holding(keys: str | list[str] | None, action: Click | Drag | Move | Press |
 
 
 def _key(keys: str | list[str]) -> Key:
-    """Return the action that presses keys together. `keys` is a list, or a text with the keys joined by "+". Raises
+    """Return the action that presses keys together. `keys` is a list, or a string with "+" between the keys. Raises
     ValueError."""
     if isinstance(keys, str):
         words = keys.split("+")
@@ -316,8 +315,8 @@ def _key(keys: str | list[str]) -> Key:
 
 
 def _x_name(key: str, *, alone: bool) -> str:
-    """Return the X name of a key. The X name of a letter's key is the letter in lower case, so a letter that is pressed
-    together with other keys becomes lower case."""
+    """Return the X name of a key. X names a letter's key by the lower-case letter, so a letter that is pressed together
+    with other keys becomes lower case."""
     return _KEYS.get(key.lower()) or (key if alone or len(key) > 1 else key.lower())
 
 

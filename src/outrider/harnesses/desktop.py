@@ -1,8 +1,8 @@
-"""The tool set `desktop`: a screen in the sandbox, which the model sees in screenshots or as an accessibility tree, and
-controls by mouse and keyboard.
+"""The tool set `desktop`: a screen in the sandbox. The model sees the screen in screenshots or as an accessibility
+tree, and controls it by mouse and keyboard.
 
 The option `run` opens the programs to be used. Invariants: a call acts on the screen of its own sandbox or not at all;
-a mistake of the model gives an explanation as the result; an exception is raised only for a broken sandbox.
+after a mistake of the model, the result is an explanation; an exception is raised only for a broken sandbox.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from outrider.spec import Spec
 from outrider.spec import Text as LongText
 
 DISPLAY = ":1"
-"""The name of the screen, for programs in the sandbox."""
+"""The X display of the desktop, for programs in the sandbox."""
 PROGRAMS = ("Xvfb", "openbox", "xdotool", "scrot")
 OPEN_SECONDS = 120.0
 SETTLE_SECONDS = 0.5
-"""The pause between a vendor's action and the screenshot that is its result."""
+"""Seconds between a vendor's action and the screenshot that is its result."""
 TREE_SECONDS = 10.0
 """Time limit for reading the accessibility tree. The result is the part that was read within this time."""
 TREE_BYTES = 64_000
@@ -70,9 +70,9 @@ WINDOW_MANAGER = """\
 </openbox_config>
 """
 
-# The script refuses an existing display. A display that already exists belongs to the host or another session, which is
-# possible in a runtime without namespaces. Without -noreset Xvfb restarts when its last client exits, and meanwhile
-# refuses new clients.
+# The script refuses an existing display. It would belong to the host or to another session, which is possible in a
+# runtime without namespaces. Without -noreset, Xvfb restarts when its last client exits, and refuses new clients in the
+# meantime.
 OPEN = """\
 for program in {programs}; do
     command -v "$program" >/dev/null || {{ echo "$program is not installed"; exit 127; }}
@@ -91,7 +91,7 @@ ready xdotool get_num_desktops
 """
 
 
-# The bus is AT-SPI's own, without a session bus: programs find the bus by AT_SPI_BUS_ADDRESS. The daemon starts the
+# AT-SPI's own bus runs without a session bus: programs find it by AT_SPI_BUS_ADDRESS. The daemon starts AT-SPI's
 # registry, which needs the same variable.
 OPEN_BUS = """\
 for program in dbus-daemon {python}; do
@@ -112,9 +112,12 @@ OBSERVATIONS: tuple[Observation, ...] = get_args(Observation)
 
 
 class DesktopOptions(Spec):
-    """The size of the screen in pixels, and a shell command that opens the programs and ends when they are visible.
-    `observation` is what the model can look at: screenshots, the accessibility tree, or both. If `actions` names a
-    vendor, the model has the vendor's computer tool instead of the tools in ACTIONS."""
+    """Options of a desktop.
+
+    width, height: size of the screen in pixels.
+    run: a shell command that opens the programs and ends when they are visible.
+    observation: what the model can look at.
+    actions: a vendor. The model then has the vendor's computer tool instead of the tools in ACTIONS."""
 
     width: Annotated[int, Field(ge=64, le=4096)] = 1024
     height: Annotated[int, Field(ge=64, le=4096)] = 768
@@ -127,7 +130,7 @@ DONE = "done"
 
 
 class Desktop:
-    """The screen of a sandbox. The screen stays open until the sandbox stops, so that a grader can inspect it."""
+    """The screen of a sandbox. It stays open until the sandbox stops, so that a grader can inspect it."""
 
     def __init__(
         self, runtime: Runtime, options: DesktopOptions, *, seconds: float, settle_seconds: float = SETTLE_SECONDS
@@ -145,7 +148,7 @@ class Desktop:
             zoom = options.observation != "tree"
             return computer_calls.tools(options.actions, options.width, options.height, zoom=zoom)
         specs = [action_tool(name) for name in _actions(options)]
-        # Models and their servers scale images, so the description states the size to which pixels refer.
+        # Models and their servers scale images, so the description states the screen's size in pixels.
         specs[0]["function"]["description"] += f" It has {options.width}x{options.height} pixels."
         return specs
 
@@ -200,7 +203,7 @@ class Desktop:
             return (Text("nothing was done: the screen is given as text, which has no zoom"),)
         for action in actions:
             if options.actions is not None and isinstance(action, Screenshot):
-                break  # a screenshot is the last action, and is taken below, as after every call
+                break  # a screenshot is the last action, and is taken below
             result = await self._act(action)
             if result != Text(DONE):
                 return (result,)
@@ -239,7 +242,7 @@ class Desktop:
         return Text(done.log_tail().strip() or (DONE if done.exit_code == 0 else f"[exit code {done.exit_code}]"))
 
     async def _screenshot(self, part: Zoom | None = None) -> Part:
-        """Return an image of the screen, or only of the part `part`."""
+        """Return an image of the screen, or of the part `part`."""
         file = f"{self._folder}/screen.png"
         area = ""
         if part is not None:
@@ -253,8 +256,7 @@ class Desktop:
     async def _tree(self) -> Text:
         """Return the accessibility tree of the screen."""
         options, script = self._options, f"{self._folder}/{SCRIPT.name}"
-        # Half of the call's time is left for the start of the script, and for the reply of the program that is queried
-        # last.
+        # Half of the call's time is left for the start of the script, and for the reply of the last queried program.
         words = [PYTHON, script, str(options.width), str(options.height), f"{min(TREE_SECONDS, self._seconds / 2):g}"]
         done = await self._execute(words, self._seconds)
         if done.timed_out:
@@ -282,6 +284,6 @@ def tool_names(options: DesktopOptions) -> frozenset[str]:
 
 
 def _actions(options: DesktopOptions) -> list[str]:
-    """Return the names in ACTIONS that the model has."""
+    """Return the names of the actions that the model has."""
     without = {"screenshot": "tree", "tree": "screenshot"}.get(options.observation)
     return [name for name in ACTIONS if name != without]

@@ -1,6 +1,6 @@
 """The actions of an agent on a desktop: looking at the screen, and using the mouse and the keyboard.
 
-The docstring of an action in `ACTIONS` is its description for a model. Actions with pixels name them in `pixels`.
+The docstring of an action in `ACTIONS` is its description for a model. `pixels` must return the pixels of each action.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Press(msgspec.Struct):
 
 
 class Hold(msgspec.Struct):
-    """Hold keys for a number of seconds; or, without seconds, while `action` runs."""
+    """Hold keys while `action` runs, or for a number of seconds."""
 
     keys: Keys
     seconds: PauseSeconds | None = None
@@ -95,7 +95,7 @@ class Hold(msgspec.Struct):
 
 
 class Position(msgspec.Struct):
-    """Return the mouse's pixel as text."""
+    """Return the pixel of the mouse pointer as text."""
 
 
 class Zoom(msgspec.Struct):

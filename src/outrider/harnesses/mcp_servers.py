@@ -1,7 +1,7 @@
 """Writes a task's MCP servers into the file from which an agent program reads its servers.
 
-The module is pure. Invariants: the values of a server are not scanned for placeholders, and the rest of the file keeps
-its values.
+The module is pure. Invariants: the values of a server are not searched for placeholders; the rest of the file keeps its
+values.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from outrider.spec import McpServer, McpTransport
 
 FIELD = "task.harness.mcp_servers"
 FORMATS = (".json", ".toml", ".yaml")
-"""Suffixes of the files into which servers can be written. A preset writes its .yaml file as JSON, which is YAML."""
+"""Suffixes of the files into which servers can be written. A preset writes its .yaml file as JSON, which is also
+YAML."""
 
 
 class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The way in which a program gets MCP servers: as the entries of the table `key` in `file`, by name. A `key` with
-    dots is a path of tables. `file` is written like a file of the preset, and may be one of these files.
+    """Describes how a program gets MCP servers. {server} in `name`, `tool` and `allowed` is replaced by the name of a
+    server.
 
-    `entries` has the form of an entry for each transport that the program supports. In a form, the values "{name}",
-    "{command}", "{args}", "{argv}" (the command and its arguments), "{env}", "{url}" and "{headers}" are replaced. If
-    the forms have "{name}", `key` is a list of entries instead of a table. For a task with servers, the variables `env`
-    are set, and `text` is merged into `file`.
-
-    In the following texts, {server} is replaced by the name of a server. `name` is the name under which the server is
-    written into the file. It differs from "{server}" for a program that itself uses some names. `tool` is the name of
-    the server's tool {tool} in the program's requests. `allowed` is the entry for all tools of the server in the
-    program's list of allowed tools. It is empty if the list does not apply to the tools of servers.
+    file: the file with the servers. It is written like a file of the preset, and may be one of these files.
+    key: the table in `file` whose entries are the servers, by name. A key with dots is a path of tables.
+    entries: the form of an entry for each transport that the program supports. The values "{name}", "{command}",
+        "{args}", "{argv}" (the command and its arguments), "{env}", "{url}" and "{headers}" in a form are replaced. If
+        the forms have "{name}", `key` is a list of entries instead of a table.
+    env, text: for a task with servers, these variables are set, and this text is merged into `file`.
+    name: the name under which a server is written into `file`. It differs from "{server}" if the program uses some
+        names itself.
+    tool: the name of the server's tool {tool} in the program's requests.
+    allowed: the entry for all tools of a server in the program's list of allowed tools. It is empty if the list does
+        not apply to the tools of servers.
     """
 
     file: str
@@ -60,8 +63,8 @@ class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def check_mcp_servers(name: str, settings: McpSettings | None, servers: Sequence[McpServer], *, hint: str) -> None:
-    """Raise InvalidField if the harness `name` cannot be given the servers. `hint` is the error's hint for a harness
-    that takes no servers."""
+    """Raise InvalidField if the harness `name` does not support the servers. `hint` is for a harness that supports no
+    servers."""
     if servers and settings is None:
         raise InvalidField(f"harness {name!r} cannot be given MCP servers", field=FIELD, hint=hint)
     for number, server in enumerate(servers):
@@ -74,8 +77,8 @@ def check_mcp_servers(name: str, settings: McpSettings | None, servers: Sequence
 
 
 def check_reachable(servers: Sequence[McpServer], destinations: Sequence[str] = ()) -> None:
-    """Raise InvalidField for a server that a sandbox cannot reach: a server that is neither on the sandbox's own
-    loopback nor among the destinations of the sandbox's network while the agent runs."""
+    """Raise InvalidField for a server that a sandbox cannot reach. Reachable servers are on the sandbox's own loopback,
+    or among the destinations of its network while the agent runs."""
     for number, server in enumerate(servers):
         if server.url is None:
             continue
@@ -108,7 +111,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def with_servers(text: str, settings: McpSettings, servers: Sequence[McpServer]) -> str:
-    """Return the text of the program's file with the servers added. An empty text is a file without settings."""
+    """Return the text of the program's file with the servers added. An empty text means a file without settings."""
     entries: dict[str, dict[str, Any]] = {}
     for server in servers:
         name = settings.name.format(server=server.name)

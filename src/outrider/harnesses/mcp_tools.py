@@ -1,9 +1,9 @@
 """The tools of a task's MCP servers, for in-process agents. The servers run in the sandbox.
 
-The client is the package `mcp`, an extra that is imported late. A runtime cannot keep the pipes of a process open, so
-the server reads and writes two named pipes. A live shell reads the server's lines one after another, and each message
-to the server is written by a command of its own. Invariant: the servers end with the block of `mcp_tools`, and an
-exception of the block is passed on as it is.
+The client is the optional package `mcp`, which is imported only when needed. A runtime cannot keep the pipes of a
+process open, so the server reads and writes two named pipes. A live shell reads the server's lines one after another.
+For each message to the server, a separate command writes to the pipe. Invariant: the servers end with the block of
+`mcp_tools`, and an exception in the block is raised unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mcp.shared.message import SessionMessage
 
 NAME = "mcp__{server}__{tool}"
-"""Name of a server's tool for the model."""
+"""The name by which the model calls a server's tool."""
 START_SECONDS = 120.0
 """Maximum seconds until a server has listed its tools."""
 SEND_SECONDS = 30.0
@@ -54,8 +54,8 @@ def mcp_available() -> bool:
 
 @asynccontextmanager
 async def mcp_tools(context: HarnessContext) -> AsyncIterator[list[Tool]]:
-    """Start the task's servers, and yield their tools. Raises HarnessUnavailable without the package `mcp`, and
-    HarnessError for a server that does not start."""
+    """Start the task's servers, and yield their tools. Raises HarnessUnavailable if the package `mcp` is missing, and
+    HarnessError if a server does not start."""
     servers = context.task.harness.mcp_servers
     if servers and not mcp_available():
         raise HarnessUnavailable(
@@ -89,7 +89,7 @@ async def _served(runtime: Runtime, server: McpServer, folder: str) -> AsyncIter
             group.start_soon(_receive, shell, to_session)
             group.start_soon(_send, runtime, f"{folder}/in", from_session)
             async with ClientSession(received, sent) as session:
-                # An exception of the block is raised again outside the task groups, which would wrap it in an
+                # An exception in the block is raised again outside the task groups, which would wrap it in an
                 # ExceptionGroup.
                 try:
                     yield await _started(session, runtime, server, folder)
@@ -118,7 +118,7 @@ async def _started(session: ClientSession, runtime: Runtime, server: McpServer, 
                     break
                 page = await session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))
             return tools
-    except Exception as error:  # the package raises errors of several kinds
+    except Exception as error:  # the package raises errors of several types
         try:
             said = (await runtime.read(f"{folder}/err")).decode("utf-8", errors="replace")
         except FileNotFoundError:
@@ -131,7 +131,7 @@ async def _started(session: ClientSession, runtime: Runtime, server: McpServer, 
 
 
 def _tool(session: ClientSession, server: McpServer, found: Any) -> Tool:
-    """Return the tool `found` of a server as a tool of an agent."""
+    """Return a server's tool `found` as a tool of the agent."""
 
     async def call(context: HarnessContext, arguments: Mapping[str, Any]) -> str:
         try:
@@ -165,7 +165,7 @@ def _text(part: Any) -> str:
 
 
 def _script(server: McpServer) -> str:
-    """Return a shell script that becomes the server."""
+    """Return a shell script that replaces itself with the server."""
     variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in server.env.items())
     return f"{variables}exec {shlex.join([server.command or '', *server.args])}\n"
 
@@ -188,7 +188,7 @@ async def _receive(shell: Shell, to_session: MemoryObjectSendStream[SessionMessa
             try:
                 message = jsonrpc_message_adapter.validate_json(line.output, by_name=False)
             except ValidationError:
-                continue  # the line is no message of the protocol
+                continue  # the line is not a message of the protocol
             try:
                 await to_session.send(SessionMessage(message))
             except (anyio.BrokenResourceError, anyio.ClosedResourceError):

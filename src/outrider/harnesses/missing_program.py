@@ -1,8 +1,7 @@
 """Finds out why a program could not be started in a sandbox: which file is missing, and how to change the task.
 
-This module changes nothing. Invariant: a program, an interpreter or a loader is reported as missing only after a check
-in the sandbox, and a library only if the dynamic loader has printed that the library is missing. For an unknown cause
-the result is None.
+Invariant: a program, an interpreter or a loader is reported as missing only after a check in the sandbox. A library is
+reported as missing only after a message of the dynamic loader. If the cause is unknown, the result is None.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """PATH for a sandbox that sets no PATH, or has no shell."""
 FIND_PATH = 'printf %s "$PATH"'
 HEAD = 4096
-"""Number of bytes read from the beginning of a file, enough for its first line or the program headers of an ELF
-file."""
+"""Number of bytes read from the beginning of a file. This is enough for its first line, or for the program headers of
+an ELF file."""
 SMALL = 1 << 16
 """Maximum bytes of a file that is read whole."""
 MAX_SCRIPTS = 4
-"""Maximum number of scripts that are followed, from a script to its interpreter, which may be a script, too. Linux has
-the same limit."""
+"""Maximum length of a chain of scripts in which each script is the interpreter of the one before. Linux has the same
+limit."""
 LOOK_SECONDS = 10.0
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
 PT_INTERP = 3
@@ -50,8 +49,8 @@ _COMPLAINTS = (
 """Messages of bash, dash and env for a program that is not found."""
 
 _LIBRARY = re.compile(r"error while loading shared libraries: (?P<name>[^:\n]+): cannot open shared object file")
-"""Message of the dynamic loader of the GNU C library for a missing library. Like a shell that does not find a program,
-the loader exits with 127."""
+"""Message of the GNU C library's dynamic loader for a missing library. The loader then exits with 127, like a shell
+that does not find a program."""
 
 OTHER_ROOT = (
     "the program was built for another root file system: build it for the sandbox's, or link it statically, or install "
@@ -69,8 +68,8 @@ class Missing(msgspec.Struct, frozen=True):
 async def find_missing(
     runtime: Runtime, command: Sequence[str], env: Mapping[str, str], result: ExecResult
 ) -> Missing | None:
-    """Return why the command that gave `result` could not be started. Returns None if the command was started, or if
-    the cause is unknown."""
+    """Return why the command that gave `result` could not be started. Returns None if it was started, or if the cause
+    is unknown."""
     if result.exit_code not in (NOT_FOUND, NOT_EXECUTABLE):
         return None
     sandbox = _Sandbox(runtime, env)
@@ -88,7 +87,7 @@ async def find_missing(
 
 
 async def search_path(runtime: Runtime, env: Mapping[str, str], *, seconds: float) -> str:
-    """Return the PATH of programs in the sandbox that are started with the variables `env`. Raises RuntimeFailure."""
+    """Return the PATH of programs that are started in the sandbox with the variables `env`. Raises RuntimeFailure."""
     if own := env.get("PATH"):
         return own
     told = await runtime.exec(FIND_PATH, seconds=seconds)
@@ -104,14 +103,13 @@ class _Sandbox:
         self._path = ""
 
     async def unusable(self, name: str, *, depth: int = MAX_SCRIPTS) -> Missing | None:
-        """Return why the program cannot be started, or None if no cause is found. For a script, the interpreter is also
-        checked. If the interpreter is also a script, the check continues with the next interpreter, up to `depth`
-        times."""
+        """Return why the program cannot be started, or None if no cause is found. For a script, its interpreter is
+        checked. If the interpreter is also a script, its own interpreter is checked next, up to `depth` times."""
         place = await self._find(name)
         if place is None:
             return _not_there(name)
         test = await self._runtime.exec(["test", "-f", place, "-a", "-x", place], seconds=LOOK_SECONDS)
-        # For any other exit code, the file is executable, or the sandbox does not have the command `test`.
+        # Any other exit code means that the file is executable, or that the sandbox does not have the command `test`.
         if test.exit_code == 1:
             return Missing(
                 f"{place} is not executable", "chmod +x it; a prepare step that writes it takes executable = true"
@@ -135,8 +133,8 @@ class _Sandbox:
         return Missing(f"{place} is a script for {interpreter}, which is not in the sandbox", why.hint)
 
     async def _find(self, name: str) -> str | None:
-        """Return the path of a program, or None. A name with a slash is a path; for any other name, the folders of PATH
-        are searched."""
+        """Return the path of a program, or None. A name with a slash is a path. Any other name is searched in the
+        folders of PATH."""
         if "/" in name:
             return name if await self._exists(name) else None
         self._path = self._path or await search_path(self._runtime, self._env, seconds=LOOK_SECONDS)
@@ -150,14 +148,15 @@ class _Sandbox:
             await self._runtime.read(path, limit=0)
         except FileNotFoundError:
             return False
-        # The path exists: it is a folder, or a file that cannot be read or has more bytes than the limit, which is 0.
+        # The path exists. It is a folder, a file that cannot be read, or a file that is longer than the limit of 0
+        # bytes.
         except (RuntimeFailure, OSError):
             return True
         return True
 
     async def _head(self, path: str) -> bytes:
-        """Return the first HEAD bytes of a file. If the file is large and the sandbox has no `head`, the file is read
-        on the host, but only if Outrider has installed it, because only such files have the same path on the host."""
+        """Return the first HEAD bytes of a file. If the file is large and the sandbox has no `head`, it is read on the
+        host. This works only for programs that Outrider has installed, because only they have the same path there."""
         try:
             return (await self._runtime.read(path, limit=SMALL))[:HEAD]
         except RuntimeFailure:
@@ -166,8 +165,8 @@ class _Sandbox:
 
 
 def _head_on_host(path: str) -> bytes:
-    """Read the beginning of a program in Outrider's cache. Returns b"" for any other path, because the task chooses the
-    path, and other files of the host may be secret, or pipes."""
+    """Read the beginning of a program in Outrider's cache. Returns b"" for any other path. The task chooses the path,
+    and other files of the host may be secret, or pipes."""
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(os.path.realpath(cache_home())):
         return b""
@@ -214,7 +213,8 @@ def _not_there(name: str) -> Missing:
         hint = f'it is in a virtual environment: write venv = "{venv}" below [harness]; {_allow(venv)}'
     else:
         folder = program.parent.parent if program.parent.name == "bin" else program.parent
-        if folder in (Path("/"), Path.home(), Path.home() / ".local"):  # a folder with many other files is not mounted
+        # these folders have many other files, so only the program is mounted
+        if folder in (Path("/"), Path.home(), Path.home() / ".local"):
             folder = program
         hint = f'show it to the sandbox: write mounts = [{{source = "{folder}"}}] below [runtime]; {_allow(folder)}'
     return Missing(f"{where}; on the host it is {on_host}", hint)

@@ -1,4 +1,4 @@
-"""Finds the newest version of a preset's program in its registry, and writes a new pin into a preset's file.
+"""Finds the newest version of a preset's program in its registry, and writes a new pinned version into a preset's file.
 
 The registries are queried by their ordinary clients: npm, uv, pip. All functions of this module block.
 """
@@ -45,8 +45,7 @@ def newest_version(preset: Preset, say: Progress) -> str:
 
 
 def pin_file(preset: Preset) -> Path:
-    """Return the path of a preset's file. Raises InvalidField if Outrider runs from an installed package, and not from
-    a checkout of its source."""
+    """Return the path of a preset's file. Raises InvalidField unless Outrider runs from a checkout of its source."""
     path = Path(str(files("outrider.harnesses").joinpath("presets", f"{preset.name}.toml")))
     checkout = path.parents[4]
     if not (checkout / "pyproject.toml").is_file() or path.parents[3].name != "src":
@@ -59,7 +58,7 @@ def pin_file(preset: Preset) -> Path:
 
 
 def write_pin(preset: Preset, version: str) -> None:
-    """Write another version into the file of a preset. Raises InvalidField like `pin_file`."""
+    """Write another pinned version into the file of a preset. Raises InvalidField (see `pin_file`)."""
     path = pin_file(preset)
     pinned = preset.install
     assert pinned is not None

@@ -1,7 +1,7 @@
 """Fills in the {placeholders} of a preset's or a task's texts. The module is pure.
 
-Invariant: only the given names are replaced, and each text is scanned once, so that values are never scanned, and other
-braces, such as in JSON, are unchanged.
+Invariant: only the given names are replaced. Each text is scanned once, so that values are never scanned. Other braces,
+such as in JSON, are unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 
 class Verbatim(str):
-    """A value that is never escaped, because the value is a piece of JSON itself."""
+    """A value that is never escaped, because it is already a piece of JSON."""
 
 
 def _in_json_string(value: str) -> str:
@@ -24,7 +24,7 @@ def _in_json_string(value: str) -> str:
 
 
 def yaml_string(value: str) -> Verbatim:
-    """Return a value as a double-quoted string of YAML. Everything that YAML might take for a line break, or refuse, is
+    """Return a value as a double-quoted string of YAML. Characters that YAML might refuse or take for a line break are
     escaped."""
 
     def escaped(char: str) -> str:
@@ -52,17 +52,17 @@ def fill(text: str, words: Mapping[str, str], *, escape: Callable[[str], str] = 
 
 
 def fill_file(path: str, text: str, words: Mapping[str, str]) -> str:
-    """Fill in the text of a file. Values are escaped for a string of the file's format, which is determined by the
-    suffix of `path`."""
+    """Fill in the text of a file. The suffix of `path` determines the file's format. Values are escaped for a string in
+    this format."""
     return fill(text, words, escape=_ESCAPES.get(PurePosixPath(path).suffix, str))
 
 
 def merged(path: str, text: str, added: Iterable[str]) -> str:
-    """Return the text of a file with the texts in `added` merged into it. The placeholders of all texts are filled in
-    already. If `added` is empty, the text is unchanged.
+    """Return the text of a file with the texts in `added` merged into it. All placeholders have already been filled in.
+    If `added` is empty, the text is unchanged.
 
-    Objects and lists of a .json file are joined at every depth, and the later text wins. Lines added to a .toml file
-    come first, where they are settings of the file and of no table. Any other text is appended.
+    In a .json file, objects and lists are joined at every depth, and a later text overrides other values. Lines added
+    to a .toml file come first, so that they are not part of a table. Any other text is appended.
     """
     added = tuple(added)
     if not added:
@@ -86,11 +86,11 @@ def _merge(base: Any, more: Any) -> Any:
 
 
 def filled_size(path: str, text: str, words: Mapping[str, str]) -> int:
-    """Return an upper bound of the length of `fill_file`'s result, without computing the result."""
+    """Return an upper bound of the length of `fill_file`'s result, without building the result."""
     escape = _ESCAPES.get(PurePosixPath(path).suffix, str)
     return len(text) + sum(text.count(f"{{{word}}}") * len(escape(value)) for word, value in words.items())
 
 
 def names_in(texts: Iterable[str], kind: Literal["option", "dialect"]) -> frozenset[str]:
-    """Return every name x in a placeholder `{option.x}` or `{dialect.x}`, depending on `kind`."""
+    """Return every name x in placeholders `{option.x}` or `{dialect.x}`. `kind` chooses one of the two forms."""
     return frozenset(name for text in texts for name in re.findall(rf"\{{{kind}\.([A-Za-z0-9_.-]+)\}}", text))

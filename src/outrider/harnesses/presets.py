@@ -28,8 +28,7 @@ DIALECT = "dialect"
 """Name of the option that selects the dialect of a preset with several dialects."""
 
 MAX_ARGUMENT = 100_000
-"""Maximum bytes of a text that becomes a part of an argument or variable. Linux refuses arguments and variables above
-128 KiB."""
+"""Maximum bytes of a text within an argument or a variable. Linux refuses arguments and variables above 128 KiB."""
 
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+-]{0,63}")
 
@@ -47,22 +46,24 @@ _TYPES: dict[str, type | UnionType] = {
 _CALLED = {"integer": "an integer", "names": "a list of names", "template": "a string"}
 
 _NAME = re.compile(r"(?!-)[^\s,\"'\\{}\x00-\x1f]{1,256}")
-"""A name in an option of type `names`. The name has no character with a special meaning in the lists and settings into
+"""Matches a name in an option of type `names`. It has no character with a special meaning in the lists and settings to
 which the name is written."""
 
 
 class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One option of a preset. An option without a default is required, unless `optional`. In an option of type
-    `template` the endpoint's placeholders ({base_url}, {api_key}, {model}, {instruction}) are filled in. `choices`, if
-    not empty, are the allowed values; `minimum` is the smallest number. `spelling` has the program's own word for a
-    value. `dialects`, if not empty, are the dialects in which the program has the option.
+    """One option of a preset.
 
-    A value of type `names` is a list of names, or a text with commas. Its placeholders are {option.x} for the names
-    with commas, {option.x.list} for a JSON list, and {option.x.members} for the members `"name": true` of a JSON
-    object.
+    type: in a value of type `template`, the endpoint's placeholders ({base_url}, {api_key}, {model}, {instruction}) are
+        filled in. A value of type `names` is a list of names, or a text with commas.
+    default, optional: an option without a default is required, unless it is optional.
+    choices, minimum: the allowed values, if not empty, and the smallest number.
+    spelling: the program's own word for a value.
+    dialects: if not empty, the dialects in which the program has the option.
+    arguments, env, files: added only if the option has a value: arguments at the end of the command, variables, and
+        files by path. If the preset writes a file of the same path, the text is merged into the file.
 
-    `arguments`, `env` and `files` are added only if the option has a value: arguments at the end of the command,
-    variables, and files by path. If the preset writes a file of the same path, the text is merged into the file.
+    In the preset's texts, {option.x} is the value of option x. If its type is `names`, {option.x} is the names with
+    commas, {option.x.list} is a JSON list, and {option.x.members} is the members `"name": true` of a JSON object.
     """
 
     type: OptionType
@@ -78,7 +79,7 @@ class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     files: dict[str, str] = {}
 
     def texts(self) -> tuple[str, ...]:
-        """Return the texts that are added for a value."""
+        """Return the texts that are added if the option has a value."""
         return (*self.arguments, *self.env.values(), *self.files.values())
 
 
@@ -93,20 +94,21 @@ class ConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class SkillSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The way in which a program gets skills: from `folder`, below HOME. The variables `env` are set for a task with
-    skills."""
+    """Describes how a program gets skills. It reads them from `folder`, below HOME. The variables `env` are set for a
+    task with skills."""
 
     folder: str
     env: dict[str, str] = {}
 
 
 class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The installation of the program on a node.
+    """The installation of the program on a node. Install scripts of packages are never run.
 
-    `packages` are requirements in the registry of `kind`; the first one is the program, and ends with `version`.
-    `node` is the version of Node.js for npm packages. `python` is the Python version ("3.12") for pip packages; None is
-    the Python that runs Outrider. Install scripts of packages are never run; the commands in `after` run instead, in
-    the program's folder. The command `check` prints `version` if the program works.
+    packages: requirements in the registry of `kind`. The first one is the program, and ends with `version`.
+    check: a command that prints `version` if the program works.
+    node: the version of Node.js for npm packages.
+    python: the Python version ("3.12") for pip packages, or None for the Python that runs Outrider.
+    after: commands to run in the program's folder after the installation.
     """
 
     kind: Literal["pip", "npm"]
@@ -127,8 +129,8 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ValueError("the first package must be the program, in its 'version'")
 
     def at_version(self, version: str) -> Install:
-        """Return the installation of another version of the program. Every package that has the same version as the
-        program also gets the other version."""
+        """Return the installation of another version of the program. Other packages with the same version as the
+        program also get the other version."""
         ends = (f"=={self.version}", f"@{self.version}")
         packages = tuple(
             package.removesuffix(self.version) + version if package.endswith(ends) else package
@@ -138,8 +140,9 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class McpCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A call of an MCP server's tool from within a program that the model writes. The program is the `argument` of the
-    tool `tool`. In its `text`, {server}, {tool} and {arguments}, a JSON object, are replaced."""
+    """A program that the model writes to call a tool of an MCP server. The model passes it as the `argument` of the
+    agent's tool `tool`. `text` is the program, in which {server}, {tool} and {arguments} (a JSON object) are
+    replaced."""
 
     tool: str
     argument: str
@@ -147,12 +150,14 @@ class McpCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Facts about a program that `outrider harness check` needs, and that are not in the program's requests.
+    """Facts about a program that `outrider harness check` needs and cannot find in the program's requests.
 
-    `shell` is the tool for running a command. `finish_command` is a command that ends the run. `subagent_arguments` are
-    arguments for the tool that starts a sub-agent. `wait` is the tool that waits for the sub-agent with an id; a
-    program that always waits for its sub-agents has no such tool. `skill` is the tool that loads a skill. `mcp_call` is
-    for a program that does not show its model the tools of MCP servers as tools.
+    shell: the tool for running a command.
+    finish_command: a command that ends the run.
+    subagent_arguments: arguments for the tool that starts a sub-agent.
+    wait: the tool that waits for the sub-agent with an id, if the program does not always wait for its sub-agents.
+    skill: the tool that loads a skill.
+    mcp_call: for a program that does not show its model the tools of MCP servers as tools.
     """
 
     shell: str | None = None
@@ -164,30 +169,34 @@ class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 Finding = Literal["yes", "no", "not tried"]
-"""The result of a certificate for a feature of a program. "not tried" means that the certificate found no tool for the
+"""The result of `outrider harness check` for a feature of a program. "not tried" means that it found no tool for the
 feature."""
 
 
 class Certified(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The features that certificates found in a preset's program, in its default dialect. The real tests check these
-    values. `image`: if the model looks at an image file with a tool, the image is sent to the model. `subagent`: a
-    tool starts a sub-agent of the program."""
+    """The features that `outrider harness check` finds in a preset's program, in its default dialect. A test with the
+    real programs compares these values.
+
+    image: if the model looks at an image file with a tool, the image is sent to the model.
+    subagent: a tool starts a sub-agent of the program."""
 
     image: Finding = "not tried"
     subagent: Finding = "not tried"
 
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An agent program. Its texts may use the endpoint's placeholders, {option.x}, and {prefix} and {node} for the
-    paths of the program and its Node.js, and {home} for the sandbox's HOME. `answer` names the output that is the final
-    answer, if any. `refused` has the reason for each common option that the program does not have.
+    """An agent program. Its texts may use these placeholders: those of the endpoint; {option.x}; {prefix} and {node},
+    the paths of the program and its Node.js; {home}, the sandbox's HOME; and {dialect.x}.
 
-    `dialects` are the program's dialects, the default first. A preset with several dialects has the option `dialect`,
-    and {dialect.x} is word x of the chosen dialect's entry in `words`, which may use the endpoint's placeholders.
-    `logs` are the program's log files, as shell patterns below HOME: the end of the newest file is added to the
-    program's output. `nonzero_exit` is the meaning of a non-zero exit code after the model has replied: see
-    NonzeroExit. `mcp` and `skills` are the ways in which the program gets MCP servers and skills; None if the program
-    does not support them. `certified` is for the table of programs in the docs.
+    answer: the output that is the final answer, or None.
+    refused: for each common option that the program does not have, the reason.
+    dialects: the program's dialects, the default first. A preset with several dialects has the option `dialect`.
+    words: for each dialect, the texts that replace {dialect.x}. They may use the endpoint's placeholders.
+    logs: the program's log files, as shell patterns below HOME. The end of the newest file is added to the program's
+        output.
+    nonzero_exit: the meaning of a non-zero exit code after the model has replied (see NonzeroExit).
+    mcp, skills: how the program gets MCP servers and skills, or None if it does not support them.
+    certified: for the table of programs in the docs.
     """
 
     name: str
@@ -235,8 +244,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return tuple((files | {file.path: msgspec.structs.replace(file, added=added)}).values())
 
     def at_version(self, version: str | None, *, field: str = "version") -> Preset:
-        """Return the preset with another version of its program; for None the preset itself. Raises InvalidField if the
-        preset has no program, or if the text is not a version."""
+        """Return the preset with another version of its program, or this preset if `version` is None. Raises
+        InvalidField if the preset has no program, or if the text is not a version."""
         if version is None:
             return self
         if self.install is None:
@@ -246,7 +255,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return msgspec.structs.replace(self, install=self.install.at_version(version))
 
     def with_options(self, values: Mapping[str, OptionValue]) -> Preset:
-        """Return the preset with the arguments, variables and files for the options in `values`."""
+        """Return the preset with the arguments, variables and files of the options in `values`."""
         given = [option for name, option in self.options.items() if name in values]
         files = {file.path: file for file in self.files}
         for path, text in (each for option in given for each in option.files.items()):
@@ -262,7 +271,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def is_version(text: str) -> bool:
-    """Return True for a text in the form of one exact version."""
+    """Return True if the text has the form of one exact version."""
     return _VERSION.fullmatch(text) is not None
 
 
@@ -273,7 +282,7 @@ def preset_names() -> list[str]:
 
 
 def load_preset(name: str, *, field: str | None = "task.harness.preset") -> Preset:
-    """Return the preset with this name. Raises InvalidField for an unknown name, with all known names."""
+    """Return the preset with this name. Raises InvalidField for an unknown name, with a hint that lists all names."""
     known = preset_names()
     if name not in known:
         raise InvalidField(f"unknown preset {name!r}", field=field, hint=f"known: {', '.join(known)}")
@@ -298,7 +307,8 @@ def _read(name: str) -> Preset:
 
 
 def _with_common(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an option, with the type, help, choices and minimum of the common option of this name."""
+    """Return the fields of an option. If there is a common option with this name, its type, help, choices and minimum
+    are added."""
     common = COMMON.get(name)
     if common is None:
         return given
@@ -309,7 +319,7 @@ def _with_common(name: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unknown(preset: Preset, name: str, field: str) -> InvalidField:
-    """Make the error for an option that the preset does not have."""
+    """Return the error for an option that the preset does not have."""
     if name in COMMON:
         reason = f": {preset.refused[name]}" if name in preset.refused else ""
         return InvalidField(
@@ -324,7 +334,7 @@ def _unknown(preset: Preset, name: str, field: str) -> InvalidField:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Return a list of names, or a text with commas, as a tuple of distinct names; () for any other value."""
+    """Return a list of names, or a text with commas, as a tuple of distinct names. Returns () for any other value."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         return ()
@@ -359,7 +369,7 @@ def checked_options(
 
 
 def _checked(option: Option, name: str, value: Any, where: str) -> OptionValue:
-    """Return the value of an option, of the option's type. Raises InvalidField with the field `where`."""
+    """Return the value of an option after checking its type and limits. Raises InvalidField with the field `where`."""
     names = _names(value) if option.type == "names" else ()
     if names:
         value = names

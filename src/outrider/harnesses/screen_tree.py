@@ -1,8 +1,8 @@
 """Prints the accessibility tree of a screen: python3 screen_tree.py WIDTH HEIGHT SECONDS.
 
-A program of its own, which runs inside a sandbox with Debian's Python and its bindings of AT-SPI
-(`gir1.2-atspi-2.0`, `python3-gi`). One line is one element: its role, name, value, states and box in pixels of the
-screen, indented below its parent. Only elements on the screen are printed.
+This program runs inside a sandbox with Debian's Python and its bindings of AT-SPI (`gir1.2-atspi-2.0`, `python3-gi`).
+Each line is one element on the screen: its role, name, value, states and box in pixels of the screen, indented below
+its parent.
 
 Invariant: the output has at most MAX_CHARACTERS characters and is complete after about SECONDS, even if a program on
 the screen reports endless elements. Notes at the end count the elements that are left out.
@@ -23,14 +23,14 @@ MAX_CHARACTERS = 16_000
 MAX_ELEMENTS = 5_000
 """Maximum number of elements that are read, printed or not."""
 MAX_DEPTH = 50
-"""Maximum levels below a window."""
+"""Maximum depth of elements below a window."""
 MAX_TEXT = 200
 """Maximum characters of a name or a value."""
 CALL_SECONDS = 1.0
 """Time limit of one query to a program, in seconds."""
 
 EMBEDDED = "\ufffc"
-"""The character that stands for a child in an element's text."""
+"""The character that represents a child in an element's text."""
 
 WRAPPERS = frozenset(
     (
@@ -53,7 +53,7 @@ WRAPPERS = frozenset(
         "viewport",
     )
 )
-"""Roles whose elements are left out if they have neither a name nor a value nor a state of NOTED."""
+"""Roles of elements that are left out if they have no name, no value and no state of NOTED."""
 
 NOTED = (
     "active",
@@ -70,7 +70,7 @@ NOTED = (
     "busy",
     "modal",
 )
-"""States that are printed for an element. Other states are not printed, because most elements have them."""
+"""States that are printed for an element. Other states are left out, because most elements have them."""
 
 
 class Box(NamedTuple):
@@ -102,7 +102,7 @@ class Full(Exception):
 
 
 class ScreenTree:
-    """The text of a tree. `until` is the time on `clock` at which reading ends."""
+    """Writes an accessibility tree as text. `until` is the time on `clock` at which reading ends."""
 
     def __init__(self, width: int, height: int, until: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._width, self._height = width, height
@@ -145,7 +145,7 @@ class ScreenTree:
                 self._gone += 1
 
     def _windows(self, program: Element) -> list[tuple[bool, Element]]:
-        """Return the windows of a program, the active window first. The flag is True for an active window."""
+        """Return the windows of a program, the active window first, each with True if the window is active."""
         windows = []
         for window in self._children(program):
             try:
@@ -167,7 +167,7 @@ class ScreenTree:
             self._left += len(self._lines.pop()) + 1
 
     def _element(self, element: Element, indent: int, depth: int, *, within: str | None) -> None:
-        """Add an element and all below it. `within` is the name of its parent, or None for a window."""
+        """Add an element and all elements below it. `within` is the name of its parent, or None for a window."""
         try:
             states, role = element.states(), element.role()
             shown = "showing" in states
@@ -175,7 +175,7 @@ class ScreenTree:
                 self._hidden += 1
                 return
             name = _one_line(element.name())
-            # A closed combo box has its chosen entry in a menu that is not on the screen.
+            # A closed combo box has its chosen entry in a menu, and this menu is not on the screen.
             line = self._line(element, role, name, states) if shown else None
             if line is not None and not (role in ("static", "text") and name == within and not line.noted):
                 self._add("  " * indent + line.text)
@@ -190,7 +190,7 @@ class ScreenTree:
             self._element(child, indent, depth + 1, within=name)
 
     def _line(self, element: Element, role: str, name: str, states: frozenset[str]) -> _Line | None:
-        """Return the line of an element, or None if the element has nothing to print or is not on the screen."""
+        """Return the line of an element, or None if there is nothing to print or the element is not on the screen."""
         box = element.box()
         if box is None or box.width <= 0 or box.height <= 0:
             return None
@@ -248,7 +248,7 @@ def _quoted(text: str) -> str:
 
 
 class Accessible:
-    """An element that AT-SPI reports. `atspi` is the module."""
+    """An element of an accessibility tree that AT-SPI reports. `atspi` is the module."""
 
     def __init__(self, atspi: Any, accessible: Any) -> None:
         self._atspi = atspi
@@ -295,9 +295,9 @@ class Accessible:
         start = time.monotonic()
         try:
             answer = question(*arguments)
-        except Exception as error:  # GLib.Error is not named, because its module is as optional as AT-SPI
+        except Exception as error:  # GLib.Error cannot be named here, because its module may be missing, like AT-SPI
             raise Gone from error
-        # After the time limit the library gives 0 or "" for some questions, and no error.
+        # After the time limit, the library returns 0 or "" for some questions instead of raising an error.
         if answer is None or time.monotonic() - start >= CALL_SECONDS:
             raise Gone
         return answer

@@ -31,8 +31,8 @@ for folder in "$@"; do
   cp -RL -- "$folder" "$0/$name" || exit 1
 done
 """
-"""Shell script that copies folders into the folder $0. With exit code 3, the folder already has a skill of the printed
-name."""
+"""Shell script that copies folders into the folder $0. If $0 already has one of their names, the script prints the name
+and exits with code 3."""
 TAKEN = 3
 
 _HEAD = re.compile(r"\A---[ \t]*\r?\n(?P<lines>.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
@@ -48,7 +48,7 @@ class Skill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def find_skills(runtime: Runtime, paths: Sequence[str]) -> list[Skill]:
-    """Return the skills at the paths of a task. Raises InvalidField for a path without skills and for a SKILL.md that
+    """Return the skills at the paths of a task. Raises InvalidField for a path without skills, and for a SKILL.md that
     agent programs cannot read."""
     found: list[Skill] = []
     for number, path in enumerate(paths):
@@ -89,7 +89,7 @@ async def copy_skills(runtime: Runtime, skills: Sequence[Skill], target: str) ->
 
 
 def described(skills: Sequence[Skill]) -> str:
-    """Return the skills as a text for the model of an agent that has no skills of its own."""
+    """Describe the skills to the model of an agent that does not support skills itself."""
     lines = (f"- {skill.name}: {skill.description} ({skill.folder}/{SKILL})" for skill in skills)
     return "\n".join(("You have skills. Read the file of a skill before you do what the skill is for.", *lines))
 

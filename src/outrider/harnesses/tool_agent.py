@@ -1,7 +1,7 @@
-"""The built-in agent `tools`: calls the model and runs the tool calls in the sandbox until the model gives an answer.
+"""The built-in agent `tools`: calls the model and runs its tool calls in the sandbox until the model gives an answer.
 
-In the option `tools`, the name `desktop` selects a set of tools (see desktop.py), and every other name a single tool.
-Invariant: every tool call gets exactly one result, in the order of the calls.
+In the option `tools`, `desktop` names a set of tools (see desktop.py). Every other name is a single tool. Invariant:
+every tool call gets exactly one result, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from outrider.spec import Seconds, Spec, Text
 
 class ToolOptions(Spec):
     """Options of the agent. `tools` may be empty. `max_turns` is the maximum number of model calls. `tool_seconds` is
-    the time limit of one tool call. `desktop` has the options of the desktop's tools, and may be given only if
-    `tools` contains "desktop"."""
+    the time limit of one tool call. `desktop` has the options of the tools of the desktop, and needs "desktop" in
+    `tools`."""
 
     tools: Annotated[tuple[ToolName, ...], Field(strict=False)] = ("bash", "python")
     system: Text | None = None
@@ -49,8 +49,8 @@ class ToolOptions(Spec):
 
 
 class ToolAgent:
-    """An `Agent`: a loop over model and tools. The first reply without a tool call is the agent's answer. If
-    `max_turns` is reached first, the last calls still run and there is no answer.
+    """An `Agent` that calls the model and its tools in a loop. The first reply without a tool call is the agent's
+    answer. If `max_turns` is reached first, the last calls still run and there is no answer.
 
     To add tools, write a subclass that passes `own`. The model gets these tools after the tools of the option `tools`.
     The constructor raises ValueError for a tool with the name of a built-in tool."""
@@ -66,8 +66,8 @@ class ToolAgent:
 
     @property
     def takes(self) -> frozenset[str]:
-        """The fields of the harness that the agent uses. Skills need a tool that runs commands or code, by which the
-        model reads the skills."""
+        """The fields of the harness that the agent uses. Skills need a tool that runs commands or code, because the
+        model reads skills with it."""
         readers = {"bash", "python", "ipython"}.intersection(self._options.tools)
         return frozenset({"mcp_servers", "skills"} if readers else {"mcp_servers"})
 
@@ -76,7 +76,7 @@ class ToolAgent:
 
     async def init(self, context: HarnessContext) -> None:
         """Find the task's skills, and open the desktop if the option `tools` has it. The desktop stays open between the
-        steps of a task. Other tools start with their first call."""
+        steps of a task. Other tools start when they are first called."""
         if self._skills is None:
             self._skills = await find_skills(context.runtime, context.task.harness.skills)
         if "desktop" in self._options.tools and not self._desktop_open:

@@ -1,8 +1,8 @@
 """The tools of the built-in agent, which turn each tool call into a result for the model.
 
 Invariant: every call that a model generates, valid or not, has a result for the model: a text, a screenshot, or both.
-An exception is raised only for a broken sandbox, a sandbox without the interpreter of a tool, and an exception of an
-agent's own tool.
+Only three causes raise an exception instead: a broken sandbox, a sandbox without a tool's interpreter, and an agent's
+own tool that raises.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ TOOLS: dict[PlainTool, ToolSpec] = {
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A tool defined by an agent. `run` gets the arguments that `spec` lists as properties, and returns the text for
-    the model. Required arguments are always present. A run that exceeds the toolbox's time limit is cancelled. Any
-    exception of `run` ends the agent."""
+    """A tool defined by an agent. `run` gets the arguments that `spec` lists as properties, with all required
+    arguments, and returns the text for the model. It is cancelled at the toolbox's time limit. Any exception of `run`
+    ends the agent."""
 
     spec: ToolSpec
     run: Callable[[HarnessContext, Mapping[str, Any]], Awaitable[str]]
 
 
 class Toolbox:
-    """The tools of one run of an agent. Shells open with their first call and close at the end of the run. `seconds` is
-    the time limit of each call."""
+    """The tools of one run of an agent. A shell opens when it is first called, and closes at the end of the run.
+    `seconds` is the time limit of each call."""
 
     def __init__(
         self,
@@ -112,7 +112,8 @@ class Toolbox:
         return Message(role=Role.TOOL, content=await self.call(call), tool_call_id=call.id)
 
     async def call(self, call: ToolCall) -> str:
-        """Return the text of a call's result, for all tools except the desktop's. Raises like `result`."""
+        """Return the result of a call as text, for all tools except the desktop's. Raises RuntimeFailure (see
+        `result`)."""
         if call.name not in self._by_name:
             known = [spec["function"]["name"] for spec in self.specs]
             return f"unknown tool {call.name!r}; known: {', '.join(known) or 'none'}"
@@ -191,8 +192,8 @@ def shortened(text: str) -> str:
 
 
 def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments of a call, by name. Returns None if the text is no JSON object, a required argument is
-    missing, or a string argument is not a string."""
+    """Return the arguments of a call, by name. Returns None if the text is not a JSON object, if a required argument is
+    missing, or if a string argument is not a string."""
     required, properties = parameters.get("required", ()), parameters.get("properties", {})
     try:
         given = json.loads(text)
@@ -201,9 +202,9 @@ def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | Non
         arguments = {name: given[name] for name in properties if name in required or name in given}
         for name, value in arguments.items():
             if properties[name].get("type") == "string":
-                # `encode` raises an error for half of a surrogate pair, which no program accepts.
+                # `encode` raises an error for a lone surrogate, which no program accepts
                 value.encode()
-    # The text is no JSON, or an argument is invalid.
+    # The text is not JSON, or an argument is invalid.
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return arguments

@@ -1,8 +1,8 @@
-"""A task's own virtual environment: the host folders that a sandbox needs, and the compilation of the modules.
+"""A task's own virtual environment: finds the host folders that a sandbox needs, and compiles the modules.
 
-The module reads files and links, and runs a program only in `compile_modules`. Invariant: if the folders of `shown` are
-mounted at their own paths, the environment's python starts, and finds the standard library, packages and editable
-installs. All functions of this module block, except `compile_modules`.
+Invariant: if the paths in `shown` are mounted at the same paths in a sandbox, the environment's python starts, and
+finds the standard library, packages and editable installs. All functions of this module block, except
+`compile_modules`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,22 @@ MAX_HOPS = 40
 """Maximum length of a chain of symbolic links. Linux has the same limit."""
 COMPILE_SECONDS = 300.0
 UNCOMPILED = "(site-packages|test|idlelib|lib2to3|turtledemo)"
-"""Pattern of the parts of an interpreter's own library that are not compiled, because no agent imports them."""
+"""Matches parts of an interpreter's own library that are not compiled, because no agent imports them."""
 
 _SETTING = re.compile(r"^\s*(\w[\w-]*)\s*=\s*(.*?)\s*$", re.MULTILINE)
 _MAPPED = re.compile(r"^(?:MAPPING|NAMESPACES)\b.*$", re.MULTILINE)
-"""Lines with the folders of an editable package, in the finder module that setuptools generates."""
+"""Matches the lines with the folders of an editable package, in the finder module that setuptools generates."""
 _QUOTED_PATH = re.compile(r"""(['"])(/.*?)\1""")
 
 
 class Venv(msgspec.Struct, frozen=True, kw_only=True):
-    """A virtual environment. `prefix` is the environment's folder, as named by the task. `shown` has the host folders
-    and files to mount in a sandbox. No path of `shown` is below another, and none is in the host's /usr. `of_system` is
-    True for an interpreter in /usr. `sources` are the folders with importable modules. `stamp` changes with every
-    installation of a package."""
+    """A virtual environment.
+
+    prefix: the environment's folder, as named by the task.
+    shown: the host folders and files to mount in a sandbox. No path is below another, and none is in the host's /usr.
+    of_system: true for an interpreter in /usr.
+    sources: the folders with importable modules.
+    stamp: changes with every installation of a package."""
 
     prefix: Path
     shown: tuple[Path, ...]
@@ -77,21 +80,21 @@ def read_venv(path: str) -> Venv:
     packages = [folder for folder in sorted(prefix.glob("lib/python3*/site-packages")) if folder.is_dir()]
     if not packages:
         raise InvalidField(f"{path!r} has no lib/python3*/site-packages", field=FIELD, hint="make it anew")
-    # `base` is the folder of the interpreter and its library, or if the library is elsewhere, the interpreter's own
-    # folder.
+    # `base` is the folder with the interpreter and its library. If the library is elsewhere, `base` is the
+    # interpreter's own folder.
     above = interpreter.parent.parent
     base = above if _libraries(above) else interpreter.parent
     editable = [place for folder in packages for place in _outside(folder)]
     # Python finds its library by following the links from `home`, so the folders of these links are also needed.
     wanted = [prefix, *(link.parent for link in links), base, *([home] if home.is_dir() else []), *editable]
-    # `named` has each path twice: as given, and with symbolic links resolved. `outermost` has the paths of `named` that
-    # are not below another path of `named`.
+    # `named` has each path as given, and with symbolic links resolved. `outermost` leaves out the paths that are below
+    # another path of `named`.
     named = list(dict.fromkeys(place for path in wanted for place in (path, Path(os.path.realpath(path)))))
     outermost = [path for path in named if not any(path != other and path.is_relative_to(other) for other in named)]
     libraries = [] if _of_system(base) else _libraries(base)
     seen = []
     for place in (prefix / "pyvenv.cfg", interpreter, *packages, *editable):
-        with contextlib.suppress(OSError):  # the path was removed meanwhile
+        with contextlib.suppress(OSError):  # the path has been removed in the meantime
             status = place.stat()
             seen.append((str(place), status.st_mtime_ns, status.st_ino))
     return Venv(
@@ -104,14 +107,15 @@ def read_venv(path: str) -> Venv:
 
 
 def stray_links(venv: Venv, shown: Sequence[Path]) -> list[Path]:
-    """Return the symbolic links in the environment whose targets are outside of `shown` and `venv.shown`. In a sandbox
-    these targets are missing."""
+    """Return the symbolic links in the environment that lead out of `shown` and `venv.shown`. Their targets are missing
+    in a sandbox."""
     roots = [Path(os.path.realpath(path)) for path in (*venv.shown, *shown)]
     leaving = _leaving(venv.prefix, venv.stamp)
     return [link for link, goal in leaving if not any(goal.is_relative_to(root) for root in roots)]
 
 
-@functools.lru_cache(maxsize=32)  # cached, because a scan visits many thousand files; a new `stamp` causes a new scan
+# cached, because a scan visits many thousands of files; a new `stamp` causes a new scan
+@functools.lru_cache(maxsize=32)
 def _leaving(prefix: Path, stamp: str) -> tuple[tuple[Path, Path], ...]:
     """Return the symbolic links to existing paths outside of the environment, with their targets."""
     links: list[Path] = []
@@ -129,13 +133,12 @@ def _leaving(prefix: Path, stamp: str) -> tuple[tuple[Path, Path], ...]:
 
 
 async def compile_modules(venv: Venv, *, seconds: float = COMPILE_SECONDS) -> None:
-    """Compile modules without bytecode into their `__pycache__` folders. In a sandbox these folders are read-only, so
+    """Compile modules without bytecode into their `__pycache__` folders. These folders are read-only in a sandbox, so
     Python would compile every imported module again at every start.
 
-    The modules are compiled once for each state of the environment. A caller does not wait for the compilation of
-    another caller. This function never raises, because it only saves time. A separate cache folder
-    (PYTHONPYCACHEPREFIX) is not used: every Python started by the agent would inherit the variable and ignore its own
-    bytecode, so that a start would take 340 ms and not 54 ms.
+    The modules are compiled once for each state of the environment. A caller does not wait for another caller. This
+    function never raises, because it only saves time. PYTHONPYCACHEPREFIX is not used: every Python that the agent
+    starts would inherit the variable and ignore its own bytecode, so that a start would take 340 ms instead of 54 ms.
     """
     sources = [folder for folder in venv.sources if _own(folder)]
     name = hashlib.sha256(str(venv.prefix).encode()).hexdigest()[:16]
@@ -166,20 +169,20 @@ def _own(folder: Path) -> bool:
 
 
 async def _compile(venv: Venv, sources: Sequence[Path], seconds: float) -> bool:
-    """Run compileall for at most `seconds`. Returns True after a complete run. Exit code 1 also counts as complete,
-    because some files may be in the syntax of another Python version."""
+    """Run compileall for at most `seconds`. Returns True if it ended by itself with exit code 0 or 1. With 1, some
+    files could not be compiled, for example because they are for another Python version."""
     log.info("compiling the modules of %s", venv.prefix)
     libraries = [re.escape(str(folder)) for folder in sources if (folder / "os.py").exists()]
     left_out = f"^({'|'.join(libraries) or '-'})/{UNCOMPILED}/"
-    # compileall runs in one process, because with several processes it takes 5 s of processor time even if all modules
-    # are compiled.
+    # compileall runs in one process. Several processes would take 5 s of processor time even if all modules are already
+    # compiled.
     program = await asyncio.create_subprocess_exec(
         *(str(venv.python), "-I", "-S", "-m", "compileall", "-q", "-q", "-x", left_out, *map(str, sources)),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
         env={},
-        start_new_session=True,  # Ctrl-C reaches only this process, which kills the child below
+        start_new_session=True,  # Ctrl-C then reaches only this process, which kills the child below
     )
     try:
         async with asyncio.timeout(seconds):
@@ -224,8 +227,8 @@ def _of_system(path: Path) -> bool:
 
 
 def _outside(packages: Path) -> list[Path]:
-    """Return the folders and files outside of the environment from which Python imports modules, according to the .pth
-    files and the records of editable installs in `packages`."""
+    """Return the folders and files outside of the environment from which Python imports modules. They are named in the
+    .pth files and in the records of editable installs in `packages`."""
     found = []
     for file in sorted(packages.glob("*.pth")):
         for line in map(str.strip, _text(file).splitlines()):
@@ -235,7 +238,7 @@ def _outside(packages: Path) -> list[Path]:
         for _, path in _QUOTED_PATH.findall("\n".join(_MAPPED.findall(_text(finder)))):
             found += [place for place in (Path(path), Path(f"{path}.py")) if place.exists()]
     projects = []
-    # all installers write this file for an editable install
+    # All installers write this file for an editable install.
     for record in sorted(packages.glob("*.dist-info/direct_url.json")):
         try:
             told = json.loads(_text(record))

@@ -1,7 +1,8 @@
-"""Makes examples from the rows of data sets. ADAPTERS has an adapter for each kind of data set, by the kind's name.
+"""Makes examples from the rows of data sets. ADAPTERS maps each kind of data set to its adapter, a function that makes
+a task from a row. A new kind needs a function and a line in ADAPTERS.
 
-A new kind is a function in one of the modules of adapters, and a line in ADAPTERS. The module downloads nothing.
-Invariant: the examples have the order of the rows, and different ids.
+The module downloads nothing. Invariant: the examples have the order of the rows. If two rows have the same id, the
+second one has a fault.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ ADAPTERS: dict[str, Adapter] = {
 
 
 def adapted_examples(kind: str, source: Path, given: Additions, *, limit: int | None = None) -> list[Example]:
-    """Return an example for each row of a data set, including rows with faults. Raises InvalidField for a file that
-    cannot be read, and for an unknown kind."""
+    """Return an example for each row of a data set, including rows with faults. Raises InvalidField for an unreadable
+    file and for an unknown kind."""
     if kind not in ADAPTERS:
         raise InvalidField(
             f"there is no kind of rows {kind!r}", field="kind", hint=f"the kinds are {', '.join(ADAPTERS)}"
@@ -53,8 +54,8 @@ def adapted_examples(kind: str, source: Path, given: Additions, *, limit: int | 
 
 
 def usable(examples: Iterable[Example], source: str) -> list[Example]:
-    """Return examples without faults. Raises InvalidField for the first fault, with the number of rows that have
-    one."""
+    """Return the examples if none has a fault. Otherwise raise InvalidField for the first fault, with the number of
+    faulty rows."""
     every = list(examples)
     broken = [number for number, example in enumerate(every) if example.faults]
     if not broken:

@@ -1,9 +1,11 @@
 """Adapters of data sets in which the agent's reply is the answer: verl's rows and NeMo Gym's rows.
 
-The right answers and test cases go into the evaluator's options, which no agent sees. Sources of the columns: for verl
-`examples/data_preprocess/gsm8k.py` (volcengine/verl at 030a519a); for Eurus-2 the converters of its users, because its
-file is 1.7 GB; for NeMo Gym `resources_servers/math_with_judge/task_data.py`, `resources_servers/code_gen/app.py` and
-`environments/swe/data/example.jsonl` (NVIDIA-NeMo/Gym at 195e8fcc, 05a4377b and 62c6fc29).
+The right answers and test cases go into the evaluator's options, which no agent sees. Sources of the columns:
+
+- verl: `examples/data_preprocess/gsm8k.py` (volcengine/verl at 030a519a)
+- Eurus-2: the converters of its users, because its file is 1.7 GB
+- NeMo Gym: `resources_servers/math_with_judge/task_data.py`, `resources_servers/code_gen/app.py` and
+  `environments/swe/data/example.jsonl` (NVIDIA-NeMo/Gym at 195e8fcc, 05a4377b and 62c6fc29)
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ MAX_PACKED = 256 << 20
 
 
 def verl(columns: Columns, given: Additions) -> Draft:
-    """The adapter of rows for verl's trainers: `prompt`, a list of messages or a text, and `reward_model.ground_truth`,
-    the right answer or test cases. A row's number is its id."""
+    """The adapter of rows for verl's trainers. The column `prompt` is a text or a list of messages.
+    `reward_model.ground_truth` has the right answer or test cases. A row's id is its number."""
     instruction = question(columns, "prompt")
     number = str(columns.number)
     truth = columns.get("reward_model.ground_truth")
@@ -61,9 +63,9 @@ def verl(columns: Columns, given: Additions) -> Draft:
 
 
 def nemo_gym(columns: Columns, given: Additions) -> Draft:
-    """The adapter of rows of NeMo Gym. Nemotron's data for NeMo Gym have the same form. A row has
-    `responses_create_params.input` and the data that the verifier needs: `expected_answer`,
-    `verifier_metadata.unit_tests`, or a row of SWE-bench."""
+    """The adapter of rows of NeMo Gym, and of Nemotron's data in the same format. A row has
+    `responses_create_params.input` and the verifier's data: `expected_answer`, `verifier_metadata.unit_tests`, or a row
+    of SWE-bench."""
     if isinstance(columns.get("verifier_metadata.instance_dict"), Mapping | str):
         return nemo_gym_swe(columns, given)
     instruction = question(columns, "responses_create_params.input")
@@ -100,7 +102,7 @@ def nemo_gym(columns: Columns, given: Additions) -> Draft:
 
 
 def nemo_gym_swe(columns: Columns, given: Additions) -> Draft:
-    """The adapter of a row of NeMo Gym that contains a row of SWE-bench, and the name of the image."""
+    """The adapter of a row of NeMo Gym that contains a row of SWE-bench and the name of its image."""
     inner = columns.get("verifier_metadata.instance_dict")
     if isinstance(inner, str):
         try:
@@ -118,7 +120,7 @@ def nemo_gym_swe(columns: Columns, given: Additions) -> Draft:
 
 
 def question(columns: Columns, name: str) -> str:
-    """Return the text of a question, which is a text or a list of messages."""
+    """Return the question in a column, which has a text or a list of messages."""
     value = columns.get(name)
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
@@ -133,8 +135,8 @@ def question(columns: Columns, name: str) -> str:
 
 
 def test_cases(truth: Any) -> Any:
-    """Return the test cases of a ground truth: an object with `inputs` or `outputs`, given as an object or as JSON
-    text. Returns None for any other ground truth."""
+    """Return the test cases in a ground truth: an object, or its JSON text, with `inputs` or `outputs`. Returns None
+    for any other ground truth."""
     if isinstance(truth, str) and truth.lstrip().startswith("{"):
         try:
             truth = json.loads(truth)
@@ -144,7 +146,8 @@ def test_cases(truth: Any) -> Any:
 
 
 def by_cases(columns: Columns, cases: Any, name: str) -> dict[str, Any]:
-    """Return the evaluator that runs a program on test cases, in the form of APPS, TACO and LiveCodeBench."""
+    """Return the evaluator that runs a program on test cases. The cases are in the format of APPS, TACO and
+    LiveCodeBench."""
     if isinstance(cases, str):
         cases = test_cases(cases)
     if isinstance(cases, Mapping) and isinstance(packed := cases.get("packed"), str):
@@ -163,7 +166,7 @@ def by_cases(columns: Columns, cases: Any, name: str) -> dict[str, Any]:
 
 
 def unpacked(packed: str) -> Any:
-    """Unpack test cases that NeMo Gym has compressed (`_pack_unit_tests`). Returns None for a broken text."""
+    """Unpack test cases that NeMo Gym has compressed (`_pack_unit_tests`). Returns None if the text is broken."""
     try:
         plain = zlib.decompressobj()
         text = plain.decompress(base64.b64decode(packed, validate=True), MAX_PACKED)
@@ -174,7 +177,7 @@ def unpacked(packed: str) -> Any:
 
 
 def by_answer(columns: Columns, answer: Any, name: str) -> tuple[dict[str, Any], Gold | None]:
-    """Return the evaluator that compares an answer as mathematics, and the known solution."""
+    """Return the evaluator that compares an answer as mathematics, and the known solution for `outrider task check`."""
     given = answer if isinstance(answer, list) else [answer]
     for one in given:
         if not isinstance(one, str | int | float) or (isinstance(one, float) and not math.isfinite(one)):

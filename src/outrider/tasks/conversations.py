@@ -1,6 +1,6 @@
-"""Writes the messages of a row as one text, because the instruction of a task is a text.
+"""Writes the messages of a row as one text, because a task's instruction is a text.
 
-The messages have the form of a chat (`role`, `content`), as in the column `prompt` of verl's rows and in
+The messages have the form of a chat (`role`, `content`). Such messages are in the column `prompt` of verl's rows and in
 `responses_create_params.input` of NeMo Gym's rows. The module is pure.
 """
 
@@ -20,9 +20,9 @@ def is_conversation(value: Any) -> bool:
 
 
 def text_of(messages: list[Any]) -> str:
-    """Return the text of a conversation. A single question follows the messages that introduce it, after an empty line.
-    In a longer conversation each message has its role in front of it. Raises ValueError for messages that cannot be
-    written as text, such as images and tool calls."""
+    """Return the text of a conversation. Introductory messages and a single question are joined by empty lines. In a
+    longer conversation, each message after the introduction begins with its role (`User: …`). Raises ValueError for
+    messages that cannot be written as text, such as images and tool calls."""
     said = [(message.get("role"), content_of(message, number)) for number, message in enumerate(messages)]
     said = [(role, text) for role, text in said if text]
     if not said:

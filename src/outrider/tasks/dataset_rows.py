@@ -1,10 +1,8 @@
 """The input of a data set's adapter (the columns of one row, and the user's additions) and its output (a draft of a
 task).
 
-`Columns` collects the faults of a row, so that all faults are reported at once.
-
-The module depends on no data set. Invariant: reading never raises; after a fault, the returned value is only a
-substitute, and the example must not be run.
+`Columns` collects the faults of a row, so that all faults are reported at once. Invariant: reading a column never
+raises; after a fault, the returned value is only a substitute, and the example must not be run.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ LEAVE_OUT = "leave the row out, or mend the file"
 
 
 class Additions(msgspec.Struct, frozen=True, kw_only=True):
-    """The user's additions to a data set. `image` is a template for the name of the image (`swebench.image_name`).
-    `test_command` is the command for the tests. `folder` is the folder of the file of rows. `own` is a partial task,
-    whose fields override those of each task made here."""
+    """The user's additions to the tasks of a data set. `image` is a template for the name of the image
+    (`swebench.image_name`). `test_command` is the command that runs the tests. `folder` is the folder of the file with
+    the rows. `own` is a partial task. Its fields override the fields of every task."""
 
     image: str | None = None
     test_command: str | None = None
@@ -43,7 +41,7 @@ class Draft(msgspec.Struct, frozen=True):
 
 
 class Columns:
-    """The columns of one row. `row` has the values by column, and `number` is the row's number in its file. A name with
+    """The columns of one row. `row` maps columns to values, and `number` is the row's number in its file. A name with
     dots names a field within a column, such as `reward_model.ground_truth` (`row_values.value_at`)."""
 
     def __init__(self, row: Mapping[str, Any], number: int = 0) -> None:
@@ -58,7 +56,7 @@ class Columns:
         self.fault(column, "is missing", remedy or known_columns(self.row, column))
 
     def get(self, name: str) -> Any:
-        """Return the value of a column, of any type. Returns None if the row does not have the column."""
+        """Return the value of a column, of any type, or None if the row does not have the column."""
         return value_at(self.row, name)
 
     def text(self, name: str, *, remedy: str = "") -> str:
@@ -73,7 +71,7 @@ class Columns:
         return value if value and value.strip() else None
 
     def patch(self, name: str, *, remedy: str = "") -> str:
-        """Return the diff in a column. A missing or empty diff, and a text that is no diff, are faults of the row."""
+        """Return the diff in a column. A missing, empty or invalid diff is a fault of the row."""
         patch = self.text(name, remedy=remedy)
         if not any(fault.column == name for fault in self.faults):
             try:
@@ -83,8 +81,8 @@ class Columns:
         return patch
 
     def tests(self, name: str, *, needed: bool = False) -> list[str]:
-        """Return the names of tests, from a list or from a list as JSON or Python text. If they are `needed`, an empty
-        list is a fault, because every run of such a row would count as solved."""
+        """Return the names of the tests in a column, which has a list or its JSON or Python text. If `needed` is true,
+        an empty list is a fault, because every run of such a row would count as solved."""
         value = self.get(name)
         if value is None and needed:
             self.missing(name)
@@ -113,8 +111,8 @@ Adapter = Callable[[Columns, Additions], Draft]
 
 
 def names_of(value: Any) -> Any:
-    """Return the list that a value contains. The value may be a list, a list as JSON text, or the text of a Python
-    list, as in SWE-bench Pro. Any other value is returned unchanged. Raises ValueError."""
+    """Return the list in a value. The value is a list, its JSON text, or the text of a Python list, as in SWE-bench
+    Pro. Any other value that is not a string is returned unchanged. Raises ValueError."""
     try:
         return listed(value)
     except ValueError:

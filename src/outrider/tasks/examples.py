@@ -1,4 +1,4 @@
-"""Examples: the rows of a dataset as tasks, each with its known solution if there is one, and with the row's faults."""
+"""Examples: the rows of a dataset as tasks, with known solutions and with the rows' faults."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import msgspec
 
 
 class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A known solution of a task: `patch` is a diff of the working directory, `run` a command for the sandbox, `reply`
-    the agent's last reply. Before `run`, `files` (prepare steps that write) are written; `run` gets the variables
-    `env`. `then` has the solutions of the task's later steps."""
+    """A known solution of a task.
+
+    patch: a diff of the working directory.
+    run, env: a command for the sandbox, and its environment variables.
+    files: prepare steps that write files before `run`.
+    reply: the agent's last reply.
+    then: the solutions of the task's later steps."""
 
     patch: str | None = None
     run: str | None = None
@@ -21,8 +25,8 @@ class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A fault that keeps a row from being a task. `column` is the faulty column, or the option that would replace it.
-    `problem` is the end of a sentence that begins with the column. `remedy` is the advice to the user."""
+    """A fault because of which a row cannot become a task. `column` is the faulty column, or the option that would
+    replace it. `problem` completes a sentence that begins with the column's name. `remedy` is advice for the user."""
 
     column: str
     problem: str
@@ -30,10 +34,14 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of a dataset. `id` is unique in the dataset. `task` is a group's task, or the part of a task that comes
-    from the dataset. `row` has the columns from which `task` was made. `gold` is the known solution, used only by
-    `outrider task check` and never given to an agent. An example with `faults` is listed, but cannot be run. `notes`
-    name conditions that may keep the task from being solved or graded."""
+    """A row of a dataset as a task.
+
+    id: unique in the dataset.
+    task: a group's task, or the part of a task that comes from the dataset.
+    row: the columns from which `task` was made.
+    gold: the known solution, used only by `outrider task check` and never given to an agent.
+    faults: an example with faults is listed, but cannot be run.
+    notes: conditions because of which the task may be impossible to solve or to grade."""
 
     id: str
     task: dict[str, Any]

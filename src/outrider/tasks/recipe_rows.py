@@ -1,7 +1,7 @@
-"""Writes Harbor task folders as the dataset of verl's RemoteAgentLoop recipe.
+"""Writes Harbor task folders as a dataset for verl's recipe RemoteAgentLoop.
 
-The rows name the folders and contain no tasks: the recipe uploads a folder when it runs a task. Invariant: the name of
-the written file changes with every file of every folder, and with every argument.
+The rows name the folders and contain no tasks, because the recipe uploads a folder when it runs a task. Invariant: the
+name of the written file changes with every file of every folder, and with every argument.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from outrider.tasks.harbor.files import files_below, instruction_in
 from outrider.tasks.harbor.tasks import TASK_TOML, harbor_folders, read_config
 
 FORMAT = 1
-"""Version of the rows' format, a part of the hash in the file's name."""
+"""Version of the rows' format. It is part of the hash in the file's name."""
 
 
 def recipe_rows(
     root: Path, *, data_source: str = "harbor", ability: str = "agent", split: str = "train", limit: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return a row for each Harbor task folder below `root`, sorted by path. The ground truth is the task's id, the
-    folder's path below `root` with `__` in place of slashes; `task_metadata` is the table `metadata` of task.toml, as
+    """Return a row for each Harbor task folder below `root`, sorted by path. The ground truth is the task's id: the
+    folder's path below `root`, with `__` in place of slashes. `task_metadata` is the table `metadata` of task.toml, as
     JSON. Raises InvalidField for a broken folder, and if `root` has no task folder."""
     folders = harbor_folders(root)
     if not folders:
@@ -67,8 +67,8 @@ def recipe_parquet(
     split: str = "train",
     limit: int | None = None,
 ) -> Written:
-    """Write `{split}-{key}.parquet` in `folder`, unless the file exists: see `recipe_rows`. Blocks. Raises
-    InvalidField, also if pyarrow is missing."""
+    """Write the rows of `recipe_rows` to `{split}-{key}.parquet` in `folder`, unless the file exists. Blocks. Raises
+    InvalidField, for example if pyarrow is missing."""
     rows = recipe_rows(root, data_source=data_source, ability=ability, split=split, limit=limit)
     digest = hashlib.sha256(json.dumps([FORMAT, rows], sort_keys=True).encode())
     for row in rows:

@@ -1,10 +1,10 @@
 """Makes three tasks of real software from pairs of releases on PyPI. In each task, the agent must apply a fix of the
 newer release to the older release. The tests of the newer release grade the result.
 
-The source distributions of both releases are downloaded when the tasks are first requested, and the tasks are stored in
-the cache. The older release is the repository, the difference of the tests is the test patch, and the difference of the
-sources is the known solution. Test runs in sandboxes determine the tests that fail without the solution and pass with
-it. The module is independent of the service. Invariant: Outrider contains no code of these packages.
+The first request for the tasks downloads the source distributions of both releases, and stores the tasks in the cache.
+The older release is the repository. The releases' tests differ by the test patch, and their sources differ by the known
+solution. Test runs in sandboxes find the tests that fail without the solution and pass with it. Invariant: Outrider
+contains no code of these packages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from outrider.tasks.datasets import Example
 from outrider.tasks.swebench import swebench_example
 
 FORMAT = 2
-"""Part of the cache's key. Increase this number if a change of the code gives another task for the same releases."""
+"""Part of the cache's key. Increase this number if a change of the code makes different tasks of the same releases."""
 TOOLS = ("pytest==8.4.2", "markupsafe==3.0.3")
 PARSER = "parse_log_pytest"
 PASSING = frozenset(("PASSED", "XFAIL"))
@@ -44,13 +44,13 @@ PASSING = frozenset(("PASSED", "XFAIL"))
 COMMAND = "python3 -B -m pytest -rA -p no:cacheprovider {tests}"
 DOWNLOAD_SECONDS, TEST_SECONDS, CHECK_SECONDS = 600, 300.0, 20.0
 PAIRS = "/pairs"
-"""Path of the repository and the tools in sandboxes, read-only."""
+"""Path of the repository and the tools in sandboxes, where they are read-only."""
 COPY = f"cp -r {PAIRS}/base/. ."
 
 
 class ReleasePair(NamedTuple):
     """Two releases, `old` and `new`, of a package. `folder` is the package's folder in the source distribution. `asks`
-    is the text that describes the fix to the agent."""
+    describes the fix to the agent."""
 
     name: str
     old: str
@@ -90,9 +90,9 @@ RELEASES = (
 def release_pair_examples(
     *, limit: int | None = None, note: Callable[[str], object] = lambda text: None
 ) -> list[Example]:
-    """Return the tasks, for the namespace runtime of this machine. The first call blocks for minutes. `note` is called
-    with a line of text for each task that is not in the cache. Raises InvalidField if swebench or the namespace runtime
-    is missing or pip fails, and ServiceError if the tests of a pair do not run or do not show the fix."""
+    """Return the tasks for this machine's namespace runtime. The first call blocks for minutes. `note` is called with a
+    line of text for each task that is not in the cache. Raises InvalidField if swebench or the namespace runtime is
+    missing, or if pip fails. Raises ServiceError if the tests of a pair do not run or do not show the fix."""
     LIBRARY.require()
     if not (can := NamespaceRuntime.available()).ok:
         raise InvalidField(f"release pairs need the namespace runtime: {can.detail}", field="source", hint=can.hint)
@@ -145,8 +145,7 @@ def make(pair: ReleasePair, draft: Path, tools: Path) -> None:
 async def statuses(
     pair: ReleasePair, place: Path, tools: Path, command: str, patches: tuple[str, ...]
 ) -> dict[str, str]:
-    """Run the tests with the patches applied, and return the status of each test, as parsed by swebench from the
-    log."""
+    """Run the tests with the patches applied. Returns the status of each test, which swebench parses from the log."""
     with tempfile.TemporaryDirectory(prefix="outrider-pair-") as name:
         folder = Path(name)
         (folder / "sandbox").mkdir()
@@ -185,7 +184,7 @@ async def statuses(
 
 
 def runtime_of(pair: ReleasePair, place: Path, tools: Path) -> dict[str, Any]:
-    """Return the `runtime` of a pair's task, whose repository is in `place`."""
+    """Return the spec of the sandbox for a pair's task. `place` has the repository."""
     library = pair.folder if pair.folder == "src" else "."
     return {
         "mounts": [
@@ -200,8 +199,7 @@ def runtime_of(pair: ReleasePair, place: Path, tools: Path) -> dict[str, Any]:
 def source_of(pair: ReleasePair, version: str) -> dict[str, bytes]:
     """Return the files of a source distribution, with paths relative to its top folder."""
     with tempfile.TemporaryDirectory(prefix="outrider-pair-") as folder:
-        # Only the package itself is downloaded as source. With `:all:` its build tools would also be downloaded as
-        # source.
+        # Only the package itself is downloaded as source. `:all:` would also download its build tools as source.
         wanted = ("--no-deps", "--no-binary", pair.name, f"{pair.name}=={version}")
         pip("download", *wanted, "--dest", folder)
         [archive] = Path(folder).glob("*.tar.gz")
@@ -236,7 +234,7 @@ def difference(before: Mapping[str, bytes], after: Mapping[str, bytes], wanted: 
 
 
 def pip(*words: str, seconds: float = DOWNLOAD_SECONDS) -> None:
-    """Run pip. Raises InvalidField if pip exceeds `seconds`, or fails; the error then has the end of pip's output."""
+    """Run pip. Raises InvalidField if pip exceeds `seconds` or fails, with the end of pip's error output."""
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
     try:
         done = subprocess.run(

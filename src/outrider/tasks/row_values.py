@@ -1,4 +1,4 @@
-"""Values of one row of a data set, by the names and paths of its columns. The module reads no files."""
+"""Reads values of one row of a data set, by the names and paths of its columns. The module reads no files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from outrider.text_files import check_depth
 
 
 def value_at(row: Mapping[str, Any], path: str) -> Any:
-    """Return the value of a column, or of a field within one: `reward_model.ground_truth`, `prompt.0.content`. A number
-    counts the items of a list from 0, or from its end if it is negative. If the path goes on within a text, the text is
+    """Return the value of a column, or of a field within a column: `reward_model.ground_truth`, `prompt.0.content`. In
+    a list, a number is the position of an item from 0, or from the end if it is negative. A text within the path is
     read as JSON. Returns None if there is no such field. A column whose own name has dots takes precedence."""
     if row.get(path) is not None:
         return row[path]

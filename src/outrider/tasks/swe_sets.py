@@ -1,11 +1,13 @@
-"""Adapters of data sets of repositories other than SWE-bench. The docstring of each adapter describes how its rows
-differ from SWE-bench's rows.
+"""Adapters of data sets of repositories other than SWE-bench. The docstring of an adapter describes how its rows differ
+from SWE-bench's rows.
 
-Sources of the columns and rules: SWE-Gym in SWE-Gym/SWE-Bench-Fork (242429c1: `constants.py`, `log_parsers.py`),
-SWE-rebench in SWE-rebench/SWE-bench-fork (39316f79: `test_spec.py`, `grading.py`, `utils.py`), SWE-smith in
-SWE-bench/SWE-smith (cf2e649d: `harness/utils.py`, `harness/grading.py`, `harness/gather.py`), R2E-Gym in
-R2E-Gym/R2E-Gym (69bc9535: `agenthub/runtime/docker.py`, `repo_analysis/execution_log_parser.py`), SWE-bench Pro in
-scaleapi/SWE-bench_Pro-os (ca10a60a: `swe_bench_pro_eval.py`, `run_scripts`, `README.md`).
+Sources of the columns and rules:
+
+- SWE-Gym: SWE-Gym/SWE-Bench-Fork (242429c1: `constants.py`, `log_parsers.py`)
+- SWE-rebench: SWE-rebench/SWE-bench-fork (39316f79: `test_spec.py`, `grading.py`, `utils.py`)
+- SWE-smith: SWE-bench/SWE-smith (cf2e649d: `harness/utils.py`, `harness/grading.py`, `harness/gather.py`)
+- R2E-Gym: R2E-Gym/R2E-Gym (69bc9535: `agenthub/runtime/docker.py`, `repo_analysis/execution_log_parser.py`)
+- SWE-bench Pro: scaleapi/SWE-bench_Pro-os (ca10a60a: `swe_bench_pro_eval.py`, `run_scripts`, `README.md`)
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ SWE_GYM_COMMANDS = {
 MYPY, MYPY_CASE = "python/mypy", re.compile(r"\[case ([^\]]+)\]")
 SWE_REBENCH_IMAGE = "swerebench/sweb.eval.x86_64.{instance_id/__/_1776_}:latest"
 SMITH_COMMAND = "pytest --disable-warnings --color=no --tb=no --verbose -rA"
-"""SWE-smith's own command, with the summary that swebench's parser reads."""
+"""SWE-smith's own command, with the option for the summary that swebench's parser reads (`-rA`)."""
 BUG, APPLY = ".outrider-bug.patch", "git apply"
 BREAK = f"""\
 set -e
@@ -62,7 +64,7 @@ rm -rf .git
 git init -q . && git add -A && git -c user.name=x -c user.email=x@localhost commit -q -m base
 """
 """Shell script that applies the bug to the repository, and makes the result the only commit. Otherwise a diff or an
-older commit would show the solution. SWE-smith's own repositories, which are mirrors, also have a single commit."""
+older commit would show the solution. SWE-smith's own mirrors of repositories also have a single commit."""
 NAMED = 20
 """Maximum number of failing tests that an instruction names."""
 R2E_PLACE = "/root/r2e"
@@ -72,7 +74,7 @@ for file in run_tests.sh r2e_tests /r2e_tests; do
     [ ! -e "$file" ] || mv "$file" {R2E_PLACE}/
 done
 """
-"""Shell script that moves the hidden tests out of the repository, as R2E-Gym's own set-up does."""
+"""Shell script that moves the hidden tests out of the repository, as R2E-Gym's own setup does."""
 R2E_COMMAND = f"rm -rf r2e_tests\nln -s {R2E_PLACE}/r2e_tests r2e_tests\nbash {R2E_PLACE}/run_tests.sh"
 R2E_RUNNERS = ("tornado", "datalad")
 """Repositories of R2E-Gym whose tests are run by their own program instead of pytest."""
@@ -94,15 +96,16 @@ for test in json.load(open(sys.argv[1]))["tests"]:
     status = "PASSED" if test["status"] == "PASSED" else "FAILED"
     print(status, re.sub(r"[%\\s]", lambda blank: "%%%02X" % ord(blank.group()), test["name"]))
 """
-"""Program that prints the results of an instance's parser as lines that swebench's parser reads."""
+"""Program that prints the results of an instance's parser in the format that swebench's parser reads."""
 
 
 def swe_gym(columns: Columns, given: Additions) -> Draft:
-    """SWE-Gym: SWE-bench's columns, and repositories for which swebench has neither a parser nor a command. SWE-Gym's
-    fork of swebench reads the logs of all repositories as logs of pytest."""
+    """SWE-Gym: rows have SWE-bench's columns. swebench has no parsers and commands for these repositories. SWE-Gym's
+    fork of swebench reads all logs as logs of pytest."""
     options = {"log_parser": PARSER, **options_of(columns)}
     own = None
-    if str(columns.get("repo")).lower() == MYPY:  # mypy's tests are cases in data files, which pytest finds by name
+    # mypy's tests are cases in data files, and pytest selects them by name
+    if str(columns.get("repo")).lower() == MYPY:
         cases = " or ".join(MYPY_CASE.findall(str(columns.get("test_patch"))))
         own = f'pytest -n0 -rA -k "{cases}"' if cases else None
     options |= run_by_command(columns, given, known={**COMMANDS, **SWE_GYM_COMMANDS}, own=own)
@@ -110,7 +113,8 @@ def swe_gym(columns: Columns, given: Additions) -> Draft:
 
 
 def swe_rebench(columns: Columns, given: Additions) -> Draft:
-    """SWE-rebench: SWE-bench's columns, `docker_image`, and the test command and the parser in `install_config`."""
+    """SWE-rebench: rows have SWE-bench's columns and `docker_image`. `install_config` has the test command and the
+    parser."""
     options = {**options_of(columns), "log_parser": columns.text("install_config.log_parser")}
     own = None
     if given.test_command is None:
@@ -123,8 +127,9 @@ def swe_rebench(columns: Columns, given: Additions) -> Draft:
 
 
 def swe_smith(columns: Columns, given: Additions) -> Draft:
-    """SWE-smith: the tests are in the repository, and `patch` is the bug. The patch is applied to the repository of the
-    image, and the known solution removes it again. A row without a statement names its failing tests."""
+    """SWE-smith: the tests are in the repository, and `patch` is the bug. A prepare step applies the patch in the
+    image's repository, and the known solution removes it again. If a row has no statement, the instruction names the
+    failing tests."""
     name = columns.text("instance_id")
     bug = columns.patch("patch")
     fail_to_pass = columns.tests("FAIL_TO_PASS", needed=True)
@@ -149,15 +154,15 @@ def swe_smith(columns: Columns, given: Additions) -> Draft:
 
 
 def swebench_pro(columns: Columns, given: Additions) -> Draft:
-    """SWE-bench Pro: the lists of tests have lower-case names and are texts of Python lists, and a tag names the image.
-    Each instance has a script that runs its tests, and a program that reads the script's output. Both are in the folder
-    `run_scripts` of SWE-bench Pro's repository, and this folder must be beside the file of rows. If the user gives a
-    test command, pytest's log is read instead."""
+    """SWE-bench Pro: the columns of tests have lower-case names and contain Python lists as text. A tag names the
+    image. Each instance has a script that runs its tests, and a program that reads the script's output. Both are in the
+    folder `run_scripts` of SWE-bench Pro's repository, which must be beside the file of rows. With a test command of
+    the user, pytest's log is read instead."""
     name = columns.text("instance_id")
     patch = columns.patch("test_patch")
     lists = {key: columns.tests(key, needed=key == "fail_to_pass") for key in ("fail_to_pass", "pass_to_pass")}
     selected = columns.tests("selected_test_files_to_run")
-    # Like the harness of SWE-bench Pro, only the last line is run. This line puts the graded tests in their place.
+    # Only the last line is run, as in the harness of SWE-bench Pro. This line puts the graded tests in their place.
     before = (columns.optional_text("before_repo_set_cmd") or "").strip().rpartition("\n")[2]
     options: dict[str, Any] = {"instance_id": name, "log_parser": PARSER, "test_patch": patch}
     if given.test_command is not None:
@@ -166,7 +171,7 @@ def swebench_pro(columns: Columns, given: Additions) -> Draft:
     else:
         texts = {file: script_of(columns, given.folder / "run_scripts" / name / file) for file in PRO_SCRIPTS}
         options |= {key: [quoted(test) for test in tests] for key, tests in lists.items()}
-        options["pytest"] = False  # pytest's own reports would not have the parser's names of the tests
+        options["pytest"] = False  # pytest's own reports would have other names of tests than the parser
         words = {key: shlex.quote(texts[file]) for file, key in PRO_SCRIPTS.items()}
         words |= {"selected": shlex.quote(",".join(selected)), "report": shlex.quote(PRO_REPORT)}
         options["test_command"] = PRO_COMMAND.format(before=before, **words)
@@ -182,7 +187,7 @@ def swebench_pro(columns: Columns, given: Additions) -> Draft:
 
 
 def script_of(columns: Columns, path: Path) -> str:
-    """Return the text of a script of an instance of SWE-bench Pro."""
+    """Return the text of a script for an instance of SWE-bench Pro."""
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError):
@@ -192,13 +197,14 @@ def script_of(columns: Columns, path: Path) -> str:
 
 
 def quoted(test: str) -> str:
-    """Return the name of a test without blanks, as PRO_REPORT prints it: parsers of logs cut names at blanks."""
+    """Return the name of a test with its whitespace escaped, as PRO_REPORT prints it, because parsers of logs cut names
+    at spaces."""
     return re.sub(r"[%\s]", lambda blank: f"%{ord(blank.group()):02X}", test)
 
 
 def r2e_gym(columns: Columns, given: Additions) -> Draft:
-    """R2E-Gym: rows have no id, no patch and no lists of tests, but the statuses that the tests of the image must have.
-    The known solution is the new content of the commit's files, except files of tests."""
+    """R2E-Gym: instead of a patch and lists of tests, a row has the status that each test in the image must have. The
+    known solution is the new content of the commit's files, except files of tests."""
     repo, commit = columns.text("repo_name"), columns.text("commit_hash")
     name = f"{repo}__{commit}"
     expected = expected_of(columns)
@@ -230,7 +236,7 @@ def r2e_gym(columns: Columns, given: Additions) -> Draft:
 
 
 def expected_of(columns: Columns) -> dict[str, str]:
-    """Return the expected statuses of a row of R2E-Gym, without the colours that some names have."""
+    """Return the expected statuses of a row of R2E-Gym, by test. Escape codes for colours in the names are removed."""
     column = "expected_output_json"
     value = columns.get(column)
     if value is None:
@@ -252,8 +258,8 @@ def expected_of(columns: Columns) -> dict[str, str]:
 
 
 def commit_of(columns: Columns) -> Gold | None:
-    """Return the changes of a commit, except changes to files of tests, from the column `parsed_commit_content`, or
-    None."""
+    """Return the changes of a commit, except those of test files. They are in the column `parsed_commit_content`.
+    Returns None if there are no changes."""
     diffs = columns.get("parsed_commit_content.file_diffs")
     files: list[dict[str, Any]] = []
     removed: list[str] = []

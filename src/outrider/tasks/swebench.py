@@ -1,7 +1,7 @@
-"""Makes tasks from SWE-bench's rows, in files of rows or in the task repositories of swebench 5.x.
+"""Makes tasks from SWE-bench's rows, which are in files of rows or in the task repositories of swebench 5.x.
 
 The module runs and downloads nothing. `evaluators/swebench` grades the tasks, with the row's columns as options. The
-row's gold patch is the known solution. Other data sets of repositories (`swe_sets.py`) use the same parts. Invariant:
+row's gold patch is the known solution. Adapters of other data sets (`swe_sets.py`) use parts of this module. Invariant:
 no agent sees the gold patch, the test patch, or the names of the tests.
 """
 
@@ -35,7 +35,7 @@ FILES = {
     "eval_script": "eval.sh",
     "problem_statement": "problem_statement.md",
 }
-"""Columns that a task repository has as separate files."""
+"""Columns that are separate files in a task repository."""
 FOLDER = "/testbed"
 """The repository's folder in the images of SWE-bench."""
 IMAGE = "swebench/sweb.eval.x86_64.{instance_id/__/_1776_}:latest"
@@ -49,8 +49,8 @@ ACTIVATE = """\
 export LANG=C.UTF-8 LC_ALL=C.UTF-8
 [ ! -e /opt/miniconda3/bin/activate ] || { . /opt/miniconda3/bin/activate && conda activate testbed; }
 """
-"""Lines before a test command. They activate the environment that has the Python in images built by swebench's
-harness."""
+"""Lines before a test command. In images built by swebench's harness, they activate the conda environment with the
+repository's Python."""
 PYTEST = f"pytest -rA {TESTS}"
 COMMANDS = {
     **dict.fromkeys(
@@ -74,11 +74,11 @@ OLDER = {
     ("astropy/astropy", "0."): f"pytest -rA -vv -o console_output_style=classic --tb=no {TESTS}",
     ("astropy/astropy", "1."): f"pytest -rA -vv -o console_output_style=classic --tb=no {TESTS}",
 }
-"""Test commands of the older versions of a repository. A key is the repository and the beginning of the versions'
+"""Test commands for older versions of a repository. A key has the repository and the beginning of these version
 numbers."""
 HIDDEN_PYTEST = ("tox ",)
-"""Beginnings of test commands that do not pass environment variables on to pytest. So pytest cannot load the
-evaluator's plugin, and makes no reports of its own."""
+"""Beginnings of test commands that do not pass environment variables on to pytest, so that pytest cannot load the
+evaluator's plugin and makes no reports of its own."""
 PLACEHOLDER = re.compile(r"\{(?:row\.)?([^{}/]+)(?:/([^{}/]+)/([^{}/]*))?\}")
 
 
@@ -92,13 +92,14 @@ def swebench_examples(
     limit: int | None = None,
 ) -> list[Example]:
     """Return the tasks of a task repository, or of a file with rows of swebench 4.x or 5.x, in the order of the source.
+    Raises InvalidField.
 
-    `image` is the name of every task's image, in which placeholders are filled in (`image_name`). If `image` is None,
-    the row's column `image` is used. `template` is a partial task that overrides the task made here, such as its
-    prepare steps or carried paths. `test_command` is the test command for rows of 4.x, which have none; without it the
-    command of the row's repository is used. In the command, `{tests}` is replaced by the test files of the test patch,
-    and `{modules}` by the same files in the form of Django's test runner. `tasks` chooses rows by `instance_id`. Raises
-    InvalidField.
+    image: template for the name of every task's image (see `image_name`). By default, the row's column `image` is used.
+    template: a partial task that overrides the task made here, for example its prepare steps or carried paths.
+    test_command: the test command for rows of 4.x, which do not have one. By default, the command of the row's
+        repository is used. `{tests}` in the command becomes the test files of the test patch, and `{modules}` becomes
+        the same files in the form of Django's test runner.
+    tasks: the rows to return, by `instance_id`.
     """
     rows = list(swebench_rows(source))
     by_id = {str(row.get("instance_id")): row for row in rows}
@@ -125,19 +126,19 @@ def swebench_example(
     test_command: str | None = None,
     where: str = "the row",
 ) -> Example:
-    """Return the task of one row. Raises InvalidField, with `where` as the name of the row."""
+    """Return the task of one row. Raises InvalidField; its message names the row by `where`."""
     given = Additions(image=image, test_command=test_command, own=template or {})
     return whole(example_of(lambda columns, given: swebench(columns, given, image=None), row, given, where), where)
 
 
 def swebench(columns: Columns, given: Additions, *, image: str | None = IMAGE) -> Draft:
-    """The adapter of rows of SWE-bench 4.x and 5.x. `image` is the template of the image's name for a row without an
-    image."""
+    """The adapter of rows of SWE-bench 4.x and 5.x. If a row names no image, `image` is the template for the image's
+    name."""
     options = options_of(columns)
     command = given.test_command or columns.optional_text("test_command")
     if columns.optional_text("eval_script") is not None and command is None:
         options["eval_script"] = columns.text("eval_script")
-        with suppress(ValueError):  # the row's script applies the patch itself, and may accept diffs in other forms
+        with suppress(ValueError):  # The row's script applies the patch itself, and may accept diffs in other formats.
             options |= {"test_patch": columns.text("test_patch")} if files_of(columns.text("test_patch")) else {}
     else:
         options |= run_by_command(columns, given)
@@ -145,7 +146,7 @@ def swebench(columns: Columns, given: Additions, *, image: str | None = IMAGE) -
 
 
 def options_of(columns: Columns) -> dict[str, Any]:
-    """Return the evaluator's options for a row with SWE-bench's columns, except those that run the tests."""
+    """Return the evaluator's options for a row with SWE-bench's columns, except the options that run the tests."""
     names = ("log_parser", "repo", "version", "eval_type")
     options: dict[str, Any] = {"instance_id": columns.text("instance_id")}
     options |= {name: value for name in names if (value := columns.optional_text(name)) is not None}
@@ -158,9 +159,12 @@ def options_of(columns: Columns) -> dict[str, Any]:
 def run_by_command(
     columns: Columns, given: Additions, *, known: Mapping[str, str] = COMMANDS, own: str | None = None
 ) -> dict[str, Any]:
-    """Return the options that run the tests of the row's test patch. The command is the user's; else `own`, a command
-    that the row names; else the known command of the row's repository. A row's column `test_command` is run as it
-    is."""
+    """Return the options that run the tests of the row's test patch. The first of these commands is used:
+
+    - the user's command
+    - the row's column `test_command`, without ACTIVATE
+    - `own`, another command in the row
+    - the command of the row's repository in OLDER or `known`"""
     patch = columns.patch("test_patch")
     try:
         changed = files_of(patch)
@@ -179,24 +183,23 @@ def run_by_command(
 
 
 def filled_command(command: str, changed: set[str]) -> str:
-    """Return a test command for the test files among the `changed` files, without data files."""
+    """Replace the placeholders of a test command by the test files among the `changed` files, without data files."""
     run = sorted(file for file in changed if is_test(file) and not file.endswith(NOT_RUN))
-    run = [file for file in run if file.endswith(".py")] or run  # data files of Python tests are left out
+    run = [file for file in run if file.endswith(".py")] or run  # data files are left out if there are Python tests
     modules = [file.removesuffix(".py").removeprefix("tests/").replace("/", ".") for file in run]
     return command.replace(TESTS, shlex.join(run)).replace(MODULES, shlex.join(modules))
 
 
 def image_of(columns: Columns, given: Additions, image: str | None) -> str | None:
-    """Return the name of the row's image. The name is made from the user's template, or, without this template, from
-    `image`, the row's name of an image or the data set's template. An empty template means no image: the user's own
-    runtime has the repository."""
+    """Return the name of the row's image. The user's template takes precedence over `image`, which is the row's name of
+    an image or the data set's template. An empty template means no image: the user's own runtime has the repository."""
     template = image if given.image is None else given.image
     return image_name(template, columns) if template else None
 
 
 def image_name(template: str, columns: Columns) -> str:
-    """Return the name of an image. `{NAME}` or `{row.NAME}` in the template is replaced by the row's column NAME, and
-    `{NAME/OLD/NEW}` by the column with each OLD in it replaced by NEW. A name with a slash is a name in a registry; its
+    """Return the name of an image. `{NAME}` or `{row.NAME}` in the template becomes the row's column NAME. In
+    `{NAME/OLD/NEW}`, each OLD in the column is replaced by NEW. A name with a slash is a name in a registry, so its
     part before the tag is converted to lower case."""
 
     def column(match: re.Match[str]) -> str:
@@ -241,8 +244,7 @@ def swe_draft(
 
 
 def task_repository(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a task repository, in the order of the tasks' names. Raises InvalidField for a broken
-    repository."""
+    """Yield the rows of a task repository, sorted by the tasks' names. Raises InvalidField for a broken repository."""
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:

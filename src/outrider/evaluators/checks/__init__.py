@@ -1,7 +1,9 @@
-"""Checks answers with third-party libraries, each answer in a killable process that can only calculate.
+"""Checks answers with third-party libraries. Each check has its own process, which can be killed and can only
+calculate.
 
-`math_check.py`, `reasoning_check.py` and `swebench_check.py` define the checks. `math_check.py` reads answers with
-`math_text.py` (spelling), `math_units.py` and `math_reading.py` (values), and compares them with `math_comparison.py`.
-`zygote.py` is the process from which checks are forked, and `confinement.py` restricts it and the forks. The service or
-a node requests checks through `pool.py`. The evaluators are in the parent folder.
+- `math_check.py`, `reasoning_check.py` and `swebench_check.py` define the checks.
+- `math_text.py`, `math_units.py` and `math_reading.py` read a math answer as a value. `math_comparison.py` compares two
+  values.
+- `zygote.py` is the process from which checks are forked. `confinement.py` restricts this process and its forks.
+- `pool.py` requests checks, in the service or on a node.
 """

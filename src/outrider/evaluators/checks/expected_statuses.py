@@ -1,8 +1,8 @@
-"""Judges the log of a row of R2E-Gym, whose tests must have exactly the expected statuses. Runs in the process of
-`swebench_check`, and is pure.
+"""Judges the test log of a row of the data set R2E-Gym: every test must have exactly the status that the row expects.
+Runs in the process of `swebench_check`. The module is pure.
 
-The names and statuses in a log are those of R2E-Gym's parser (`repo_analysis/execution_log_parser.py` and
-`agenthub/runtime/docker.py` at 69bc9535). Invariant: the judgement is never better than R2E-Gym's.
+A log is read as R2E-Gym's own parser reads it (`repo_analysis/execution_log_parser.py` and `agenthub/runtime/docker.py`
+at commit 69bc9535). Invariant: the judgement is never better than R2E-Gym's.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m|\r")
 SUMMARY = "short test summary info"
 STATUSES = ("PASSED", "FAILED", "ERROR")
 CONTRADICTED = "PASSED and FAILED"
-"""The status of a test that the summary lists both as passed and as failed. pytest itself never lists a test in this
-way."""
+"""The status of a test that the summary lists as passed and as failed. pytest itself never lists a test in this way."""
 NAMED = 5
-"""Maximum number of tests named in a reason."""
+"""Maximum number of tests named in a verdict's reason."""
 
 
 def name_of_test(test: str) -> str:
@@ -29,9 +28,9 @@ def name_of_test(test: str) -> str:
 
 
 def statuses_of(log: str) -> dict[str, str]:
-    """Return the statuses of the tests in pytest's summary. The last status of a name counts, because tests of several
-    files may have one name. If the summary lists the same test of the same file as passed and as failed, its status is
-    CONTRADICTED."""
+    """Return the status of each test in pytest's summary, by name. Tests of several files may have the same name; the
+    last status counts, as in R2E-Gym. If the summary lists one test of one file both as passed and as failed, its
+    status is CONTRADICTED."""
     _, found, summary = COLOUR.sub("", log).partition(SUMMARY)
     statuses: dict[str, str] = {}
     decided: dict[str, str] = {}
@@ -52,9 +51,9 @@ def statuses_of(log: str) -> dict[str, str]:
 def compare(
     expected: Mapping[str, str], log: str, reported: Iterable[str] | None, added: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the judgement as `swebench_check.check` does. `reported` are the lines of the report that Outrider's
-    pytest plugin has made, each with a status and a test, or None if there is no such report. A test counts only if the
-    report has the same status. `added` are the ends of the names of the tests that Outrider has added."""
+    """Return the judgement in the format of `swebench_check.check`. `reported` are the lines in the report of
+    Outrider's pytest plugin, each with a status and a test. If it is not None, a test counts only if the report also
+    has the expected status. Outrider's own tests, whose names end with one of `added`, are ignored."""
     wanted = {name.split(" - ")[0]: status for name, status in expected.items()}
     found = {name: status for name, status in statuses_of(log).items() if not name.endswith(added)}
     met = {name for name, status in wanted.items() if found.get(name) == status}

@@ -1,6 +1,6 @@
 """Compares an answer with gold answers, using math-verify. Runs in a separate process (see `zygote.py`).
 
-math-verify's own time limits are off, because they need SIGALRM and do not stop C code. The limits of the process apply
+math-verify's own time limits are off, because they need SIGALRM and do not stop C code. The process has a time limit
 instead.
 """
 
@@ -19,15 +19,15 @@ from outrider.evaluators.checks.math_units import read_unit
 UNIT_AFTER = re.compile(
     r"[\s$]*(?:\\[)\]])?\s*(?:\\(?:text|mathrm)\s*\{)?\s*([a-zA-Z°%][a-zA-Z/^\d ]{0,30}?)\s*(?:[}.,;$\n]|$)"
 )
-"""Matches the text behind a box if the text begins with a word that may be a unit."""
+"""Matches the text after a box if it begins with a word that may be a unit."""
 WRITTEN = re.compile(
     r"""\\(?:operatorname\*?\s*\{\s*)?
         (?: (?:i{1,3}|o|small)nt | sum | prod | lim | gcd | lcm | max | min | [dt]?binom | choose | det ) (?![a-zA-Z])
       | \\[dt]?frac \s* \{? \s* (?: d | \\partial ) [^{}]* \}? \s* \{? \s* (?: d | \\partial ) \s* [a-zA-Z]""",
     re.VERBOSE,
 )
-"""Matches LaTeX for a calculation. math-verify evaluates some of these calculations while parsing, so its result does
-not show that the text had a calculation."""
+"""Matches LaTeX of a calculation that is still to be done, such as an integral. math-verify evaluates some calculations
+while parsing, so its result does not show them."""
 WARM = (
     ("\\frac{1}{2}", "So it is $\\boxed{0.5}$."),
     ("\\{1,2\\}", "$\\boxed{\\{2,1\\}}$"),
@@ -56,8 +56,8 @@ WARM = (
     ("\\frac{-5}{3}", "-1\\frac{2}{3} + \\frac{3\\cdot 3}{7}"),
     ("2(\\frac{a}{2})", "(\\frac{24}{7}) x"),
 )
-"""Gold answers and answers to compare once before any fork. Otherwise each check would spend 0.1 s on loading and
-building the same objects."""
+"""Pairs of a gold answer and an answer that are compared once before the first fork. Otherwise each check would spend
+0.1 s on loading and building the same objects."""
 
 
 def warm_up() -> None:
@@ -66,21 +66,24 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """Compare the request's `answer` with its `golds`. If the request has no `answer`, check that the golds are usable.
+    """Compare the request's `answer` with the gold answers `golds`. If the request has no `answer`, check that the gold
+    answers are usable.
 
-    With `answer`, the result has the `equal` gold or None, the text `found` in the answer, and `calculates`.
-    `calculates` is true if the answer is an unevaluated calculation and no gold is one. (Otherwise an answer that
-    repeats the integral in the question would equal the gold.) If `whole` is true, `answer` is only the answer, and the
-    text `after` may begin with its unit. If `whole` is false, `answer` is a reply, from which the answer is extracted.
-    `relative_tolerance` is the greatest relative difference of equal numbers. Without `answer` the result has the
-    number of the first `unusable` gold, or None, and the reason `why`."""
+    If `whole` is true, `answer` is only the answer, and the text `after` may begin with its unit. If `whole` is false,
+    `answer` is a reply that contains the answer. `relative_tolerance` is the greatest relative difference of equal
+    numbers.
+
+    With `answer`, the result has `found`, the text of the answer, and `equal`, the equal gold answer or None.
+    `calculates` is true if the answer is an unevaluated calculation and no gold answer is one: an answer that only
+    repeats the integral in the question must not be accepted. Without `answer`, the result has `unusable`, the number
+    of the first unusable gold answer or None, and the reason `why`."""
     golds = [(gold, read(gold)) for gold in request["golds"]]
     tolerance = request.get("relative_tolerance")
     if "answer" not in request:
         for number, (gold, value) in enumerate(golds):
             if isinstance(value, Words) and not _is_text(value.text):
                 return {"unusable": number, "why": "does not parse"}
-            _equal(gold, value, "1", tolerance)  # this comparison must also end within the time limit
+            _equal(gold, value, "1", tolerance)  # a comparison with another answer must also end within the time limit
             if not _equal(gold, value, gold, tolerance):
                 return {"unusable": number, "why": "does not equal itself"}
         return {"unusable": None}
@@ -104,7 +107,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _calculates(text: str) -> bool:
-    """Return True if the text has an unevaluated calculation, which may be the calculation that the task requires."""
+    """Return True if the text has an unevaluated calculation. The task may require exactly this calculation."""
     return WRITTEN.search(text) is not None or WRITTEN.search(clean(text)) is not None
 
 
@@ -139,7 +142,7 @@ def _equal(gold: str, value: Value, answer: str, tolerance: float | None) -> boo
         if isinstance(value, Several) and isinstance(given, Quantity | Several):
             return compare.same(value, read(answer, merge=False))
     except Exception:
-        # sympy raises any type of exception. The answer is the cause, because the check of the task has compared each
-        # gold answer with itself.
+        # sympy raises any type of exception. The agent's answer is the cause, because each gold answer was compared
+        # with itself at submission.
         return False
     return False

@@ -1,7 +1,7 @@
-"""Compares two values of math_reading.py: the gold answer determines the required kind of the other value.
+"""Compares a gold answer with an answer. Both are values of math_reading.py.
 
-Invariants: without a tolerance, only equal values are equal, and decimals are exact; a comparison accepts no more than
-the table in docs/evaluators/math.md.
+Invariants: without a tolerance, numbers must be exactly equal (0.33 is not 1/3); a comparison accepts no more than the
+table in docs/evaluators/math.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from outrider.evaluators.checks.math_reading import (
 from outrider.evaluators.checks.math_units import PERCENT, Unit
 
 DIGITS = 60
-"""Number of digits with which irrational numbers are compared."""
+"""Number of digits to which irrational numbers are compared."""
 SMALL = sympy.Float(10) ** -45
 POINTS = 4
 """Number of points at which two expressions with variables must have the same values."""
@@ -47,7 +47,7 @@ CHOSEN = re.compile(
     re.DOTALL,
 )
 OTHER_LETTER = re.compile(r"\b(?:or|and)\b|\([A-J]\)|^\W*[A-J]\W*$|^\s*[,;/&|]")
-"""Matches the text after a letter if the text shows that the answer names several letters: `A or B`, `A, C`."""
+"""Matches the text after a letter if it shows that the answer names several letters: `A or B`, `A, C`."""
 CONSTANTS = ("C", "c", "K", "k")
 
 
@@ -116,7 +116,8 @@ class Comparison:
             assert isinstance(gold, Assigned)
             if isinstance(answer, Equation) and len(gold.sides) == 2:
                 return self._proportional(gold.sides[0] - gold.sides[1], answer.side, positive=False)
-            of_sum = re.match(r"\w+[+-]", gold.name) is not None  # `x + y = 5` may be the equation of a line
+            # 5 is not an answer to `x + y = 5`, which may be a line
+            of_sum = re.match(r"\w+[+-]", gold.name) is not None
             return not of_sum and not isinstance(answer, System | Equation) and self.same(gold.value, answer)
         if not isinstance(gold, Assigned):
             if isinstance(gold, Equation) and len(answer.sides) == 2:
@@ -163,7 +164,8 @@ class Comparison:
         for one, side in ((gold, ones), (answer, others)):
             if not isinstance(one, Several | Quantity | Assigned | Region | Coordinates):
                 return False
-            if len(side) == 1 and isinstance(side[0], Several | Region):  # a set in a set differs from the inner set
+            # a set that contains a set differs from the inner set
+            if len(side) == 1 and isinstance(side[0], Several | Region):
                 return False
         ones, others = self._distinct(ones, gold), self._distinct(others, answer)
         if len(ones) != len(others):
@@ -230,7 +232,7 @@ class Comparison:
         with_unit, bare = (gold.value, answer.value) if one is not None else (answer.value, gold.value)
         sides = (with_unit, bare) if one is not None else (bare, with_unit)
         exact = _in_base_units(with_unit, unit)
-        if not unit.dimensions or unit.turns:  # a percentage, a dozen and an angle are also numbers without a unit
+        if not unit.dimensions or unit.turns:  # 50% is also 0.5, a dozen is also 12, and 180° is also pi
             if self.equal(*((exact, bare) if one is not None else (bare, exact))):
                 return True
             if unit == PERCENT and not (bare.is_number and bool(abs(bare) > 1)):
@@ -270,8 +272,8 @@ class Comparison:
             return False
 
     def _vanishes(self, difference: Expr, symbols: list[Symbol], scale: Expr) -> bool:
-        """Return True if the expression is 0 at POINTS random points. The gold answer is the seed of the points, so an
-        agent cannot predict them."""
+        """Return True if the expression is 0 at POINTS random points. The random generator is seeded with the gold
+        answer, so an agent cannot predict the points."""
         agreed = 0
         for attempt in range(TRIES):
             sign = -1 if attempt % 2 else 1
@@ -293,7 +295,8 @@ class Comparison:
         return False
 
     def _proportional(self, gold: Expr, answer: Expr, *, positive: bool) -> bool:
-        """Return True if one expression is a constant multiple of the other."""
+        """Return True if one expression is a constant multiple of the other. If `positive` is true, the constant must
+        be positive."""
         symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
         point = {symbol: sympy.Rational(self._random.randrange(10**6, 3 * 10**6), 10**6 + 3) for symbol in symbols}
         if not symbols or gold.free_symbols != answer.free_symbols:
@@ -308,7 +311,7 @@ class Comparison:
 
 
 def chosen(gold: str, answer: str) -> bool | None:
-    """Compare the letters of multiple choice. Returns None if the gold answer is not such a letter."""
+    """Compare the letters of multiple choice. Returns None if the gold answer is not a single letter."""
     letter = CHOICE.fullmatch(gold)
     if letter is None:
         return None
@@ -323,7 +326,7 @@ def _in_base_units(value: Expr, unit: Unit) -> Expr:
 
 
 def _pieces(points: Set) -> list[sympy.Interval] | None:
-    """Return the intervals of a set in ascending order, or None if the set has other parts."""
+    """Return the intervals of a set in ascending order, or None if the set has parts that are not intervals."""
     parts = points.args if isinstance(points, sympy.Union) else (points,)
     if not all(isinstance(part, sympy.Interval) for part in parts):
         return None
@@ -331,7 +334,7 @@ def _pieces(points: Set) -> list[sympy.Interval] | None:
 
 
 def _constant_renamed(gold: Expr, answer: Expr) -> Expr:
-    """Rename the constant of integration in the answer to the name that the gold answer uses."""
+    """Rename the constant of integration in the answer to its name in the gold answer."""
     ours, theirs = (
         [term for term in expr.as_ordered_terms() if isinstance(term, Symbol) and term.name in CONSTANTS]
         for expr in (gold, answer)

@@ -1,8 +1,8 @@
 """Reads the text of an answer as a value: a quantity, a list, a point, a region of real numbers, an equation, a matrix.
 
-math-verify's parser reads the expressions; this module reads what surrounds the expressions: units, bases, brackets,
-relations and words. Invariant: a text that is not understood as a whole becomes `Words`, which equal only the same
-words; no part of a text is ignored.
+math-verify's parser reads expressions. This module reads what surrounds them: units, bases, brackets, relations and
+words. Invariant: no part of a text is ignored. A text that is not fully understood becomes `Words`, which equal only
+the same words.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.evaluators.checks.math_units import OTHERS, Unit, read_unit
 
 
 class Unreadable(Exception):
-    """The text is no expression."""
+    """The text cannot be read as an expression."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Words:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number or an expression. `unit` is its unit of measure, and `noun` are the words for the counted things.
-    `rounded` is the decimal that follows `≈`."""
+    """A number or an expression. `unit` is its unit of measure. `noun` has the words for the counted things (`3
+    apples`). `rounded` is a rounded decimal that follows the number (`1/3 ≈ 0.33`)."""
 
     value: Expr
     unit: Unit | None = None
@@ -45,7 +45,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Based:
-    """A number whose text names its base."""
+    """A number in a base that the text names, such as `101_2`."""
 
     digits: str
     base: int
@@ -66,7 +66,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Residue:
-    """A class modulo `modulus`. `written` is the number that the text has for the class."""
+    r"""A residue class, such as `3 \pmod 7`. `written` is the number in the text, here 3."""
 
     written: Expr
     modulus: Expr
@@ -75,7 +75,7 @@ class Residue:
 
 @dataclass(frozen=True)
 class Several:
-    """Several values without an order: a list of answers, or, with `braces`, a set."""
+    """Several values whose order does not matter: a list of answers or, if `braces` is true, a set."""
 
     items: tuple[Value, ...]
     braces: bool = False
@@ -83,7 +83,7 @@ class Several:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Values in an order, between brackets (`(`, `[`, or `|` for a column vector)."""
+    """Values whose order matters, such as a point. `bracket` is `(`, `[`, or `|` for a column vector."""
 
     items: tuple[Value, ...]
     bracket: str
@@ -104,7 +104,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Halfspace:
-    """An inequality in several variables: `side` < 0, or <= 0 if not `strict`."""
+    """An inequality in several variables: `side` < 0 or, if `strict` is false, `side` <= 0."""
 
     side: Expr
     strict: bool
@@ -121,14 +121,14 @@ class Assigned:
 
 @dataclass(frozen=True)
 class System:
-    """Values of different variables: `x = 1, y = 2`, by name."""
+    """Values of different variables by name: `x = 1, y = 2`."""
 
     values: tuple[tuple[str, Value], ...]
 
 
 @dataclass(frozen=True)
 class Equation:
-    """`side` = 0."""
+    """The equation `side` = 0."""
 
     side: Expr
 
@@ -138,7 +138,7 @@ Value = (
     | Halfspace | Assigned | System | Equation
 )  # fmt: skip
 CUP, CAP, MINUS, SIGN = "\N{UNION}", "\N{INTERSECTION}", "\N{SET MINUS}", "\N{LESS-THAN EQUAL TO OR GREATER-THAN}"
-"""Characters that stand for commands while a text is split."""
+"""Characters that replace LaTeX commands while a text is split at these commands."""
 MAX_PARTS = 64
 MAX_DEPTH = 12
 COUNTED = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
@@ -166,7 +166,7 @@ NO_NOUN = frozenset((
     *(f"{word}ty" for word in ("twen", "thir", "for", "fif", "six", "seven", "eigh", "nine")), *MULTIPLES,
     "eleventh", "twelfth", "twentieth", "hundredth", "thousandth", "millionth",
 ))  # fmt: skip
-"""Words after a number that do not name the counted things."""
+"""Words that cannot be the `noun` of a Quantity."""
 EACH = frozenset(("per", "each", "every"))
 FUNCTIONS = r"sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|ln|log|exp|pi|infinity|infty|theta|alpha|beta|phi"
 RELATION = re.compile(r"\\(?:le|ge|ne|in|approx|equiv|sim|simeq)(?![a-zA-Z])|[=<>]")
@@ -190,7 +190,7 @@ RATIONAL = re.compile(
     r"([-+]?)\s*(?:(\d+)|(\d*)\.(\d+)|(\d+)\s*/\s*(\d+)|\\frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\})$"
 )
 UNREAD = ('"', "°", "%", "!!", "...", "\\ldots")
-"""Signs that no expression has. They belong to words, units, omissions and double factorials."""
+"""Signs that an expression cannot have. They belong to words, units, omissions and double factorials."""
 SPELLING = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
 )
@@ -204,26 +204,26 @@ OPERATORS = {"<": sympy.Lt, ">": sympy.Gt, "\\le": sympy.Le, "\\ge": sympy.Ge, "
 
 
 def read(text: str, *, merge: bool = True, letters: bool = False) -> Value:
-    """Return the value of an answer. Without `merge`, commas never group digits (`100,200` is two numbers). With
-    `letters`, a letter behind a number is a unit also without a space or an upright font (`3m`)."""
+    """Return the value of an answer. If `merge` is false, commas never group digits: `100,200` is two numbers. If
+    `letters` is true, a letter directly after a number is a unit (`3m`)."""
     text = clean(text)
     if not merge:
         text = re.sub(r"(?<=\d),(?=\d{3})", ", ", text)
     try:
         return _Reader(letters).whole(text, 0)
-    except Exception:  # sympy raises any type of exception; also for brackets that are nested too deep
+    except Exception:  # sympy raises any type of exception, for example for deeply nested brackets
         return Words(text)
 
 
 def expression(text: str) -> Expr:
-    """Return the number or expression for which the text stands. Raises Unreadable."""
+    """Read the text as a number or an expression. Raises Unreadable."""
     if (number := rational(text)) is not None:
         return number
     return _parsed(text)
 
 
 def rational(text: str) -> Expr | None:
-    """Return the value of a plain number or fraction. Returns None for all other texts."""
+    """Return the value of a plain number or fraction, or None for any other text."""
     found = RATIONAL.match(text.strip())
     if found is None or len(text) > 4000:
         return None
@@ -261,7 +261,7 @@ def _parsed(text: str) -> Expr:
     if re.search(r"\d\s+[\d.]|\d\.\d+\.", text) or split(text, ",;")[1:]:
         raise Unreadable(text)
     if (number := rational(re.sub(r"^\(([^()]*)\)$", r"\1", text.strip()))) is not None:
-        return number  # a mixed number
+        return number  # a mixed number such as `1 1/2`
     text = re.sub(r"(?<!\d)(\d*)\.(\d+)", lambda d: f"\\frac{{{int((d[1] or '') + d[2])}}}{{{10 ** len(d[2])}}}", text)
     text = re.sub(r"(\d)\.(?!\d)", r"\1", text)
     try:
@@ -290,7 +290,8 @@ def _repeating(found: re.Match[str]) -> str:
 
 def _mixed(found: re.Match[str]) -> str:
     whole, above, below = found.groups()
-    if found.re.pattern.find("frac") >= 0 and "{" not in found[0]:  # \frac37: one digit each
+    # without braces, as in `\frac37`, each part is one digit
+    if found.re.pattern.find("frac") >= 0 and "{" not in found[0]:
         digits = above + below
         above, below, rest = digits[0], digits[1:2], digits[2:]
         if rest or not below:
@@ -301,7 +302,8 @@ def _mixed(found: re.Match[str]) -> str:
 
 
 def plain_words(text: str) -> str:
-    """Return the words of a text for comparing: lower case, without punctuation, quotes and a leading article."""
+    """Return the words of a text in a form for comparing: in lower case, without punctuation, quotes and a leading
+    article."""
     text = re.sub(r"\\(?:text|mathrm)?\b|[\"'{}$\\.!?]", " ", text)
     text = re.sub(r"(\d)(?:st|nd|rd|th)\b", r"\1", " ".join(text.lower().split()))
     return re.sub(r"^(?:the|an|a) (?=\w)", "", text.replace(" ,", ","))
@@ -487,8 +489,8 @@ class _Reader:
         return Words(text)
 
     def _equal(self, text: str, sides: list[str], signs: list[str], depth: int) -> Value:
-        """Read a chain of equal sides. If the first side is a name, or if the second of two sides is a name, the chain
-        assigns a value to this name."""
+        """Read a chain of equal sides, such as `x = 1 + 2 = 3`. If the first side, or the second of two sides, is a
+        name, the chain assigns a value to this name."""
         name = _name(sides[0])
         if name is None and len(sides) == 2 and _name(sides[1]) is not None:
             sides.reverse()
@@ -587,7 +589,7 @@ class _Reader:
         return Coordinates(tuple(row[0] for row in rows), "|") if len(rows[0]) == 1 else Grid(rows)
 
     def _scaled(self, factor: Expr, value: Value | None, text: str) -> Value:
-        """Return a vector or a matrix, multiplied by a number."""
+        """Multiply a vector or a matrix by a number."""
 
         def times(row: tuple[Value, ...]) -> tuple[Value, ...]:
             return tuple(replace(one, value=factor * one.value) if isinstance(one, Quantity) else one for one in row)
@@ -694,7 +696,8 @@ def _number_in_words(text: str) -> Expr | None:
 
 
 def _sides(text: str) -> tuple[list[str], list[str]]:
-    """Split the text at its relations outside of brackets."""
+    r"""Split the text at its relation signs (`=`, `\in` and the like) outside of brackets. Returns the sides and the
+    signs."""
     signs: list[str] = []
 
     def mark(found: re.Match[str]) -> str:
@@ -704,7 +707,7 @@ def _sides(text: str) -> tuple[list[str], list[str]]:
     marked = RELATION.sub(mark, text)
     sides = [side.strip() for side in split(marked, SIGN)]
     if len(sides) != len(signs) + 1:
-        return [text], []  # a relation within brackets
+        return [text], []  # a relation sign is within brackets
     return sides, signs
 
 
@@ -723,9 +726,9 @@ def _expressions(sides: list[str]) -> Iterator[Expr]:
 
 
 def _of_chain(numbers: list[Quantity], signs: list[str]) -> Quantity | None:
-    """Return the value of a chain of numbers that are equal or rounded. Returns None if the numbers differ. After `=`,
-    a number counts as rounded only if it is no integer and the number before it is no finite decimal: `1/3 = 0.33` has
-    a value, but `7.01 = 7` and `0.334 = 0.33` have none."""
+    """Return the value of a chain of numbers, or None if they differ by more than rounding. After `=`, a number counts
+    as rounded only if it is not an integer and the first number has no finite decimal form: `1/3 = 0.33` has a value,
+    but `7.01 = 7` and `0.334 = 0.33` do not."""
     first = numbers[0]
     rounded: Expr | None = None
     for one, sign in zip(numbers[1:], signs, strict=True):
@@ -755,8 +758,8 @@ def _of_chain(numbers: list[Quantity], signs: list[str]) -> Quantity | None:
 
 
 def _total(parts: list[Value]) -> Quantity | None:
-    """Return the sum of two quantities of the same dimensions, if the first has the greater unit. Returns None
-    otherwise."""
+    """Return the sum of two quantities of the same dimensions (6 hours 30 minutes), or None if the first does not have
+    the greater unit."""
     match parts:
         case [Quantity(value=great, unit=Unit() as unit), Quantity(value=small, unit=Unit() as less)]:
             if unit.dimensions == less.dimensions and unit.factor > less.factor:
@@ -766,7 +769,7 @@ def _total(parts: list[Value]) -> Quantity | None:
 
 
 def _decimals(value: Expr) -> int | None:
-    """Return the number of decimals of a decimal number, but at least 2. Returns None for other numbers."""
+    """Return the number of decimal places of a number, but at least 2. Returns None if its decimals never end."""
     if not isinstance(value, sympy.Rational):
         return None
     return next((digits for digits in range(2, 30) if 10**digits % value.q == 0), None)
@@ -782,7 +785,7 @@ def _solved(left: Expr, right: Expr, sign: str, symbol: Symbol) -> Set:
         if relation in (sympy.true, sympy.false):
             return sympy.S.Reals if relation == sympy.true else sympy.S.EmptySet
         return relation.as_set()
-    except Exception:  # sympy cannot solve each inequality, and raises any type of exception
+    except Exception:  # sympy cannot solve every inequality, and raises any type of exception
         return sympy.ConditionSet(symbol, OPERATORS[sign](left, right), sympy.S.Reals)
 
 
@@ -813,8 +816,8 @@ def _interval(items: tuple[Value, ...], kind: str) -> Region | None:
 
 
 def _as_region(item: Value | None) -> Region | None:
-    """Return the set of real numbers that the value is or may be: `(1, 2)` may be an interval. Returns None for any
-    other value."""
+    """Return the set of real numbers that the value is or may be: `(1, 2)` may be an interval. Returns None if the
+    value cannot be such a set."""
     if isinstance(item, Region):
         return item
     if isinstance(item, Coordinates) and item.bracket in "([":
@@ -828,7 +831,7 @@ as_region = _as_region
 
 
 def _tails(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the places where a unit may begin, the longest unit first."""
+    """Yield each split of the text into a number and a following unit, the longest unit first."""
     for found in re.finditer(
         r"""(?<=[\d)}!\]"])(?=\s*["a-zA-Z°%€£¢Ω\\µ])|(?<=[a-zA-Z])(?=\s+["a-zA-Z°%]|["°%])""", text
     ):
@@ -842,7 +845,7 @@ def _inline_degrees(text: str) -> str:
 
 
 def _basis_vector(text: str) -> list[Expr] | None:
-    """Return the components of a vector that is written with the unit vectors **i**, **j** and **k**."""
+    """Return the components of a vector written with the unit vectors **i**, **j** and **k**."""
     if not re.search(r"\{\s*[ijk]\s*\}|\\(?:hat|vec)\s*\{?\s*\\?[ijk]", text) or re.search(r"[=<>]", text):
         return None
     marked = re.sub(r"(?:\\(?:hat|vec)\s*)?\{\s*\\?([ijk])(?:math)?\s*\}", r" v_\1 ", text)

@@ -1,10 +1,11 @@
-"""Rewrites an answer's LaTeX into one plain spelling, splits texts outside of brackets, and finds an answer in a reply.
+r"""Rewrites an answer's LaTeX into one plain spelling, splits texts outside of brackets, and finds an answer in a
+reply.
 
-This module handles only text: it depends on no library, and does not handle numbers. Invariant: `clean` keeps the
-meaning of a text; where the meaning is unclear, the text stays as it is and cannot be read later.
+Invariant: `clean` keeps the meaning of a text. If the meaning is unclear, the text stays unchanged, and cannot be read
+as a value later.
 
-After `clean`, words of `\\text{...}` stand between double quotes, `°` is a degree, `%` a percent sign, and relations
-have their shortest names (`\\le`, `\\ne`).
+After `clean`, the words of `\text{...}` are in double quotes, `°` is a degree, `%` is a percent sign, and relations
+have their shortest names (`\le`, `\ne`).
 """
 
 from __future__ import annotations
@@ -67,15 +68,15 @@ NAMED_IN_WORDS = (
     "min",
     "tr",
 )
-"""Functions that some texts write as words: `\\mathrm{lcm}`."""
+r"""Functions whose names may be set as words: `\mathrm{lcm}`."""
 LETTERS_IN_WORDS = ("i", "e", "d", "T", "j")
-"""Letters that are mathematics although some texts set them upright: `3\\mathrm{i}`."""
+r"""Letters that are symbols even if they are set upright as words: `3\mathrm{i}`."""
 POWER_OF_TEN = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d{1,4})(?![\w.^])")
 MULTIPLES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 MULTIPLE = re.compile(
     r'(?<=[\d}])(?:(\s*"?)\s*\b(WORD)s?\b(?!\s*")|\s*"\s*(WORD)s?\s*")'.replace("WORD", "|".join(MULTIPLES))
 )
-"""Matches a power of ten in words behind a number: `3.5 million`."""
+"""Matches a power of ten in words after a number: `3.5 million`."""
 THOUSANDS = re.compile(r"(?<![\d,.{])\d{1,3}(?:,\d{3})+(?![\d,])")
 EVERYWHERE = re.compile(
     r"""(.*[^\s,;("])[\s,;(]*
@@ -86,15 +87,16 @@ EVERYWHERE = re.compile(
           | "?\s*for\ (?:all\ |any\ |every\ )?integers?\s*"?\s*([kmn]) )\s*"?\)?$""",
     re.VERBOSE | re.DOTALL,
 )
-"""Matches a condition after an answer, if all real numbers or all integers fulfil the condition: `f(x) = x` for all
-*x*."""
+"""Matches an answer that ends with a condition on a variable, if all real numbers or all integers fulfil the condition:
+`f(x) = x` for all *x*."""
 SPACED_THOUSANDS = re.compile(r"(?<![\d.,])(?<![\d.,] )([1-9]\d{0,2})((?: \d{3})+)(?! ?[\d/])")
 OPEN, CLOSE = "([{", ")]}"
 MAX_JOINED = 16
 
 
 def clean(text: str) -> str:
-    """Return the text in its plain spelling (see the module's heading), without outer blanks and the final stop."""
+    """Return the text in its plain spelling (see the module's docstring), without surrounding spaces and the final
+    period."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: f"^{{{''.join(RAISED[sign] for sign in found[0])}}}", text)
     text = re.sub("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", lambda found: f" {unicodedata.normalize('NFKC', found[0])}", text)
     text = "".join(SIGNS.get(sign, sign) for sign in text).replace("\N{FRACTION SLASH}", "/")
@@ -122,8 +124,8 @@ def clean(text: str) -> str:
 
 
 def _without_condition(found: re.Match[str]) -> str:
-    """Return the match without its condition, if the variable of the condition occurs in the text before the condition.
-    Return the whole match otherwise."""
+    """Remove the condition from a match if the condition's variable occurs in the text before it. Otherwise return the
+    whole match."""
     text, name = found[1], found[2] or found[3] or found[4]
     return text if re.search(rf"(?<![a-zA-Z]){name}(?![a-zA-Z])|(?<=\d){name}\b", text) else found[0]
 
@@ -138,7 +140,8 @@ def _words(found: re.Match[str]) -> str:
 
 
 def _without_dollars(text: str) -> str:
-    """Remove the signs that delimit mathematics. A lone `$` before a digit is a currency."""
+    r"""Remove the signs that delimit mathematics, such as `$` and `\(`. A lone `$` before a digit is a currency and
+    stays."""
     text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)
     bare = re.findall(r"(?<!\\)\$", text)
     if len(bare) == 1 and re.search(r"(?<!\\)\$\s*[\d.]", text):
@@ -147,15 +150,15 @@ def _without_dollars(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Remove braces around the whole text. The braces of a set stay."""
+    """Remove braces around the whole text, except the braces of a set."""
     while text.startswith("{") and closing(text, 0) == len(text) - 1 and not split(text[1:-1], ",;")[1:]:
         text = text[1:-1].strip()
     return text
 
 
 def closing(text: str, start: int) -> int:
-    """Return the position of the bracket that closes the bracket at `start`, or -1. The bracket may be of another kind,
-    as in the interval `(0, 1]`."""
+    """Return the position of the bracket that closes the bracket at `start`, or -1. It may have another shape, as in
+    the interval `(0, 1]`."""
     depth = 0
     for at in range(start, len(text)):
         if text[at] in OPEN:
@@ -191,8 +194,8 @@ JOINED = re.compile(r'(?<![\w\\])(?:and|or)(?!\w)|"\s*,?\s*(?:and|or)\s*"')
 
 
 def alternatives(text: str) -> tuple[list[str], str]:
-    """Split the text at top-level commas, semicolons, `or` and `and`. Returns the parts, and the word that joins the
-    parts: `or`, `and`, or `,`."""
+    """Split the text at top-level commas, semicolons, `or` and `and`. Returns the parts, and how they are joined: `or`,
+    `and`, or `,`."""
     words = JOINED.findall(text)
     joint = "," if not words else "or" if any("or" in word for word in words) else "and"
     marked = JOINED.sub(",", THOUSANDS.sub(_merge_outside(text), text))
@@ -217,7 +220,7 @@ SAID = re.compile(
 MATHS = re.compile(r"\$\$([^$]+)\$\$|(?<!\\)\$((?:\\\$|[^$\n])+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 LAST_WORDS = re.compile(r"(?:\bis\b|\bare\b|[:=])\s*([^:=]{1,200})$")
 SHORT_REPLY = 40
-"""Maximum characters of a reply that is an answer as a whole: `D`, `Monday`."""
+"""Maximum characters of a reply that is accepted as an answer as a whole, such as `D` or `Monday`."""
 HOPE = re.compile(r"(?i:\s*I hope it is correct.*$)", re.DOTALL)
 SENTENCE = re.compile(r"(?:\.|!|\?)(?=\s|$|\*)|\n")
 EXPLAINED = re.compile(r",?\s+(?:since|because|which is|as (?:required|desired|shown|claimed))\b.*$", re.DOTALL)
@@ -234,7 +237,8 @@ NAME = re.compile(r"([a-zA-Z])\s*=\s*$")
 
 
 def candidates(reply: str) -> list[str]:
-    """Return the texts that may be the answer in a reply without a mark, the likeliest first."""
+    """Return the texts that may be the answer, the likeliest first, in a reply without `<answer>` tags and LaTeX
+    boxes."""
     reply = HOPE.sub("", reply.strip())
     found = []
     said = [match.end() for match in SAID.finditer(reply)]

@@ -1,7 +1,7 @@
-"""Units of measure: each is a factor to base units and the exponents of its dimensions.
+"""Units of measure. A unit has a factor to base units, and the exponents of its dimensions.
 
-This module depends on nothing but the standard library. Invariant: two units of the same `dimensions` convert into each
-other by their factors; a word that is no unit is never given dimensions.
+Invariants: two units with the same `dimensions` convert into each other by their factors; a word that is not a unit
+never gets dimensions.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ Dimensions = frozenset[tuple[str, int]]
 
 @dataclass(frozen=True)
 class Unit:
-    """`factor` converts a number to base units, apart from a power of pi. `turns` is the exponent of pi. For a degree,
-    which is pi/180 radians, `factor` is 1/180 and `turns` is 1."""
+    """A unit of measure. `factor` converts a number to base units, except for a power of pi, whose exponent is `turns`.
+    A degree is pi/180 radians, so its `factor` is 1/180 and its `turns` is 1."""
 
     factor: Fraction
     dimensions: Dimensions
@@ -67,7 +67,8 @@ METRIC = {
     ("G", "gauss"): _unit("1/10000", kg=1, s=-2, A=-1),
     ("B", "byte"): _unit(8, bit=1),
 }
-"""Units that take prefixes. The first name is a symbol, and takes the short prefixes."""
+"""Units that take prefixes. The first name is a symbol, which takes short prefixes (`km`). The other names take long
+prefixes (`kilometer`)."""
 OTHERS = {
     ("in", "inch", "inches"): _unit("0.0254", m=1),
     ("ft", "foot", "feet"): _unit("0.3048", m=1),
@@ -130,7 +131,6 @@ def _names() -> dict[str, Unit]:
             for prefix, power in prefixes.items():
                 for body in bodies:
                     names[prefix + body] = Unit(unit.factor * Fraction(10) ** power, unit.dimensions)
-    # These units replace metric names, because "min" is no milli-inch, and "cal" has no prefix "c".
     for symbols, unit in OTHERS.items():
         names.update(dict.fromkeys(symbols, unit))
     for name, unit in list(names.items()):

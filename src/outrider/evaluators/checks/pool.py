@@ -1,9 +1,12 @@
 """Runs checks of answers in separate processes. The service or a node calls this module.
 
-This module imports none of the libraries that check answers. Invariants: each check has a limit of processor time and
-of memory; a hanging check delays quick checks by at most QUICK_SECONDS of processor time; a check with a cancelled
-caller is killed; failures of the machine (no process can be started, no time to run) are EvaluatorErrors, and do not
-count against the answer.
+This module imports none of the libraries that check answers. Invariants:
+
+- Each check has a limit of processor time and of memory.
+- A hanging check delays quick checks by at most QUICK_SECONDS of processor time.
+- A check is killed when its caller is cancelled.
+- A failure of the machine (a process cannot be started or gets no time to run) raises EvaluatorError, and does not
+  count against the answer.
 """
 
 from __future__ import annotations
@@ -34,12 +37,13 @@ from outrider.sandbox.runtimes.tool_server.launch import connection
 from outrider.spec import tenant_of
 
 QUICK_SECONDS = 0.2
-"""Seconds of processor time after which a check moves to the slow line. Most checks need a tenth of this time."""
+"""Seconds of processor time after which a check is stopped and starts again in the slow queue. Most checks need a tenth
+of this time."""
 SLOW_NICER = 5
 """Niceness added to slow checks, so that other checks and the service run first."""
 SUBMITTED_AT_ONCE = 2
-"""Maximum concurrent checks of submitted tasks in each line. With a maximum of 1, a long check would block all
-others."""
+"""Maximum concurrent checks of submitted tasks in each of the two queues. With a maximum of 1, a long check would block
+all others."""
 MAX_MEMORY = 512 << 20
 """Maximum memory of a check in bytes, in addition to the memory of its library."""
 MAX_ANSWER = 1 << 20
@@ -58,13 +62,13 @@ for name in ("outrider", "outrider.evaluators", "outrider.sandbox", "outrider.sa
 from outrider.evaluators.checks.zygote import main
 main(module)
 """
-"""Program of the zygote. Empty modules replace the parent packages, because the real packages import many modules that
-checks do not need."""
+"""The program of the zygote, the process from which checks are forked. Empty modules replace the parent packages,
+because the real packages import many modules that checks do not need."""
 
 
 class Library(msgspec.Struct, frozen=True, kw_only=True):
-    """A library for checking answers. `distribution` is the name on PyPI. `packages` are the imported packages.
-    `install` is the argument of `pip install`. `checks` is the name of the module that uses the library."""
+    """A library for checking answers. `distribution` is its name on PyPI, `packages` are its Python packages, and
+    `install` is the argument of `pip install`. `checks` is the module that uses the library."""
 
     distribution: str
     packages: tuple[str, ...]
@@ -86,8 +90,8 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a check: the check's `answer`, or, if `answer` is None, a `fault`, the reason why the given text
-    cannot be checked. `seconds` is the processor time."""
+    """The result of a check. If `answer` is None, the given text cannot be checked, and `fault` has the reason.
+    `seconds` is the processor time."""
 
     answer: dict[str, Any] | None
     fault: str = ""
@@ -95,8 +99,8 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lines:
-    """The two queues of checks: `quick`, and `slow` for checks that did not end within the quick limit. Each queue, or
-    line, runs at most `at_once` checks concurrently. `nicer` is the niceness added in the quick line."""
+    """The two queues of checks: `quick` for every check, and `slow` for checks that exceed QUICK_SECONDS. Each queue
+    runs at most `at_once` checks concurrently. `nicer` is the niceness added to checks in the quick queue."""
 
     def __init__(self, at_once: int, *, nicer: int) -> None:
         self.quick = Turns(at_once)
@@ -112,16 +116,15 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 async def checks_of(host: Host | None, part: Callable[[Host], Checks]) -> Checks:
-    """Return the `Checks` that the host shares, made by `part` on first use. Raises EvaluatorError without a host."""
+    """Return the host's shared `Checks`, which `part` makes on first use. Raises EvaluatorError if there is no host."""
     if host is None:
         raise EvaluatorError("this evaluator runs on a node only", hint="give the Outcome the `host` of a node")
     return await host.part(part)
 
 
 class Checks:
-    """The checks of one library, as a part of a host (see sandbox/runtimes/node_host.py): `await
-    host.part(partial(Checks, library=...))`. The first check starts the process from which checks are forked
-    (zygote.py). If that process exits, the next check starts another."""
+    """Runs the checks of one library, once per node: `await host.part(partial(Checks, library=...))`. The first check
+    starts the zygote, the process from which checks are forked. If the zygote exits, the next check starts another."""
 
     def __init__(self, host: Host, *, library: Library) -> None:
         self._mark = f"{host.folder.name}/"
@@ -149,20 +152,19 @@ class Checks:
         submitted: bool = False,
     ) -> CheckResult:
         """Run the library's check of `request`, for up to `seconds` of processor time. Time spent in queues does not
-        count. Tenants take turns, and the buckets of each tenant take turns as well. The wait for the slow line is in a
-        block of `off_the_clock` (see `Outcome`). Raises EvaluatorError.
+        count. In each queue, tenants take turns, and so do the buckets of each tenant. The wait for the slow queue runs
+        inside `off_the_clock()` (see `Outcome`). Raises EvaluatorError.
 
-        A check of a `submitted` task has a low priority, and each line runs at most SUBMITTED_AT_ONCE such checks, so
-        that checks of sessions' answers do not wait for submitted tasks. The service makes at most one such call per
-        tenant at a time (`SubmissionChecks`), so that no tenant fills the line."""
+        If `submitted` is true, the check is for a task that is being submitted. Such checks have a low priority and
+        queues of their own, so that checks of sessions' answers do not wait for them. The service makes at most one
+        such call per tenant at a time (`SubmissionChecks`), so that no tenant fills these queues."""
         lines = self._submitted if submitted else self._answers
         body = await asyncio.to_thread(msgspec.json.encode, request)
         quick = min(seconds, QUICK_SECONDS)
         async with lines.quick.take(tenant_of(bucket), bucket):
             checked = await self._run(body, quick, nicer=lines.nicer)
         if checked is None and quick < seconds:
-            # The check starts again from the beginning in the slow line, because hanging checks would delay the quick
-            # line.
+            # The check starts over in the slow queue, because a hanging check would delay the quick queue.
             async with AsyncExitStack() as held:
                 async with off_the_clock():
                     await held.enter_async_context(lines.slow.take(tenant_of(bucket), bucket))
@@ -186,7 +188,8 @@ class Checks:
             number = os.WTERMSIG(ended.status)
             if number in (signal.SIGPROF, signal.SIGXCPU):
                 return None
-            if number in CRASHES:  # the answer is the cause, because the same library has checked the gold answers
+            # the answer is the cause, because the gold answers were checked with the same library
+            if number in CRASHES:
                 fault = f"it makes {self._library.distribution} crash ({signal.Signals(number).name})"
                 return CheckResult(answer=None, fault=fault, seconds=ended.seconds)
             raise EvaluatorError(
@@ -199,7 +202,7 @@ class Checks:
             raise EvaluatorError(f"the check of an answer ended with status {ended.status} and no result") from error
 
     async def _exchange(self, control: socket.socket, body: bytes, limits: bytes) -> bytes:
-        """Send a new check to the zygote and return all bytes from the check's connection. Raises OSError."""
+        """Send a new check to the zygote, and return all bytes from the check's connection. Raises OSError."""
         with connection() as (ours, theirs):
             while True:
                 try:
@@ -218,11 +221,11 @@ class Checks:
                     raise ConnectionError("it says too much")
             return said
         finally:
-            writer.transport.abort()  # this call hangs up at once, so the zygote kills a check that still runs
+            writer.transport.abort()  # this closes the connection at once, so the zygote kills a check that still runs
 
     async def _spawn(self) -> tuple[Child, socket.socket]:
         await shielded(self._await_deaths)
-        if self._zygote is None:  # no other caller has started a zygote meanwhile
+        if self._zygote is None:  # no other caller has started a zygote in the meantime
             root = str(Path(__file__).parents[3])
             paths = [path for path in sys.path if os.path.isabs(path)]
             command = [sys.executable, "-I", "-S", "-c", BOOT, root, self._library.checks, *paths]
@@ -235,7 +238,7 @@ class Checks:
         return self._zygote
 
     async def _failure(self, child: Child, control: socket.socket, why: str) -> EvaluatorError:
-        """Return the error of a check whose connection broke. If the zygote has exited, it is given up, and the next
+        """Return the error of a check whose connection broke. If the zygote has exited, it is discarded, and the next
         check starts another zygote."""
         tail = None
         if (child, control) == self._zygote and await child.ends_within(GONE_SECONDS):

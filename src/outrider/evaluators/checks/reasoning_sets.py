@@ -1,6 +1,6 @@
-"""The data sets of reasoning-gym: the unusable sets, and the texts that scorers evaluate as Python.
+"""Lists the data sets of reasoning-gym that cannot be used, and checks the texts that scorers evaluate as Python.
 
-An evaluated text must be a plain literal, sum or formula. The module is pure. Invariant: an accepted text calls only
+Such a text must be a plain literal, sum or formula. The module is pure. Invariant: an accepted text calls only
 FUNCTIONS, reads no attribute and has no code in a string, however the text is evaluated later. Its evaluation may still
 never end.
 """
@@ -45,8 +45,8 @@ FUNCTIONS = frozenset(
         *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "Abs"),
     )
 )
-"""Functions that a formula may call. `Integral` is not among them: the scorer differentiates the answer, so an answer
-that repeats the question's integral would be right."""
+"""Functions that a formula may call. `Integral` is not one of them: the scorer differentiates the answer, so an answer
+that repeats the question's integral would count as right."""
 
 
 def is_literal(text: str) -> bool:
@@ -55,19 +55,20 @@ def is_literal(text: str) -> bool:
     try:
         tree = _tree(text)
     except (SyntaxError, ValueError):
-        return True  # eval raises the same error
+        return True  # `eval` raises the same error and runs nothing
     return all(isinstance(node, LITERAL) for node in ast.walk(tree))
 
 
 def is_sum(text: str) -> bool:
     """Return True for a text that is safe for sympy's `parse_expr`: whole numbers with + - * / and brackets. Names are
-    excluded, because an answer could make other numbers from them: log(E) is 1."""
+    excluded, because an answer could build numbers from them that the task does not give: log(E) is 1."""
     return SUM_SIGNS.fullmatch(text) is not None and _is_python_of(text, SUM)
 
 
 def is_formula(text: str) -> bool:
-    """Return True for a text that is safe for sympy's `parse_expr`: numbers, variables of one letter, pi, operators and
-    FUNCTIONS. The text must already be plain Python, because `parse_expr` rewrites a text before evaluating it."""
+    """Return True for a text that is safe for sympy's `parse_expr`: numbers, variables of one letter, pi, operators
+    and FUNCTIONS. It must already be plain Python, because `parse_expr` rewrites other notations before it evaluates
+    them."""
     return FORMULA_SIGNS.fullmatch(text) is not None and _is_python_of(text, FORMULA)
 
 
@@ -89,7 +90,7 @@ def _is_python_of(text: str, kinds: tuple[type[ast.AST], ...]) -> bool:
 
 
 def _tree(text: str) -> ast.AST:
-    """Parse a text like `eval`, which skips leading blanks and tabs."""
+    """Parse a text as `eval` does, which skips leading spaces and tabs."""
     return compile(text.lstrip(" \t"), "answer", "eval", ast.PyCF_ONLY_AST, dont_inherit=True)
 
 
@@ -103,12 +104,12 @@ EVALUATED: dict[str, Callable[[str], bool]] = {
     "polynomial_multiplication": is_formula,
     "countdown": is_sum,
 }
-"""The test that an answer must pass before a scorer evaluates it as Python, by the name of the data set. Other scorers
-evaluate no answer."""
+"""Maps the name of a data set to the test that an answer must pass before the scorer evaluates it as Python. The
+scorers of other data sets do not evaluate answers."""
 
 
 def evaluated_in_entry(name: str, entry: dict[str, Any]) -> list[tuple[str, Callable[[str], bool]]]:
-    """Return the texts of the entry that the data set's scorer evaluates, each with the test that it must pass."""
+    """Return the texts of the entry that its scorer evaluates as Python, each with the test that it must pass."""
     match name:
         case "number_sorting":
             return [(str(entry["answer"]), is_literal)]
@@ -121,8 +122,7 @@ def evaluated_in_entry(name: str, entry: dict[str, Any]) -> list[tuple[str, Call
 
 
 def can_be_scored(name: str, entry: dict[str, Any]) -> bool:
-    """Return True if all texts that the scorer evaluates as Python, for this entry with its own answer, are safe to
-    evaluate."""
+    """Return True if the entry, with its own answer, has only texts that its scorer can safely evaluate as Python."""
     texts = [*evaluated_in_entry(name, entry)]
     if name in EVALUATED:
         texts.append((entry["answer"], EVALUATED[name]))

@@ -1,7 +1,7 @@
 """Judges the log of a test run with swebench's parsers and grading. Runs in a separate process (see `zygote.py`).
 
-The candidate has written the log, and may have forged pytest's reports as well. Invariant: the judgement of a log is
-never better than the judgement of swebench's `get_eval_report`.
+The tested code has written to the log, and may have forged pytest's reports as well. Invariant: the judgement of a log
+is never better than the judgement of swebench's `get_eval_report`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import swebench
 
 from outrider.evaluators.checks.expected_statuses import compare
 
-# swebench's own `harness/__init__.py` is bypassed: it imports docker, datasets and modal.
+# swebench's own `harness/__init__.py` is bypassed, because it imports docker, datasets and modal.
 harness = types.ModuleType("swebench.harness")
 harness.__path__ = [str(Path(swebench.__file__).parent / "harness")]
 sys.modules.setdefault("swebench.harness", harness)
@@ -34,7 +34,7 @@ MARKS = (
     *(START, END, EXIT_CODE, constants.APPLY_PATCH_FAIL, constants.RESET_FAILED),
     *(constants.TESTS_ERROR, constants.TESTS_TIMEOUT),
 )
-"""Marks that only the grader's own script prints."""
+"""Texts that only the grading script prints. Tests must not print them."""
 OF_PYTEST = frozenset(
     ("parse_log_pytest", "parse_log_pytest_options", "parse_log_pytest_v2", "parse_log_matplotlib", "parse_log_seaborn")
 )
@@ -44,33 +44,33 @@ LINE_BY_LINE = {
     **dict.fromkeys(OF_PYTEST, ""),
     **dict.fromkeys(("parse_log_cargo", "parse_log_gotest", "parse_log_googletest"), ""),
     **dict.fromkeys(("parse_log_jest_json", "parse_log_vitest"), ""),
-    # These parsers list the results of whole files of tests in Jest's output.
+    # These parsers read Jest's results for whole test files.
     **dict.fromkeys(("parse_log_carbon", "parse_log_grommet", "parse_log_react_pdf"), ""),
     **dict.fromkeys(("parse_log_minitest", "parse_log_jq", "parse_log_micropython_test"), ""),
-    # A name that does not match is the first line of a test's documentation, which several tests may share.
+    # Names that do not match are first lines of tests' docstrings. Several tests may have the same first line.
     "parse_log_django": r"\w+ \([\w.]+\)",
 }
-"""Parsers that parse each line separately, by function name. The value is a pattern: a name that matches the pattern
-belongs to one test only. With "", every name belongs to one test only."""
+"""Parsers that parse each line separately, by function name. The value is a pattern of names that belong to one test
+only. With "", every name does."""
 SUMMARY = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]* ?s", re.MULTILINE)
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 PASSING = ("PASSED", "XFAIL", "SKIPPED", None)
 ORDER = ("PASSED", "SKIPPED", "XFAIL", "XPASS", "ERROR", "FAILED")
-"""The order, by status, in which `log_of` lists the tests, as in pytest's own summary. The parsers use the last status
-of a test that is listed twice, so a failure outweighs a pass."""
+"""The order in which `log_of` lists tests by status, as in pytest's own summary. If a test is listed twice, the parsers
+use its last status, so a failure outweighs a pass."""
 ENDED_WELL, NO_TESTS = (0, 1), 5
 NODE = "::"
-"""A string in every test name of pytest. Names in a row without NODE come from lines that only look like tests: some
-rows of SWE-bench have the name `[100%]`, which pytest does not report."""
+"""A string in the name of every pytest test. Names without it come from other lines of the log, such as `[100%]` in
+some rows of SWE-bench, which pytest does not report."""
 NAMED = 5
-"""Maximum number of failing tests named in a reason."""
+"""Maximum number of failing tests named in a verdict's reason."""
 
 
 CONTRADICTS = "the log contradicts itself"
 
 
 class NotBelieved(Exception):
-    """The output cannot be the log of the reported run. The message has the reason."""
+    """The output cannot be the log of a real test run. The message has the reason."""
 
 
 def warm_up() -> None:
@@ -81,12 +81,13 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """Judge the request's `log` of a row. If the request has no `log`, check whether the row is usable.
+    """Judge the request's `log`, the output of a row's tests. If the request has no `log`, check whether the row is
+    usable.
 
     With `log`, the result has `resolved` (true or false), the numbers of passing tests of `fail_to_pass` and
-    `pass_to_pass`, and `why`, the reason if tests do not pass. Without `log`, the result has the reason why the row is
-    `unusable`, or None, and the option at fault as `field`. If the request has `statuses`, the result has only the
-    statuses of all tests in the log."""
+    `pass_to_pass`, and `why`, the reason if tests do not pass. If the request also has `statuses`, the result has only
+    the status of each test in the log. Without `log`, the result has `unusable`, the reason why the row is unusable or
+    None, and `field`, the option that causes it."""
     parser = parser_of(request)
     if parser is None:
         field = "log_parser" if request.get("log_parser") else "repo"
@@ -95,7 +96,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     if "log" not in request:
         try:
             grading.PARSER_REGISTRY[parser]("", spec)
-        except Exception as error:  # a parser may raise any exception if it refuses the logs of this row
+        except Exception as error:  # a parser that refuses the logs of this row may raise any exception
             return {"unusable": f"{parser} refuses it: {error}", "field": "instance_id"}
         return {"unusable": None}
     log = request["log"]
@@ -133,7 +134,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
             report["resolved"] = report["resolved"] and told["resolved"]
     except NotBelieved as error:
         return nothing_of(str(error))
-    except Exception as error:  # parsers raise any exception for a log of another format
+    except Exception as error:  # parsers raise any type of exception for a log in another format
         return nothing_of(f"{parser} cannot read the log: {type(error).__name__}")
     wanted = dict.fromkeys((*spec.FAIL_TO_PASS, *spec.PASS_TO_PASS))
     failing = [test for test in wanted if not any(test in tests for tests in passed.values())]
@@ -151,13 +152,13 @@ def nothing_of(why: str) -> dict[str, Any]:
 
 
 def name_of(parser: str) -> str:
-    """Return the parser function's own name: the registry lists many functions under several names."""
+    """Return the parser function's own name, because the registry lists many functions under several names."""
     return str(grading.PARSER_REGISTRY[parser].__name__)
 
 
 def parser_of(request: dict[str, Any]) -> str | None:
-    """Return the name of a row's parser in swebench's registry: the row's own `log_parser` (swebench 5.x) or, if the
-    row has none, the parser of the row's repository (4.x). None if swebench has no such parser."""
+    """Return the name of a row's parser in swebench's registry, or None if swebench has no such parser. The row names
+    the parser (`log_parser`, swebench 5.x), or it is that of the row's repository (4.x)."""
     registry = grading.PARSER_REGISTRY
     if named := request.get("log_parser"):
         return named if named in registry else None
@@ -187,31 +188,31 @@ def spec_of(request: dict[str, Any], parser: str) -> Any:
 
 
 def report_of(spec: Any, log: str) -> dict[str, Any]:
-    """Return swebench's report. swebench reads the log from a file. This process cannot write files, so the functions
-    with which swebench reads the file are replaced."""
+    """Return swebench's report. swebench reads the log from a file, but this process cannot write files. So the
+    functions with which swebench reads the file are replaced."""
     prediction = {"instance_id": spec.instance_id, "model_name_or_path": "", "model_patch": ""}
     classify_logs = grading.classify_logs
     grading.open = lambda path: io.StringIO(log, newline=None)
     grading.classify_logs = lambda path: classify_text(log)
     try:
         report: dict[str, Any] = grading.get_eval_report(spec, prediction, "", True)[spec.instance_id]
-    finally:  # other users of the library in this process, such as a benchmark, read real files
+    finally:  # other users of swebench in this process, such as a benchmark, read real files
         del grading.open
         grading.classify_logs = classify_logs
     return report
 
 
 def passing(report: dict[str, Any]) -> dict[str, set[str]]:
-    """Return the passing tests of the two lists FAIL_TO_PASS and PASS_TO_PASS, by the name of the list."""
+    """Return the passing tests of FAIL_TO_PASS and of PASS_TO_PASS, by the name of the list."""
     status = report.get("tests_status", {})
     return {kind: set(status.get(kind, {}).get("success", ())) for kind in ("FAIL_TO_PASS", "PASS_TO_PASS")}
 
 
 def check_marks(log: str) -> None:
-    """Raise NotBelieved for marks that the script did not print, because swebench reads only the text between the first
-    two marks of the test output."""
+    """Raise NotBelieved if the log has marks that the script did not print. swebench reads only the text between the
+    first two marks, so a test could hide results with marks of its own."""
     ends = log.split(END)
-    # A script that echoes the mark under `set -x` prints it twice, separated by a quote and a newline.
+    # A script that echoes the mark under `set -x` prints it twice, with only a quote and a newline in between.
     if log.count(START) > 1 or any(between.strip() not in ("", "'", '"') for between in ends[1:-1]):
         raise NotBelieved(f"{CONTRADICTS}: a mark of the test output is there more than once")
     if EXIT_CODE in ends[0] or len(set(grading.TEST_EXIT_CODE_RE.findall(log))) > 1:
@@ -219,14 +220,14 @@ def check_marks(log: str) -> None:
 
 
 def check_log(spec: Any, log: str) -> None:
-    """Raise NotBelieved for a test that both passes and fails, and for a pytest summary with fewer passing tests than
-    the log lists. Only tests of the row are checked, because other tests may print anything."""
+    """Raise NotBelieved if a test both passes and fails, or if pytest's summary counts fewer passing tests than the log
+    lists. Only tests of the row are checked, because other tests may print anything."""
     name = name_of(spec.log_parser)
     if name not in LINE_BY_LINE:
         return
     text = COLOUR.sub("", log.split(START)[1].split(END)[0])
     parser = grading.PARSER_REGISTRY[spec.log_parser]
-    # All statuses of a test count. A forger may print a pass before and after the true failure.
+    # All statuses of a test count, because forged output may list a pass before and after the true failure.
     statuses: dict[str, dict[Any, None]] = {}
     for line in dict.fromkeys(text.split("\n")):
         for test, status in parser(line, spec).items():
@@ -234,7 +235,7 @@ def check_log(spec: Any, log: str) -> None:
     for test in (*spec.FAIL_TO_PASS, *spec.PASS_TO_PASS):
         if LINE_BY_LINE[name] and not re.fullmatch(LINE_BY_LINE[name], test):
             continue
-        cut = test.count("[") > test.count("]")  # the parser cut the name at a blank, so several tests may share it
+        cut = test.count("[") > test.count("]")  # the parser has cut the name at a space, so several tests may have it
         found = tuple(statuses.get(test, ()))
         if not cut and len({status in PASSING for status in found}) > 1:
             raise NotBelieved(f"{CONTRADICTS}: {test} is {' and '.join(map(str, found))}")
@@ -250,9 +251,12 @@ def check_log(spec: Any, log: str) -> None:
 
 
 def log_of(records: str, key: str) -> str:
-    """Convert the plugin's reports to a log that swebench can parse. Raises NotBelieved for reports that the plugin did
-    not write, for a run without an end, if a test that always fails did not fail, and if the code under test has
-    changed pytest or the tests."""
+    """Convert the reports of the pytest plugin to a log that swebench can parse. Raises NotBelieved in these cases:
+
+    - The plugin did not write every line of the reports.
+    - A run of pytest did not end.
+    - A test that always fails did not fail.
+    - The code under test has changed pytest or the tests."""
     lines: list[tuple[str, str]] = []
     runs: Counter[Any] = Counter()
     canaries: Counter[tuple[str, str]] = Counter()
@@ -270,7 +274,8 @@ def log_of(records: str, key: str) -> str:
         if "canary" in record:
             canaries[record["when"], record["canary"]] += 1
         elif "planted" in record:
-            # If a mark skips all tests of a module, or expects them to fail, the mark also applies to the planted test.
+            # A pytest mark on a whole module (skip, or expected failure) also applies to the planted test. `excused_by`
+            # is None then.
             if record["when"] == "call" and (record["planted"] == "passed" or record["excused_by"] is not None):
                 passed.append(record["file"])
         elif "test" in record:
@@ -293,8 +298,8 @@ def log_of(records: str, key: str) -> str:
 
 
 def status_of(record: dict[str, Any]) -> str | None:
-    """Return the status in pytest's summary for one phase of a test, or None for a phase without a status. A test that
-    the code under test has skipped or marked as an expected failure counts as failed."""
+    """Return a test's status in pytest's summary for one phase of the test, or None if the phase has no status. A test
+    counts as failed if the code under test has skipped it or marked it as an expected failure."""
     if record["outcome"] == "skipped" and record.get("excused_by") is not None:
         return "FAILED"
     match record["when"], record["outcome"], record["expected"]:

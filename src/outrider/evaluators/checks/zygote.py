@@ -1,15 +1,20 @@
-"""The process from which the checks of one library are forked: confined, with the library imported and warmed up.
+"""The process from which the checks of one library are forked.
 
-A fork takes milliseconds and has the library loaded. Each check has its own fork: no check sees data of another check,
-and a hanging check is killed without affecting other checks. The process is started by `python -I -S -c` with one end
-of a socket as standard input. The process itself never reads an answer: only the fork does. Invariants: the process has
-one thread; a check whose connection is hung up is killed; after a check has exited, this process writes the last line
-on the check's connection, unless the caller has left earlier output unread or this process is ending; when the control
-socket ends, or this process exits, every check is killed.
+The process has imported and warmed up the library, so a fork takes milliseconds. Each check runs in its own fork: it
+sees no data of other checks, and if it hangs, it is killed without affecting them. The process is started by `python -I
+-S -c` with one end of a socket as standard input.
 
-A request is one message, `LIMITS`, with one descriptor: the check's connection. From this connection, the check reads a
-JSON object until the end of input, and then writes one object. The last line is the check's end as reported by
+A request is one message, `LIMITS`, with one descriptor: the check's connection. The check reads a JSON object from this
+connection until the end of input, and writes one object. Then this process adds a last line with the result of
 `os.wait4`: `{"status", "seconds"}`.
+
+Invariants:
+
+- This process has one thread. It never reads an answer: only the forks do.
+- A check is killed when its caller hangs up.
+- The last line follows every exit of a check, unless the caller has left earlier output unread or this process is
+  ending.
+- Every check is killed when the control socket ends or this process exits.
 """
 
 from __future__ import annotations
@@ -37,8 +42,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 LIMITS = struct.Struct("dQi")
-"""The format of a request: seconds of processor time, bytes of memory besides the loaded library, and the niceness to
-add to the check."""
+"""The format of a request: seconds of processor time, bytes of memory in addition to the loaded library, and the
+niceness to add to the check."""
 PIECE = 1 << 16
 
 
@@ -59,11 +64,11 @@ class CheckForker:
         """Connections, by the pidfd of the check."""
 
     def serve(self) -> None:
-        """Serve requests until the socket ends."""
+        """Serve requests until the control socket ends."""
         while True:
             ready = dict(self._poll.poll())
-            # The control socket is served last, because a new check's descriptor may get the number of a descriptor
-            # that was just closed.
+            # The control socket is served last, because the descriptor of a new check may get the number of a
+            # descriptor that was just closed.
             asked = ready.pop(self._control.fileno(), 0)
             for fd in ready:
                 if fd in self._ends:
@@ -75,15 +80,15 @@ class CheckForker:
                 for pid in self._pids.values():
                     os.kill(pid, signal.SIGKILL)
                 for pid in self._pids.values():
-                    os.waitpid(pid, 0)  # every check must have ended when this process exits
+                    os.waitpid(pid, 0)  # this process must not exit before its checks
                 return
 
     def _take(self) -> bool:
-        """Take a request and fork a check for it. Returns False at the end of the socket."""
+        """Take a request from the control socket, and fork a check for it. Returns False if the socket has ended."""
         message, fds, _, _ = socket.recv_fds(self._control, LIMITS.size, 1)
         if not message:
             return False
-        if fds:  # without a free descriptor the kernel drops the connection, and the caller sees a hang-up
+        if fds:  # if no descriptor is free, the kernel drops the connection, and the caller sees a hang-up
             end = socket.socket(fileno=fds[0])
             pid = os.fork()
             if pid == 0:
@@ -103,11 +108,11 @@ class CheckForker:
         with contextlib.suppress(KeyError):  # the connection was unregistered when the caller hung up
             self._poll.unregister(end)
         told = {"status": status, "seconds": used.ru_utime + used.ru_stime}
-        # If the caller no longer reads, or has not read earlier output, the connection ends without this line.
+        # If the caller no longer reads, or has left earlier output unread, the connection ends without this line.
         with contextlib.suppress(OSError):
             end.send(b"\n" + json.dumps(told).encode(), socket.MSG_DONTWAIT)
-        # A check that was killed early leaves part of its request unread. A close would then reset the connection and
-        # lose the line just sent.
+        # A check that was killed early has not read its whole request. With unread data, a close would reset the
+        # connection and lose the line just sent.
         with contextlib.suppress(OSError):
             while end.recv(PIECE, socket.MSG_DONTWAIT):
                 pass
@@ -120,7 +125,7 @@ class CheckForker:
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
             os.dup2(self._null, 2)
             connection = end.detach()
-            close_others({2, connection})  # the fork has inherited the connections of other checks
+            close_others({2, connection})  # these are the connections of other checks, which the fork has inherited
             os.nice(nicer)
             confine_check(seconds, self._loaded + memory)
             request = b""
@@ -135,7 +140,7 @@ class CheckForker:
 
 
 def main(module: str) -> None:
-    """Serve the socket on descriptor 0 until it ends, with the checks of the module."""
+    """Serve the socket on descriptor 0 until it ends. The module named `module` defines the check."""
     sys.dont_write_bytecode = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable(logging.CRITICAL)  # libraries log texts that they cannot parse, but the verdict has the reason

@@ -24,13 +24,15 @@ class CodeOptions(Spec):
     """Options of kind `code`. A task gives either `inputs` and `outputs`, of equal length, or `test` with
     `entry_point`.
 
-    file: path of the program in the sandbox; None for the last fenced block of code in the agent's final answer.
-    inputs, outputs: for each case the program's input and its expected output. With `fn_name`: the arguments of that
-        function and its result, as lists and values, or as text with a JSON value per line.
-    prompt, entry_point, test: a row of HumanEval; `test` defines `check(candidate)`.
-    reward: `all` is 1 if every case passes, and stops at the first failure; `share` is the fraction of passing cases.
+    file: path of the program in the sandbox. None means the last fenced block of code in the agent's final answer.
+    inputs, outputs: the input and the expected output of each case. With `fn_name`, the arguments and the result of
+        that function, given as JSON values, or as text with one JSON value per line.
+    prompt, entry_point, test: fields of a row of HumanEval. `test` defines `check(candidate)`.
+    reward: `all` gives 1 if every case passes, and stops at the first failure. `share` gives the fraction of passing
+        cases.
     case_seconds, total_seconds: time limits of one run of the program, and of all runs with the check. The default of
-        `total_seconds` is three quarters of `task.evaluator.seconds`. output_bytes: output limit of one run.
+        `total_seconds` is three quarters of `task.evaluator.seconds`.
+    output_bytes: output limit of one run.
     python: the interpreter in the sandbox.
     """
 
@@ -59,8 +61,8 @@ class CodeOptions(Spec):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One case. `given` is the standard input as text, or the list of a function's arguments. `accepted` are the
-    passing results: texts split by `lines`, or values."""
+    """One case. `given` is the program's standard input as text, or the list of a function's arguments. A program
+    passes if its result is one of `accepted`, which are lists of lines (see `lines`) or values."""
 
     given: Any
     accepted: tuple[Any, ...]
@@ -71,7 +73,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 def lines(text: str) -> list[str]:
-    """Return the lines of an output, without trailing blanks and trailing empty lines."""
+    """Return the lines of an output, without trailing spaces and trailing empty lines."""
     found = [line.rstrip() for line in text.split("\n")]
     while found and not found[-1]:
         found.pop()
@@ -80,10 +82,10 @@ def lines(text: str) -> list[str]:
 
 def json_value(coded: Any) -> Any:
     """Return the value that `guest.encode` encoded. Tuples become lists, because JSON has no tuples. Raises ValueError
-    or TypeError for values of other types that JSON does not have, and RecursionError for deep nesting.
+    or TypeError for values of types that JSON does not have, and RecursionError for deep nesting.
 
-    Sets, and dicts with keys that are not strings, are never built: a candidate can choose numbers with equal hashes,
-    and a table of such numbers takes minutes to build.
+    This function never builds sets, or dicts with keys that are not strings. A candidate could choose numbers with
+    equal hashes, so that a hash table of them takes minutes to build.
     """
     if isinstance(coded, list):
         return [json_value(one) for one in coded]
@@ -102,7 +104,7 @@ def cases_of(options: CodeOptions) -> list[Case]:
     program would pass."""
     cases: list[Case] = []
     # Many rows of APPS and TACO wrap the result of a function in a list. If every output is a list of one value, the
-    # bare value also passes.
+    # value itself also passes.
     wrapped = all(isinstance(output, list) and len(output) == 1 for output in options.outputs)
     if options.fn_name is not None:
         _check_size([text for text in (*options.inputs, *options.outputs) if isinstance(text, str)])
@@ -137,8 +139,8 @@ def cases_of(options: CodeOptions) -> list[Case]:
 
 
 def _check_size(texts: list[str]) -> None:
-    """Raise InvalidField if the texts have more commas than MAX_VALUES, or more opening brackets than
-    MAX_CONTAINERS."""
+    """Raise InvalidField if the texts have more than MAX_VALUES commas, or more than MAX_CONTAINERS opening
+    brackets."""
     for what, signs, most in (("values", ",", MAX_VALUES), ("objects and lists", "{[", MAX_CONTAINERS)):
         if (count := sum(text.count(sign) for text in texts for sign in signs)) > most:
             raise InvalidField(

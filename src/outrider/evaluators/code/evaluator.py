@@ -1,14 +1,18 @@
-"""The code evaluator: runs a candidate program in a sandbox and compares its results in the service.
+"""The code evaluator: runs a program, the candidate, in a sandbox and compares its results in the service.
 
 A program from the agent's last reply runs in a new sandbox with small limits. A program in a file runs in the sandbox
 that has the file.
 
 The candidate may have changed everything in its sandbox, including the interpreter. So the service sends only inputs to
-the sandbox, receives outputs, and never sends expected results. A hidden `check(candidate)` is Python code of the
-task's author. The check runs in a second, untouched sandbox, and the service passes the check's calls of the candidate
-on, as values of built-in types. Invariants: expected outputs and tests are never in the candidate's sandbox; a
-candidate that misbehaves, takes too long or prints too much fails its case; a condition that prevents a run of the
-candidate is an error.
+this sandbox, and never expected results. A hidden `check(candidate)` is Python code of the task's author. It runs in a
+second, untouched sandbox. When it calls the candidate, the service passes the arguments and the result on as values of
+built-in types.
+
+Invariants:
+
+- Expected outputs and tests are never in the candidate's sandbox.
+- A candidate that misbehaves, takes too long or prints too much fails its case.
+- If the candidate cannot run for any other reason, that is an error.
 """
 
 from __future__ import annotations
@@ -43,18 +47,18 @@ QUOTED = 200
 RUN_SECONDS = 0.05
 """Minimum duration of one run of a program, in seconds."""
 LATE_SECONDS = 10.0
-"""If a program still runs this many seconds after the time limit of its run, the sandbox has failed to end the program.
-A fork bomb of thousands of processes leaves the sandbox's own process no processor time to do so."""
+"""A program that still runs this many seconds after its time limit cannot be stopped. For example, a fork bomb of
+thousands of processes leaves the sandbox's own process no processor time to kill it."""
 SMALL = Resources(memory_mb=1024, disk_mb=256, pids=64)
-"""Limits of a sandbox for a program of the last reply. A fork bomb of 64 processes leaves the sandbox's own process
-enough processor time to kill the bomb."""
+"""Limits of a sandbox for a program from the last reply. A fork bomb of 64 processes leaves the sandbox's own process
+enough processor time to kill it."""
 FEW_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "4")
-"""Variables with which programs run. Without them, numerical libraries start a thread per processor of the machine,
-which may exceed SMALL."""
+"""Environment variables of the programs. Without them, numerical libraries start a thread per processor of the machine,
+which may exceed the number of processes in SMALL."""
 
 
 class WrongAnswer(Exception):
-    """The candidate failed a case or its check. The message is for the verdict's reason."""
+    """The candidate failed a case or a check. The message is for the verdict's reason."""
 
 
 class CodeEvaluator:
@@ -96,7 +100,7 @@ class CodeEvaluator:
         except EvaluatorError as error:
             if error.inside:
                 raise
-            async with outcome.beside() as other:  # if Python also fails there, the agent is not the cause
+            async with outcome.beside() as other:  # if Python fails in a new sandbox, too, the agent is not the cause
                 await probe(other, self._options.python)
             raise error.replace(inside=True) from error.__cause__
         if self._options.test is not None:
@@ -159,7 +163,8 @@ class CodeEvaluator:
 
 
 class CandidateProgram:
-    """A program in the outcome's sandbox, with a process for each run. `seconds` is the limit for all runs together.
+    """Runs a program in the outcome's sandbox, each time in a new process. `seconds` is the limit for all runs
+    together.
 
     The methods raise WrongAnswer for failures caused by the candidate, and RuntimeFailure or EvaluatorError for other
     failures.
@@ -185,12 +190,12 @@ class CandidateProgram:
     async def printed(self, text: str) -> list[str]:
         """Return the lines that the program prints for this input."""
         done = await self._ran([self._options.python, "-B", self._program], text.encode("utf-8", "replace"))
-        # Output is decoded in a thread, here and below, because the candidate decides the length of its output, and
-        # decoding a long output would block the event loop.
+        # All output is decoded in a thread, because the candidate decides its length, and decoding a long output would
+        # block the event loop.
         return await asyncio.to_thread(lambda: lines(done.stdout.decode("utf-8", "backslashreplace")))
 
     async def called(self, name: str, args: list[Any]) -> Any:
-        """Return the result of the program's function, with lists for tuples."""
+        """Return the result of the program's function. Tuples in it become lists."""
         answer = await self.asked(name, {"args": encode(args), "kwargs": encode({})})
         if "raised" in answer:
             raise WrongAnswer(": ".join(answer["raised"])[:QUOTED])
@@ -200,14 +205,14 @@ class CandidateProgram:
             raise WrongAnswer("the function returned no value of JSON's types") from error
 
     async def asked(self, name: str, call: dict[str, Any], *, prompt: str = "") -> dict[str, Any]:
-        """Return the result of a call in the form of `guest.run_call`: an encoded `value`, or `raised`."""
+        """Return the result of a call in the format of `guest.run_call`: an encoded `value`, or `raised`."""
         request = {"file": self._program, "prompt": prompt, "name": name, **call}
-        # -I, because otherwise the guest's program could import a candidate's file named like a module of Python.
+        # -I keeps Python from importing a candidate's file in place of a standard module of the same name.
         command = [self._options.python, "-I", "-B", "-c", f"{guest()}\nrun_call()"]
         done = await self._ran(command, json.dumps(request).encode())
         try:
             return await asyncio.to_thread(told, done.stdout)
-        except (ValueError, RecursionError) as error:  # the candidate has written to the guest's output
+        except (ValueError, RecursionError) as error:  # the candidate has written to the same output
             raise WrongAnswer("the program gave no answer to the call") from error
 
     async def _ran(self, command: list[str], given: bytes) -> ExecResult:
@@ -238,8 +243,8 @@ class CandidateProgram:
         return done
 
     async def _confirm_broken(self) -> None:
-        """Set `broke_sandbox`. If another sandbox does not work either, the candidate is not the cause, and the failure
-        of this other sandbox is raised."""
+        """Set `broke_sandbox` if a new sandbox works. Otherwise the candidate is not the cause, and the failure of the
+        new sandbox is raised."""
         async with self._outcome.beside(small(self._outcome.task.runtime.resources)) as other:
             await probe(other, self._options.python)
         self.broke_sandbox = True
@@ -247,8 +252,8 @@ class CandidateProgram:
 
 @asynccontextmanager
 async def place_of_reply(outcome: Outcome) -> AsyncIterator[Runtime]:
-    """Yield the sandbox for a program of the last reply. This is a new sandbox with small limits, or the outcome's
-    sandbox if the task carries or prepares files, because the program may need them."""
+    """Yield the sandbox for a program from the last reply. It is a new sandbox with small limits. If the task carries
+    or prepares files, which the program may need, it is the outcome's sandbox."""
     if outcome.task.evaluator.carry is not None or outcome.task.runtime.prepare:
         yield outcome.runtime
         return
@@ -257,7 +262,7 @@ async def place_of_reply(outcome: Outcome) -> AsyncIterator[Runtime]:
 
 
 def small(resources: Resources) -> Resources:
-    """Return the limits of a sandbox for one program, none above those of `resources`."""
+    """Return the limits of a sandbox for one program: those of SMALL, or those of `resources` where they are lower."""
     return Resources(
         cpus=resources.cpus,
         memory_mb=min(resources.most_memory_mb, SMALL.most_memory_mb),
@@ -269,8 +274,7 @@ def small(resources: Resources) -> Resources:
 def told(answer: bytes) -> dict[str, Any]:
     """Parse the output of `guest.run_call`. Raises ValueError or RecursionError for any other text.
 
-    The value stays encoded, because the candidate has made it, and decoding could take as long as the candidate
-    chooses.
+    The value stays encoded, because the candidate has made it and decoding it could take very long.
     """
     match json.loads(answer):
         case {"value": coded, **others} if not others:
@@ -305,8 +309,8 @@ async def probe(runtime: Runtime, python: str) -> None:
 
 
 async def stepped(shell: Shell, text: str, seconds: float) -> dict[str, Any]:
-    """Run one step of the Checker and return the event that the Checker prints. Raises TimeoutError, and EvaluatorError
-    if the output has no readable event."""
+    """Run one step of the Checker, and return the event that it prints. Raises TimeoutError, and EvaluatorError if the
+    output has no readable event."""
     if seconds <= 0:
         raise TimeoutError
     done: ShellResult = await shell.run(text, seconds=seconds)

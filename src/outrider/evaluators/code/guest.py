@@ -1,10 +1,9 @@
-"""The code that runs in sandboxes: a call of a candidate's function in one sandbox, a hidden check in another.
+"""The code that runs in sandboxes: a call of a candidate's function in one sandbox, and a hidden check in another.
 
-The code needs only Python 3.8 or newer. The code is in one file, because the service sends the file's text with a last
-line that starts one of the two parts. Only values of built-in types leave a process, as JSON (`encode`, `decode`), so
-that an object that claims to equal everything stays in its own process. The service only compares the output of
-`run_call`, which the candidate may have forged. Invariant: the candidate affects the check only through return values
-and exceptions.
+The code needs only Python 3.8 or newer. It is one file, because the service sends its text with a last line that starts
+one of the two parts. Values leave a process only as JSON of built-in types (`encode`, `decode`): an object that claims
+to equal everything stays in its own process. The service only compares the output of `run_call`, which the candidate
+may have forged. Invariant: the candidate affects the check only through return values and exceptions.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ import types
 from typing import Any
 
 MARK = "outrider-step:"
-"""Prefix of the Checker's own lines, among the prints of the check in the same output."""
+"""Prefix of the Checker's lines, which distinguishes them from what the check prints."""
 
 
 def encode(value: Any) -> Any:
-    """Encode a value as JSON. A list stays a list, and any other collection becomes an object with its type's name.
-    Raises TypeError for values without a built-in type, and RecursionError for deep nesting."""
+    """Encode a value as JSON. A list stays a list. Any other collection becomes an object whose key is the name of its
+    type. Raises TypeError for a value without a built-in type, and RecursionError for deep nesting."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -49,8 +48,8 @@ def encode(value: Any) -> Any:
 
 
 def decode(coded: Any) -> Any:
-    """Decode a value from `encode`, with built-in types in place of subclasses. Other input can raise any exception and
-    take any time, so this function runs only in sandboxes, never in the service."""
+    """Decode a value from `encode`. Instances of subclasses have become instances of the built-in types. Other input
+    can raise any exception and take any time, so this function runs only in sandboxes, never in the service."""
     if isinstance(coded, list):
         return [decode(one) for one in coded]
     if not isinstance(coded, dict):
@@ -69,8 +68,8 @@ def decode(coded: Any) -> Any:
 
 
 def whole_program(prompt: str, candidate: str, name: str) -> str:
-    """Join the prompt and the candidate. A candidate with a definition of `name` follows the prompt, and may use the
-    prompt's imports and helpers. Any other candidate continues the last line of the prompt."""
+    """Join the prompt and the candidate. A candidate that defines `name` follows the prompt, and may use its imports
+    and helpers. Any other candidate continues the last line of the prompt."""
     try:
         defined = {getattr(one, "name", "") for one in ast.parse(candidate).body}
     except (SyntaxError, ValueError):
@@ -79,10 +78,11 @@ def whole_program(prompt: str, candidate: str, name: str) -> str:
 
 
 def run_call() -> None:
-    """Read a request from standard input: the candidate's `file`, the `prompt` before it, the `name` of the function,
-    its `args` and `kwargs`. Write the result: `value`, or `raised`. Then the process exits.
+    """Read a request from standard input, call the candidate's function, write the result, and exit.
 
-    A method of a class `Solution` is also found. Prints of the candidate go to standard error.
+    The request has the candidate's `file`, the `prompt` before it, the `name` of the function, and its `args` and
+    `kwargs`. The result has a `value`, or `raised`. The function may be a method of a class `Solution`. What the
+    candidate prints goes to standard error.
     """
     request = json.load(sys.stdin)
     told = os.fdopen(os.dup(1), "w")
@@ -109,9 +109,9 @@ def run_call() -> None:
 class Checker:
     """Runs `check(candidate)` of a test in a thread, and passes each call of the candidate to the service.
 
-    `step` prints the next event as one line of JSON after MARK. The event is a `call`, or the end of the check:
-    `passed`, `failed`, or `broken` if the test is at fault. The result of a call, in the form of `run_call`, is the
-    argument of the next `step`.
+    `step` prints the next event after MARK, as one line of JSON. The event is a `call`, or the end of the check:
+    `passed`, `failed`, or `broken` if the test is the cause. The argument of the next `step` is the result of the call,
+    in the format of `run_call`.
     """
 
     def __init__(self, prompt: str, name: str, test: str) -> None:
@@ -133,11 +133,11 @@ class Checker:
             except SyntaxError:  # a prompt may end at a function without a body
                 code = compile(f"{prompt}\n    pass\n", "prompt", "exec")
             exec(code, scope)
-            scope[name] = self._candidate  # some checks call the function by its name
+            scope[name] = self._candidate  # some checks call the function by its own name
             exec(compile(test, "test", "exec"), scope)
             scope["check"](self._candidate)
             self._said.put({"passed": self._answered})
-        except BaseException as error:  # an AssertionError, or any exception that a wrong value causes
+        except BaseException as error:  # an AssertionError, or any exception caused by a wrong value
             what = f"{type(error).__name__}: {error}"[:1000]
             self._said.put({"failed" if self._answered else "broken": what})
 
@@ -153,7 +153,7 @@ class Checker:
                 return decode(answer["value"])
             except Exception as error:  # the candidate forged the output of `run_call`
                 self._said.put({"failed": f"the program gave no value: {error}"[:1000]})
-                self._answers.get()  # this wait never ends, because the check must not hide the failure
+                self._answers.get()  # this wait never ends, so that the check cannot hide the failure
         name, message = answer["raised"]
         kind = getattr(builtins, name, None)
         # Other types, such as SystemExit or a class of the candidate, become RuntimeError. StopIteration also becomes

@@ -1,5 +1,5 @@
-"""The judge: a language model grades the agent's answer by a reference, by criteria, or against another answer.
-The judge sees the agent's last reply only, up to `answer_chars`.
+"""The judge: a language model grades the agent's answer by a reference, by criteria, or against another answer. The
+judge sees only the agent's last reply, up to `answer_chars` characters.
 
 The operator configures the model: an OpenAI-compatible endpoint in the setting `graders`, or a frozen model of the
 service. Invariants: an unreachable judge, or a reply without a grade, is an error, never a grade; the verdict's metrics
@@ -26,9 +26,10 @@ from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 
 BUSY = TRANSIENT | {429, 500}
-"""Statuses after which a call is repeated: the model's server is overloaded, or one of its workers has exited."""
+"""Statuses after which a call is repeated, because the model's server is overloaded or one of its workers has
+exited."""
 OVERFLOWS = ("context_length_exceeded", "maximum context length")
-"""Texts in a reply with status 400 that report a question that is too long, for OpenAI's API and for vLLM."""
+"""Texts with which OpenAI's API and vLLM report, with status 400, that a question is too long."""
 QUOTED = 2000
 """Maximum characters of each reply in a verdict's reason."""
 
@@ -38,8 +39,7 @@ class TooLong(EvaluatorError):
 
 
 class AnswerTooLong(Exception):
-    """A question does not fit into the judge's context, but would fit with an empty answer, so the agent is the
-    cause."""
+    """A question fits into the judge's context only with an empty answer, so the agent is the cause."""
 
 
 class JudgeEvaluator:
@@ -90,7 +90,7 @@ class JudgeEvaluator:
 
 
 class Judge:
-    """The judging model, and the calls for one verdict. `said` has the end of each parsed reply. `metrics` returns the
+    """The judging model and the calls for one verdict. `said` has the end of each parsed reply. `metrics` returns the
     numbers of calls and tokens."""
 
     def __init__(
@@ -107,9 +107,9 @@ class Judge:
         return {f"judge_{name}": float(count) for name, count in self._counts.items()}
 
     async def vote(self, question: Question, number: int, without: Question) -> dict[str, float]:
-        """Return the scores for one question in vote `number`. Raises EvaluatorError if the judge is unreachable or
-        gives no grades, and AnswerTooLong if the question does not fit into the judge's context, but the question
-        `without` the answer does."""
+        """Put the question to the judge in vote `number` and return the scores. `without` is the same question with an
+        empty answer. Raises EvaluatorError if the judge is unreachable or gives no grades. Raises AnswerTooLong if
+        `question` does not fit into the judge's context, but `without` does."""
         options, messages = self._options, question.messages
         # A different seed for each vote allows different replies to the same question. A single vote has no seed,
         # because some servers do not accept seeds.
@@ -157,7 +157,7 @@ class Judge:
                 )
             except ContextOverflow as error:
                 raise TooLong(f"the judge {options.frozen!r} failed: {error.message}") from error
-            except OutriderError as error:  # an EngineError would make the session run again and lose the agent's work
+            except OutriderError as error:  # an EngineError would make the session run again, and lose the agent's work
                 raise EvaluatorError(f"the judge {options.frozen!r} failed: {error.message}") from error
         body: dict[str, Any] = {
             "model": grader.model or grader.name,

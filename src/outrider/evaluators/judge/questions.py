@@ -1,8 +1,7 @@
 """The questions to a judge, and the parser of its grades. The module is pure.
 
 Invariants: each judged text is between lines with a mark that the text's author cannot guess; only a line with this
-mark is a grade, and the last grade counts. Placeholders are filled in once, so that filled-in texts are not searched
-for placeholders.
+mark is a grade, and the last grade counts; filled-in texts are never searched for placeholders.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ AGAIN = "Your reply does not end with {wanted}. Write nothing but that:\n{grades
 
 PLACEHOLDERS = ("{instruction}", "{reference}", "{criteria}", "{answer}", "{first}", "{second}")
 MAX_TIMES = 4
-"""Maximum number of uses of each placeholder in a template. Without this limit, a template could have 100,000 copies of
-a text of a megabyte."""
+"""Maximum number of uses of each placeholder in a template. Without this limit, a template could contain a text of a
+megabyte 100,000 times."""
 
 
 class Criterion(Spec):
-    """A criterion that an answer should meet, or with a negative weight should not meet."""
+    """A criterion for an answer. If `weight` is negative, a good answer does not meet the criterion."""
 
     name: Name
     text: Text
@@ -48,18 +47,19 @@ class Criterion(Spec):
 
 
 class JudgeOptions(Spec):
-    """Options of kind `judge`. A task gives exactly one of `grader`, a name in the setting `graders`, and `frozen`, the
-    name of a frozen model.
+    """Options of kind `judge`. A task gives either `grader`, a name in the setting `graders`, or `frozen`, the name of
+    a frozen model.
 
-    by: `reference`: is the answer as right as the `reference`? `rubric`: which of the `criteria` does the answer meet?
-        `pairwise`: is the answer better than the `reference`? Each vote has a pairwise question for each order of the
-        two answers.
+    by: the kind of question. `reference`: is the answer as right as the `reference`? `rubric`: which of the `criteria`
+        does the answer meet? `pairwise`: is the answer better than the `reference`? A pairwise vote has one question
+        for each order of the two answers.
     template: replaces the built-in question. {instruction}, {reference}, {criteria}, {answer}, and in pairwise judging
         {first} and {second}, are filled in.
-    votes: number of repetitions of a question. combine: `majority` needs more than half of the votes, `mean` is their
-        mean.
+    votes: number of repetitions of a question.
+    combine: `majority` needs more than half of the votes, `mean` is their mean.
     tries: maximum attempts of one vote until the reply has its grades.
-    call_seconds: time limit of one call. answer_chars: longer answers get reward 0, without a call.
+    call_seconds: time limit of one call.
+    answer_chars: longer answers get reward 0, without a call.
     """
 
     grader: Name | None = None
@@ -97,8 +97,8 @@ class JudgeOptions(Spec):
 
 
 class Question(msgspec.Struct, frozen=True):
-    """One question to a judge. `scores` maps the possible grades to scores. A complete reply has one grade for each of
-    `names`. `again` is the next message after a reply with missing grades."""
+    """One question to a judge. A complete reply has one grade for each of `names`. `scores` has the score of each
+    grade. `again` is the next message after a reply that lacks a grade."""
 
     messages: tuple[Message, ...]
     again: str
@@ -166,7 +166,7 @@ def question(
 
 
 def filled_in(template: str, values: Mapping[str, str]) -> str:
-    """Return the template with all placeholders replaced at once. Other text in braces, such as JSON, is unchanged."""
+    """Return the template with its placeholders replaced. Other text in braces, such as JSON, is unchanged."""
     return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
 
 

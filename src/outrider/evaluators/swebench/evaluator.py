@@ -1,11 +1,11 @@
 """The SWE-bench evaluator: runs a repository's tests on the agent's changes and judges the results with swebench's
 grading.
 
-The tests run in a new sandbox with only the carried paths of the agent's sandbox, so that the tests are not run by
-programs that the agent has installed. All other files that influence tests (the files of the test patch, the
-configuration of pytest) are first restored from an untouched sandbox. The log is read from the sandbox and judged by
-swebench's own parsers in a confined process (see `checks/pool.py`). Invariants: code under test that disturbs its run
-loses the reward; a machine or a task that cannot run the tests is an error.
+The tests run in a new sandbox with only the carried paths of the agent's sandbox, so that programs that the agent has
+installed do not run them. Before the run, all other files that influence tests (the files of the test patch, the
+configuration of pytest) are restored from an untouched sandbox. swebench's own parsers judge the log in a confined
+process (see `checks/pool.py`). Invariants: if code under test disturbs its run, the reward is 0; if the machine or the
+task cannot run the tests, that is an error.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ END_MARK, EXIT_CODE = ">>>>> End Test Output", ">>>>> Test Exit Code"
 FILE_SECONDS = 60.0
 """Time limit in seconds of a command that finds, removes or checks files."""
 LIST_MOUNTS = r"""printf '%s\0' "$(pwd -P)" && cat /proc/self/mounts"""
-"""A shell command that prints the current folder, NUL and the mounts. NUL ends the folder's path, because an agent may
-have replaced the repository with a symbolic link to a folder whose path has a line break."""
+"""A shell command that prints the current folder, NUL and the mounts. NUL ends the folder's path, which may contain a
+newline: an agent may have replaced the repository with a symbolic link to such a folder."""
 MODULE_SUFFIXES = (".py", ".pyc", ".so")
 SHARE_OF_TIME = 0.75
 """Default time limit of the tests, as a share of the evaluation's time limit."""
 
 
 class SwebenchEvaluator:
-    """Gives reward 1 if both swebench's report and pytest's own reports show the row as resolved, else 0."""
+    """Gives reward 1 if swebench's report and pytest's own reports both show the row as resolved, else 0."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = options = read_options(SwebenchOptions, spec)
@@ -68,7 +68,7 @@ class SwebenchEvaluator:
         LIBRARY.require()
 
     async def check_spec(self, host: Host) -> None:
-        """Raise InvalidField if swebench does not have the row's parser, or if the parser refuses this row."""
+        """Raise InvalidField if swebench has no parser for the row, or if the parser refuses this row."""
         request = self._options.model_dump(include=ROW)
         checks = await checks_of(host, CHECKS)
         checked = await checks.check(request, seconds=self._options.check_seconds, submitted=True)
@@ -78,8 +78,8 @@ class SwebenchEvaluator:
 
     def decide(self, outcome: Outcome) -> Verdict | None:
         """Return reward 0 for an empty patch, as swebench's own harness does: without a change, the tests in
-        `fail_to_pass` fail. No test runs, so the verdict does not have the number of passing tests in
-        `pass_to_pass`."""
+        `fail_to_pass` fail. The verdict does not have the number of passing tests in `pass_to_pass`, because no test
+        runs."""
         if outcome.patch != b"" or self._options.test_empty_patch or self._options.expected is not None:
             return None
         metrics = {
@@ -145,10 +145,10 @@ class SwebenchEvaluator:
         )
 
     async def _restore(self, untouched: Runtime, runtime: Runtime, folder: Path) -> None:
-        """Replace the files in `runtime` that influence tests by the files of the sandbox `untouched`."""
+        """Replace the files in `runtime` that influence tests with those of the sandbox `untouched`."""
         options, found = self._options, set[str]()
-        # pytest loads a compiled file if the file records the right time and size of its source. So an agent could
-        # leave its own code as the compiled form of the restored conftest.py.
+        # pytest loads a compiled file if it records the right time and size of its source. So an agent could leave its
+        # own code as the compiled form of the restored conftest.py.
         words = ("-name", "__pycache__", "-prune", "-exec", "rm", "-rf", "--", "{}", "+")
         await find(runtime, options.folder, *words)
         if options.restored is None:
@@ -156,7 +156,7 @@ class SwebenchEvaluator:
             for sandbox in (untouched, runtime):
                 printed = await find(sandbox, options.folder, "(", *names, ")", "-print0")
                 found |= {posixpath.normpath(path) for path in printed.split("\0")}
-        # The paths are computed in a thread, because the patch must be parsed.
+        # The paths are computed in a thread, because parsing the patch may take long.
         restored = await asyncio.to_thread(restored_paths, options, found - {"."})
         paths = [posixpath.join(options.folder, path) for path in restored]
         if len(paths) > MAX_PATHS:
@@ -172,9 +172,9 @@ class SwebenchEvaluator:
 
 
 async def find(runtime: Runtime, folder: str, *words: str) -> str:
-    """Run `find` with the arguments `words` in a folder and return the output. Read-only mounts, such as the mount of
-    the agent's program, are skipped, because they belong to the task and cannot change. Raises EvaluatorError if a
-    command fails or prints too much."""
+    """Run `find` with the arguments `words` in a folder and return the output. It skips read-only mounts, such as the
+    mount of the agent's program, because they belong to the task and cannot change. Raises EvaluatorError if a command
+    fails or prints too much."""
     mounts = await runtime.exec(LIST_MOUNTS, cwd=folder, seconds=FILE_SECONDS)
     pruned = [word for path in read_only_mounts(mounts.stdout) for word in ("-path", path, "-prune", "-o")]
     done = await runtime.exec(["find", ".", *pruned, *words], cwd=folder, seconds=FILE_SECONDS)
@@ -187,7 +187,7 @@ async def find(runtime: Runtime, folder: str, *words: str) -> str:
 
 
 async def modules_at(runtime: Runtime, folder: str) -> set[str]:
-    """Return the absolute paths of the files in a folder that Python may import. Raises EvaluatorError like `find`."""
+    """Return the absolute paths of the files in a folder that Python may import. Raises EvaluatorError (see `find`)."""
     above = await runtime.exec(["pwd", "-P"], cwd=folder, seconds=FILE_SECONDS)
     words = [word for suffix in MODULE_SUFFIXES for word in ("-o", "-name", f"*{suffix}")][1:]
     printed = await find(runtime, folder, "(", *words, ")", "-print0")
@@ -196,8 +196,8 @@ async def modules_at(runtime: Runtime, folder: str) -> set[str]:
 
 
 def read_only_mounts(printed: bytes) -> list[str]:
-    """Return the read-only mounts below a folder, as patterns of `find` in that folder. `printed` is the output of
-    LIST_MOUNTS. The kernel escapes only spaces, tabs, newlines and backslashes in a path (fstab(5))."""
+    """Return the read-only mounts below a folder, as patterns for `find` in that folder. `printed` is the output of
+    LIST_MOUNTS. In a path, the kernel escapes only spaces, tabs, newlines and backslashes (fstab(5))."""
     folder, _, mounts = printed.decode("utf-8", "surrogateescape").partition("\0")
     found = []
     for line in filter(None, mounts.split("\n")):
@@ -262,7 +262,7 @@ WORDS = (
     ),
     ("again", "at_once", "by_default", "by_name", "first", "from_text", "in_order", "in_place", "later", "with_blanks"),
 )
-"""Words from which `planted_name` makes a name. The name has one word of each tuple, in this order."""
+"""Words for `planted_name`. A name has one word from each tuple, in this order."""
 
 
 @cache
@@ -271,14 +271,14 @@ def source_text(name: str) -> str:
 
 
 def planted_name() -> str:
-    """Return a random name for the test that the plugin adds to each module of tests. The name looks like the names of
-    other tests."""
+    """Return a random name for the test that the plugin adds to each test module. It looks like the names of other
+    tests."""
     return "_".join(("test", *map(secrets.choice, WORDS)))
 
 
 def plugin(path: str, key: str, planted: str, name: str) -> str:
     """Return the plugin's source text for one evaluation. The plugin reports to the file `path`, and adds a test named
-    `planted` to each module of tests."""
+    `planted` to each test module."""
     words = ", ".join(map(repr, (path, key, planted, f"-p outrider_{name} ")))
     return (
         f"{source_text('pytest_plugin.py')}\n\nglobals().update(canaries({key!r}))\n"
@@ -287,14 +287,14 @@ def plugin(path: str, key: str, planted: str, name: str) -> str:
 
 
 def finder(new: Collection[str], path: str, key: str, name: str) -> str:
-    """Return the text of `sitecustomize.py` for one evaluation. `new` are the module files that the candidate has
+    """Return the text of `sitecustomize.py` for one evaluation. `new` has the module files that the candidate has
     added."""
     words = ", ".join(map(repr, (sorted(new), path, key, f"-p outrider_{name} ")))
     return f"{source_text('shadow_finder.py')}\n\nstart({words})\n"
 
 
 def script(options: SwebenchOptions, place: str, name: str) -> str:
-    """Return the script that runs the tests: the task's own commands, with variables that make pytest load the
+    """Return the script that runs the tests. It has the task's own commands, and variables that make pytest load the
     plugin."""
     lines = []
     if options.pytest is not False:
@@ -312,8 +312,8 @@ def script(options: SwebenchOptions, place: str, name: str) -> str:
 
 
 async def records_at(runtime: Runtime, path: str) -> str:
-    """Return the text of the plugin's report. If the report cannot be read, the returned text is "" or an error
-    message, and grading accepts neither. Raises RuntimeFailure if the whole sandbox is broken."""
+    """Return the text of the plugin's report. If the report cannot be read, return "" or an error message, which
+    grading does not accept. Raises RuntimeFailure if the whole sandbox is broken."""
     try:
         return (await runtime.read(path, follow=False)).decode("utf-8", "replace")
     except FileNotFoundError:

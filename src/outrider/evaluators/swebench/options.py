@@ -1,7 +1,7 @@
 """The options of the SWE-bench evaluator, and the paths of a repository that influence its test results. The module is
 pure.
 
-Invariant: an option that would let every run pass is refused, such as an empty list of tests to be fixed.
+Invariant: options with which every run would pass are refused, such as an empty list of tests to be fixed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.spec import SandboxPath, Spec
 
 MAX_TESTS = 100_000
 MAX_COMMAS = 10 * MAX_TESTS
-"""Maximum number of commas in the tests of a row given as one text. The limit is higher than MAX_TESTS because names of
+"""Maximum number of commas if a row's tests are given as one string. It is higher than MAX_TESTS, because names of
 tests may contain commas."""
 SCRIPT = 1 << 20
 """Maximum characters of a script."""
@@ -30,16 +30,16 @@ CONFIGURATION = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
     *("pyproject.toml", "sitecustomize.py", "usercustomize.py", "entry_points.txt"),
 )
-"""Names of files that influence the tests and their results, in any folder of the repository. `entry_points.txt`,
-beside a package on Python's path, names plugins that pytest loads."""
+"""Names of files that influence tests in any folder of the repository. `entry_points.txt`, beside a package on Python's
+path, names plugins that pytest loads."""
 GIT = (".git", ".gitattributes")
-"""Files of git that the script's `git` commands read. These files can name programs for git to run, and contain the
-original files that git restores."""
+"""Files that the script's `git` commands read. They can name programs for git to run, and contain the original files
+that git restores."""
 HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 NAMED = re.compile(r"(?:---|\+\+\+|(?:rename|copy) (?:from|to)) (?P<name>.+)")
 SAME = re.compile(r'diff --git (?P<name>("?)(?:[aciw12]/)?(?P<path>.+)\2) \2(?:[bciwo12]/)?(?P=path)\2\r?$')
-"""Matches the first line for a file in a git diff, if both names are equal. Only this line names a file without hunks,
-such as a new empty file. If the names differ, other lines have both names."""
+"""Matches the first line for a file in a git diff if both names are equal. A file without hunks, such as a new empty
+file, has its name only there. If the names differ, other lines have both names."""
 PREFIX = re.compile(r"^[abciwo12]/")
 """Matches git's prefixes of names: a/ and b/; c/, i/, o/ and w/ with `diff.mnemonicPrefix`; 1/ and 2/ with
 --no-index."""
@@ -47,8 +47,8 @@ TEST_FOLDERS = frozenset(("test", "tests"))
 
 
 def listed(given: Any) -> Any:
-    """Return the tests of a row as a list. The tests are given as a list, or as a JSON list in a string, as in the data
-    sets of swebench 4.x. Any other value is returned unchanged. Raises ValueError."""
+    """Return the tests of a row as a list. In data sets of swebench 4.x, the list is a JSON string. Any value that is
+    not a string is returned unchanged. Raises ValueError."""
     if not isinstance(given, str):
         return given
     # The commas are counted before parsing, because a list of millions of tests needs gigabytes of memory.
@@ -66,16 +66,19 @@ Script = Annotated[str, StringConstraints(min_length=1, max_length=SCRIPT)]
 
 
 class SwebenchOptions(Spec):
-    """The columns of a row for grading, under swebench's names in lower case.
+    """The options of kind `swebench`: the columns of a data set's row, under swebench's names in lower case.
 
-    The tests are run by `eval_script`, which applies the test patch itself and prints the markers, or by
-    `test_command`, before which the evaluator applies `test_patch`. With a script the patch only lists the files and
-    folders of the tests. The parser is `log_parser` (5.x), or the parser of `repo` (4.x). `pytest`: whether the tests
-    run in pytest; by default the parser decides. `restored`: paths below `folder` to restore to their state before the
-    agent, besides the files of the test patch; by default the result of `restored_paths`. `expected`: the status that
-    each test must have, as in rows of R2E-Gym; with `expected`, the lists of tests only name the tests.
-    `test_empty_patch`: whether the tests run for an agent that changed nothing. By default, such an agent earns 0
-    without a run, unless `expected` is set.
+    eval_script: runs the tests. The script applies the test patch itself and prints the markers.
+    test_command: runs the tests in place of `eval_script`, after the evaluator has applied `test_patch`.
+    test_patch: with `eval_script`, used only to find the files and folders of the tests.
+    log_parser, repo: the parser of the log (swebench 5.x), or the repository that determines the parser (4.x).
+    pytest: true if the tests run in pytest. By default, the parser decides.
+    restored: paths below `folder` to restore to their state before the agent, besides the files of the test patch. The
+        default is the result of `restored_paths`.
+    expected: the status that each test must have, as in rows of R2E-Gym. With `expected`, the lists of tests only name
+        the tests.
+    test_empty_patch: true to run the tests even if the agent changed nothing. By default, such an agent gets reward 0
+        without a run, unless `expected` is set.
     """
 
     instance_id: Test
@@ -123,7 +126,7 @@ def files_of(patch: str) -> set[str]:
         if hunk := HUNK.match(line):
             old, new = (int(count or 1) for count in hunk.groups())
             while old > 0 or new > 0:
-                # An empty context line may lack its blank, because some editors strip it.
+                # An empty context line may lack its leading space, because some editors strip it.
                 sign = (next(lines, "cut") or " ")[:1]
                 if sign not in " -+\\":
                     raise ValueError("a hunk is cut short, or its header counts wrong")
@@ -143,8 +146,7 @@ def files_of(patch: str) -> set[str]:
 
 
 def plain_name(field: str) -> str:
-    """Return the name in a field of a diff. The field is a name in quotes with backslash escapes, or a plain name up to
-    a tab."""
+    """Return the name in a field of a diff. It is quoted with backslash escapes, or plain and ends at a tab."""
     name = field.rstrip("\r").partition("\t")[0]
     if name.startswith('"'):
         name = codecs.escape_decode(name.strip('"').encode("utf-8", "surrogateescape"))[0].decode(
@@ -163,7 +165,7 @@ def test_folder(path: str) -> str | None:
 
 
 def is_test(path: str) -> bool:
-    """Return True for a test file, judged by the segments of its path: `src/_pytest/a.py` is not a test file."""
+    """Return True if the segments of a path show that the file is a test. For example, `src/_pytest/a.py` is not."""
     name = path.rpartition("/")[2]
     stem = name.removesuffix(".py")
     return (
@@ -174,10 +176,12 @@ def is_test(path: str) -> bool:
 
 
 def restored_paths(options: SwebenchOptions, found: Iterable[str]) -> list[str]:
-    """Return the sorted paths below `folder` to restore. The files of the test patch are always restored. If the option
-    `restored` is given, its paths are also restored. Otherwise the test folders changed by the patch, the configuration
-    files `found` in the repository, and, for an `eval_script`, the files of git are also restored. A row without a test
-    patch has its tests in the repository: the files that its tests name are restored."""
+    """Return the sorted paths below `folder` to restore:
+
+    - the files of the test patch or, without a test patch, the test files in the repository that the row's tests name
+    - the paths in the option `restored`, if it is given
+    - otherwise the test folders of these files, the configuration files `found` in the repository and, with an
+      `eval_script`, the files of git"""
     files = files_of(options.test_patch or "")
     if not files:
         named = {test.partition("::")[0] for test in (*options.fail_to_pass, *options.pass_to_pass) if "::" in test}
@@ -185,7 +189,7 @@ def restored_paths(options: SwebenchOptions, found: Iterable[str]) -> list[str]:
     if options.restored is not None:
         return sorted({*files, *options.restored})
     folders = {folder for file in files if (folder := test_folder(file)) is not None}
-    # A folder is restored with everything in it, so that its files need not be named.
+    # Restoring a folder restores everything in it, so its files need not be listed.
     files = {file for file in files if test_folder(file) is None} if not options.test_patch else files
     git = GIT if options.eval_script is not None else ()
     return sorted({*files, *folders, *found, *git})

@@ -1,5 +1,5 @@
-"""Finds modules of a candidate that shadow modules which pytest imports, such as a new `iniconfig.py` in the
-repository.
+"""Finds modules that a candidate has added to the repository and that shadow a module which pytest imports. An example
+is a new `iniconfig.py`.
 
 The evaluator sends this text as `sitecustomize.py`, with a final line that calls `start`. Python runs this text at its
 start, before a module of the repository can be imported. The text needs only Python 3.6. Invariant: nothing is imported
@@ -14,8 +14,8 @@ from typing import Any
 
 
 class ShadowFinder:
-    """A finder that loads no module. It reports an import that would load one of the files `new`, if `sys.path` or
-    Python itself has another module of this name."""
+    """A finder that loads no module. It reports an import of one of the files `new`, if `sys.path` or Python itself has
+    another module with this name."""
 
     def __init__(self, new: Any, path: str, key: str) -> None:
         self._new = new
@@ -35,8 +35,8 @@ class ShadowFinder:
 
 
 def start(new: Any, path: str, key: str, option: str) -> None:
-    """If this process loads the plugin by `option`, watch imports until pytest loads the repository's `conftest.py`. In
-    every process, run the `sitecustomize.py` that Python would have run in place of this text."""
+    """If `option` makes this process load the plugin, watch imports until pytest loads the repository's `conftest.py`.
+    In every process, run the `sitecustomize.py` that Python would have run if this text did not exist."""
     if new and option in os.environ.get("PYTEST_ADDOPTS", ""):
         sys.meta_path.insert(0, ShadowFinder(new, path, key))
     place = os.path.dirname(__file__)

@@ -1,4 +1,4 @@
-"""The use of each field of `task.toml`: the table printed in docs/datasets.md.
+"""A table with the use of each field of `task.toml`, which is printed in docs/datasets.md.
 
 The module is pure data. Invariant: every field of the schema is in exactly one row, so that no setting of a task is
 ignored silently.
@@ -11,8 +11,11 @@ from typing import NamedTuple
 
 
 class Use(StrEnum):
-    """The use of a field. given: the value becomes part of the task. checked: a value that Outrider does not support is
-    refused, with the field's name. unused: the field has no effect on a session."""
+    """The use of a field.
+
+    given: the value becomes part of the task.
+    checked: if Outrider does not support the value, the task is refused with the field's name.
+    unused: the field has no effect on a session."""
 
     GIVEN = "given"
     CHECKED = "checked"
@@ -20,9 +23,9 @@ class Use(StrEnum):
 
 
 class FieldUse(NamedTuple):
-    """A row of the table. `names` are the paths of fields, separated by blanks. An element of a list has the path of
-    its list. A field in a step's table, or in the table of a verifier's environment, has the path of the same field in
-    the task's own table. `how` is the text for the docs."""
+    """A row of the table. `names` are the paths of fields, separated by spaces. `how` is the text for the docs. A
+    list's element has the path of the list. A field in the table of a step, or of a verifier's environment, has the
+    path of the same field in the task's own table."""
 
     names: str
     use: Use

@@ -1,7 +1,7 @@
-"""Reads the files of a Harbor task folder: the instruction, and other files as prepare steps that write these files.
+"""Reads the files of a Harbor task folder: the instruction as text, and other files as prepare steps that write them.
 
-The module is independent of tasks. Invariants: links never make this module read files outside the task's folder, and
-never give the tests or the solution to an agent.
+Invariants: links never make this module read files outside the task's folder; links never give the tests or the
+solution to an agent.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MAX_FILES = 16 << 20
 MAX_NUMBER = 1024
 HIDDEN = ("tests", "solution", "steps/*/tests", "steps/*/solution")
 CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
-"""Pattern of a canary: a line at the beginning of an instruction that makes its data set detectable in training data.
+"""Matches a canary: a line at the beginning of an instruction that makes a data set detectable in training data.
 Canaries are removed."""
 IGNORED_BY = ".harborignore"
 
 
 def inside(path: Path, task: Path) -> Path:
-    """Return the path. Raises InvalidField for a link that leaves the task's folder."""
+    """Return the path. Raises InvalidField if the path is a link out of the task's folder."""
     if not path.resolve().is_relative_to(task.resolve()):
         raise InvalidField(
             f"{path} is a link that leaves the task's folder", field="source", hint="put its files in its place"
@@ -37,13 +37,13 @@ def inside(path: Path, task: Path) -> Path:
 
 
 def hidden_folders(task: Path) -> list[Path]:
-    """Return the folders of a task, and of its steps, that agents must not see: the tests and the solutions."""
+    """Return the folders with tests and solutions of a task and its steps. Agents must not see these folders."""
     return [path.resolve() for pattern in HIDDEN for path in task.glob(pattern)]
 
 
 def shown(path: Path, task: Path, hidden: Sequence[Path]) -> Path:
     """Return a path whose files an agent will see. Raises InvalidField if links lead from the path to a folder of
-    `hidden`, to a folder above a hidden folder, or out of the task's folder."""
+    `hidden`, to a parent of such a folder, or out of the task's folder."""
     real = inside(path, task).resolve()
     for folder in hidden:
         if real.is_relative_to(folder) or folder.is_relative_to(real):
@@ -67,10 +67,11 @@ def instruction_in(folder: Path, task: Path) -> str:
 
 
 def written(folder: Path, task: Path, to: str, *, hidden: Sequence[Path] = ()) -> list[dict[str, Any]]:
-    """Return prepare steps that write the files of a task's folder below `to`, or none if the folder does not exist.
+    """Return prepare steps that write the files of a task's folder below `to`. If the folder does not exist, there are
+    no steps.
 
     Links within the task are followed. Raises InvalidField for a link that leaves the task, leads in a circle, or leads
-    into a folder of `hidden`, and TooLarge.
+    into a folder of `hidden`. Raises TooLarge.
     """
     steps: list[dict[str, Any]] = []
     total = 0
@@ -99,8 +100,7 @@ def write_step(data: bytes, to: str, *, executable: bool) -> dict[str, Any]:
 
 def check_links(folders: Iterable[Path], task: Path) -> None:
     """Check the links below folders, like `files_below`, without using the files. The check is for the tests of a
-    verifier with its own image: the image contains the tests, so the files are not sent with the task. Raises
-    InvalidField."""
+    verifier whose own image contains the tests, so that they are not sent with the task. Raises InvalidField."""
     for folder in folders:
         for _ in files_below(folder, task) if folder.exists() else ():
             pass
@@ -108,8 +108,7 @@ def check_links(folders: Iterable[Path], task: Path) -> None:
 
 def files_below(folder: Path, task: Path) -> Iterator[tuple[Path, PurePosixPath]]:
     """Yield the files below a folder, sorted, with their paths relative to the folder. Raises InvalidField for a link
-    that leaves the task or leads in a circle, for a .harborignore, and for a path that is neither a file nor a
-    folder."""
+    that leaves the task or leads in a circle, for a .harborignore, and for a special file such as a pipe."""
     todo: list[tuple[Path, PurePosixPath, tuple[Path, ...]]] = [(folder, PurePosixPath(), ())]
     while todo:
         path, name, above = todo.pop()

@@ -1,8 +1,8 @@
 """Finds the lines of a shell script that need a network: package managers, downloads and clones. Also rewrites scripts
 so that uv is installed from a package mirror.
 
-The module is pure. The search is a guess, used only for messages: a line may be skipped when the script runs, or fail
-without harm.
+The module is pure. The search is a guess, used only for messages: when the script runs, a line may be skipped, or may
+fail without harm.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MIRRORS = (
     (re.compile(r"\S*pip|uvx?\b"), "mirror:pip"),
     (re.compile(r"np[mx]\b|pnpm|yarn"), "mirror:npm"),
 )
-"""The package mirrors. The pattern of a mirror matches the first word of the commands that use the mirror."""
+"""The package mirrors. Each pattern matches the first word of the commands that use the mirror."""
 URL = re.compile(r"(https?)://([\w.-]+)(?::(\d+))?")
 MAX_LINE = 2000
 PIP = "mirror:pip"
@@ -46,13 +46,13 @@ UV_INSTALLER = re.compile(
     r"(?:astral\.sh/uv/(?:([0-9.]+)/)?install\.sh|github\.com/astral-sh/uv/releases/download/([0-9.]+)/uv-installer\.sh)"
     r"[^|;&\n]{0,100}\|\s*((?:env\s+)?(?:\w+=[^\s|;&]*\s+){0,8})(?:ba)?sh\b"
 )
-"""Pattern of a command that downloads uv's installer and runs it. The groups are the version (in either of the two
-URLs), and the variables that are set for the installer."""
+"""Matches a command that downloads uv's installer and runs it. The groups are the version (in either of the two URLs),
+and the environment variables for the installer."""
 
 
 class NetworkUse(NamedTuple):
-    """A line of a script that needs a network. `line` is the line's number, `command` has its first two words, and
-    `needs` is the destination, or an empty text for an unknown destination."""
+    """A line of a script that needs a network. `line` is the line's number, and `command` has its first two words.
+    `needs` is the destination, or "" if the destination is unknown."""
 
     line: int
     command: str
@@ -71,7 +71,7 @@ def network_uses(script: str) -> Iterator[NetworkUse]:
 
 
 def needed(command: str, line: str) -> str:
-    """Return the destination that a line needs, or an empty text if none is known."""
+    """Return the destination that a line needs, or "" if the destination is unknown."""
     for word, mirror in MIRRORS:
         if word.match(command):
             return mirror
@@ -92,8 +92,8 @@ def covered(needs: str, destinations: Sequence[str]) -> bool:
 
 
 def with_uv_of_mirror(script: str) -> str:
-    """Return a shell script in which uv's installers, downloaded from their sites, are replaced by ours, which takes
-    the same version of uv from `mirror:pip`."""
+    """Return a shell script that installs uv without uv's own site. Commands that download and run uv's installer are
+    replaced by our installer, which takes the same version from `mirror:pip`."""
     return UV_INSTALLER.sub(lambda found: f"{found[3]}sh {UV_AT} {found[1] or found[2] or ''}".rstrip(), script)
 
 

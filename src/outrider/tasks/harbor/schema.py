@@ -1,8 +1,7 @@
 """The schema of `task.toml` in Harbor 0.25: version 1.4 and older.
 
-The module is independent of folders and tasks. Invariant: the schema refuses every file that Harbor refuses. Like
-Harbor, the schema ignores unknown keys and converts types as pydantic does. `unsupported` yields the fields of a valid
-file that request features that Outrider lacks.
+Invariant: the schema refuses every file that Harbor refuses. Like Harbor, the schema ignores unknown keys and converts
+types as pydantic does. `unsupported` lists the fields of a valid file that need features which Outrider lacks.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ PACKAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]*/[a-zA-Z0-9][a-zA-Z0-9._-]
 SERVICE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 STEP_NAME_HAS_NOT = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
 DEVICES = re.compile(r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|(COM|LPT)[1-9¹²³])", re.IGNORECASE)
-"""Device names of Windows. No step may have a device name, because the folders of steps must be portable."""
+"""Device names of Windows. A step must not have such a name, because the folders of steps must be portable."""
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+\n?")
 SECRET_HEADER = re.compile("key|token|secret|passw|credential|auth|cookie", re.IGNORECASE)
 CREDENTIAL = re.compile(r"\s*(?:[A-Za-z0-9_-]+\s+)?(?:[\s:-]*\$\{\w+(?::-)?\})+\s*")
-"""Pattern of a valid credential in a header: an optional scheme, such as Bearer, and variables without defaults, such
-as `${TOKEN}`."""
+"""Matches a valid credential in a header: an optional scheme, such as Bearer, and variables without defaults, such as
+`${TOKEN}`."""
 TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-([^}]*))?\}")
 MAIN = "main"
 """Name of the service that is the agent's own container."""
@@ -58,7 +57,7 @@ class Table(BaseModel):
 
 
 class Network(Table):
-    """The network of an environment, an agent or a verifier. If the mode is None, an agent or a verifier has the
+    """The network of an environment, an agent or a verifier. If the mode of an agent or a verifier is None, it has the
     network of its environment."""
 
     network_mode: Literal["public", "no-network", "allowlist"] | None = None
@@ -98,8 +97,8 @@ class HarborAgent(Network):
 
 
 class Healthcheck(Table):
-    """A health check as in Docker. The command is repeated until it succeeds, or has failed `retries` times in a row
-    after the start period."""
+    """A health check as in Docker. The command is repeated until it succeeds, or until it has failed `retries` times in
+    a row after the start period."""
 
     command: str
     interval_sec: float = 5.0
@@ -161,7 +160,8 @@ class Environment(Network):
 
     @model_validator(mode="after")
     def _network_of_older_schemas(self) -> Self:
-        """Apply `allow_internet` if neither a mode nor hosts are given."""
+        """Apply `allow_internet`, a setting of older schemas, if neither `network_mode` nor `allowed_hosts` is
+        given."""
         if self.allow_internet is False and "network_mode" not in self.model_fields_set and self.allowed_hosts is None:
             self.network_mode = "no-network"
         return self
@@ -218,8 +218,8 @@ class Verifier(Network):
 
 
 class HarborArtifact(Table):
-    """An artifact: the path `source` in the agent's sandbox. `destination` is the artifact's path on Harbor's host.
-    `exclude` are tar's patterns for the files of a folder to leave out."""
+    """An artifact: the path `source` in the agent's sandbox. `destination` is its path on Harbor's host. `exclude` are
+    tar's patterns of files in a folder that do not belong to the artifact."""
 
     source: str
     destination: str | None = None
@@ -250,8 +250,8 @@ Artifacts = list[Annotated[HarborArtifact, BeforeValidator(of_a_path)]]
 
 
 class HarborStep(Table):
-    """A step of a task. The next step is started only if the reward is at least `min_reward`, or if each metric named
-    in `min_reward` has at least the given value."""
+    """A step of a task. The next step starts only if the reward is at least `min_reward`. If `min_reward` is a table,
+    each metric named in it must have at least the given value."""
 
     name: str
     agent: HarborAgent = HarborAgent()
@@ -310,7 +310,7 @@ class TaskToml(Table):
 
 
 class Unsupported(NamedTuple):
-    """A field that requests a feature that Outrider lacks, with the name of the feature."""
+    """A field that needs a feature which Outrider lacks. `what` names the feature."""
 
     field: str
     what: str

@@ -1,4 +1,4 @@
-"""The network of a Harbor task, by the phases of its sandboxes.
+"""Computes the network of a Harbor task's sandboxes, for the agent and for the verifier.
 
 The module is pure. In Harbor, the agent and the verifier have the network of their environment unless they name their
 own. A public network becomes `*`, or the destinations that the caller chooses for it.
@@ -17,7 +17,7 @@ PUBLIC = ("*",)
 
 
 class NoDestination(ValueError):
-    """An entry of an allow-list is not a valid host. `field` is the entry's field below the table."""
+    """An entry of an allow-list is not a valid host. `field` is the path of the entry within the network's table."""
 
     def __init__(self, field: str, text: str) -> None:
         super().__init__(text)
@@ -25,7 +25,7 @@ class NoDestination(ValueError):
 
 
 def destinations(network: Network, public: Sequence[str]) -> list[str]:
-    """Return the destinations of a network whose mode is given. Raises NoDestination."""
+    """Return the destinations of a network, whose mode must not be None. Raises NoDestination."""
     if network.network_mode == NO_NETWORK:
         return []
     if network.network_mode == "public":
@@ -43,7 +43,7 @@ def destinations(network: Network, public: Sequence[str]) -> list[str]:
 def network_of(
     environment: Network, public: Sequence[str], *, agent: Network | None = None, verifier: Network | None = None
 ) -> dict[str, Any] | None:
-    """Return the field `runtime.network` for a sandbox. Returns None if the network has no destination. Raises
+    """Return the field `runtime.network` for a sandbox, or None if the network has no destination. Raises
     NoDestination."""
     found: dict[str, Any] = {"allow": destinations(environment, public)}
     for name, own in (("agent", agent), ("verifier", verifier)):
@@ -53,8 +53,8 @@ def network_of(
 
 
 def of_step(config: TaskToml, step: HarborStep | None) -> tuple[Network, Network]:
-    """Return the networks of the agent and the verifier of a step. The networks that the step itself names take
-    precedence over the task's."""
+    """Return the networks of the agent and the verifier of a step. The step's own networks take precedence over the
+    task's."""
     agent: Network = config.agent
     verifier: Network = config.verifier
     if step is not None:

@@ -1,7 +1,7 @@
 """Converts Harbor task folders to tasks.
 
-The module runs no program. Invariants: every setting of a folder that affects a session is part of its task, or the
-folder is refused with the field's name; the tests and the solution are in no part of the task that an agent sees.
+The module runs no program. Invariants: if a setting in a folder affects a session, it is part of the task, or the
+folder is refused with the field's name; no part of the task that an agent sees has the tests or the solution.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ from outrider.text_files import MAX_TOML, read_text_file, read_toml_file, toml_l
 
 TASK_TOML = "task.toml"
 OLDER = "task.yaml"
-"""Name of the settings file of Terminal-Bench's tasks from before Harbor."""
+"""Name of the settings file in Terminal-Bench's tasks before Harbor."""
 HINTS = {"task.name": 'Harbor refuses it too: write a name with an organisation, such as "my-org/my-task"'}
-"""Advice for invalid fields that occur in public task folders."""
+"""Hints for invalid fields that occur in public task folders, by field."""
 TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 FOLDERS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 """Folders that Harbor makes in every sandbox."""
@@ -72,19 +72,18 @@ PRIOR = "trajectory.json"
 """File with an earlier trajectory for the agent to continue."""
 CLEAN = "find {} -mindepth 1 -delete 2> /dev/null || true"
 OF_AGENTS, OF_VERIFIERS = ("/logs/agent", "/solution"), ("/tests", "/logs/verifier")
-"""Folders that are emptied before a later step. OF_VERIFIERS are emptied only if the previous step's verifier ran in
-the agent's sandbox."""
+"""Folders that are emptied before each step after the first. OF_VERIFIERS are emptied only if the previous step's
+verifier ran in the agent's sandbox."""
 SERVICES = (COMPOSE, "docker-compose.yml", "singularity-compose.yaml")
 SERVICES_TEXT = "services beside the agent's sandbox"
 OTHER_FILES = {PRIOR: "an earlier trajectory for the agent to continue"}
-"""Files of a task folder that are not supported, besides SERVICES, by name. A value describes what the file
-requests."""
+"""Names of unsupported files in a task folder, in addition to SERVICES, each with the feature that the file needs."""
 WORKDIR: str = RuntimeSpec.model_fields["workdir"].default
 AGENT_SECONDS, SESSION_SECONDS = Limits().agent_seconds, Limits().session_seconds
 """Outrider's limits for a task that sets no limits, in seconds."""
 PREPARING_SECONDS = 1800.0
-"""If the agent's limits of all steps together exceed AGENT_SECONDS, the session's limit is their sum plus this number
-of seconds. This is also the time limit of a step's setup.sh."""
+"""Seconds in which a sandbox is prepared. If the agent's limits of all steps together exceed AGENT_SECONDS, the
+session's limit is their sum plus these seconds. They are also the time limit of a step's setup.sh."""
 
 
 def harbor_examples(
@@ -98,13 +97,14 @@ def harbor_examples(
     network: Sequence[str] = PUBLIC,
 ) -> list[Example]:
     """Return the Harbor tasks below a folder: each folder with `task.toml` and `instruction.md` or `steps`, sorted by
-    path.
+    path. Raises InvalidField for a broken task and for a task with unsupported fields, and TooLarge if the files of a
+    task are too large.
 
-    `tasks` selects tasks by their paths below `root`. `image` is the image of tasks that name none, in place of their
-    Dockerfile. With `offline`, tasks get no network, even if they request one. `network` are the destinations of a task
-    that requests a public network. The values of `${NAME}` come from `environ`, by default this process's environment,
-    and become part of the task. Raises InvalidField for a broken task and for a task with unsupported fields, and
-    TooLarge if the files of a task are too large.
+    tasks: paths below `root` of the tasks to return.
+    image: the image of tasks that name none, in place of their Dockerfile.
+    environ: the values of `${NAME}`, by default this process's environment. They become part of the task.
+    offline: true to give tasks no network, even if they request one.
+    network: the destinations of a task that requests a public network.
     """
     folders = harbor_folders(root)
     if not folders:
@@ -127,8 +127,8 @@ def harbor_examples(
 
 
 def harbor_folders(root: Path) -> dict[str, Path]:
-    """Return the folders of Harbor tasks below a folder, by path, sorted. A task folder inside another task folder is
-    left out."""
+    """Return the folders of Harbor tasks below a folder, by their relative paths, sorted. Task folders inside other
+    task folders are left out."""
     folders: dict[str, Path] = {}
     for found in sorted(root.rglob(TASK_TOML)):
         folder = found.parent
@@ -139,8 +139,8 @@ def harbor_folders(root: Path) -> dict[str, Path]:
 
 
 def build_contexts(root: Path) -> list[Path]:
-    """Return the folders with Dockerfiles of the Harbor tasks below a folder, sorted. The Dockerfiles are for the
-    agents' sandboxes and for verifiers with their own images. Raises InvalidField for a broken task.toml."""
+    """Return the folders with the Dockerfiles of the Harbor tasks below a folder, sorted. Dockerfiles are for agents'
+    sandboxes and for verifiers with their own images. Raises InvalidField for a broken task.toml."""
     found = set[Path]()
     for dockerfile in root.rglob(f"environment/{DOCKERFILE}"):
         task = dockerfile.parent.parent
@@ -222,7 +222,7 @@ class HarborFolder:
         return Example(id=name, task=task, gold=self.gold(), notes=tuple(self._network_notes(runtime)))
 
     def _harness(self) -> dict[str, Any]:
-        """Return the part of the harness that a task has for any agent: MCP servers and skills."""
+        """Return the settings of the harness that suit any agent: MCP servers and skills."""
         environment = self._config.environment
         servers = []
         for number, server in enumerate(environment.mcp_servers):
@@ -238,7 +238,7 @@ class HarborFolder:
         return {**({"mcp_servers": servers} if servers else {}), **({"skills": skills} if skills else {})}
 
     def _network_notes(self, runtime: dict[str, Any]) -> list[str]:
-        """Return a note for each script that needs a network which the task does not have. The scripts are the tests
+        """Return a note for each script that needs a network which the task does not have. These scripts are the tests
         and the solutions of all steps."""
         notes = []
         verifier, agent = reached(runtime, "verifier"), reached(runtime, "agent")
@@ -264,7 +264,7 @@ class HarborFolder:
         return notes
 
     def _later(self, step: HarborStep, runtime: dict[str, Any], *, after: HarborStep) -> dict[str, Any]:
-        """Make a step in `task.then`. The step first removes the remains of the previous step, as Harbor does."""
+        """Make a step for `task.then`. As in Harbor, it first removes what is left of the previous step."""
         needs = after.min_reward
         left = OF_AGENTS if mode(self._config, after) == "separate" else (*OF_AGENTS, *OF_VERIFIERS)
         return {
@@ -347,7 +347,7 @@ class HarborFolder:
         return self._sandbox(environment, field, image, [])
 
     def _image_of_agents(self) -> tuple[str | None, Health | None]:
-        """Return the name of the image, and the HEALTHCHECK of the Dockerfile that it is built from."""
+        """Return the name of the agent's image, and the HEALTHCHECK of the Dockerfile from which it is built."""
         image = self._config.environment.docker_image or self._image
         folder = self._folder / "environment"
         if image is not None:
@@ -364,8 +364,8 @@ class HarborFolder:
         return None, None
 
     def _loose_files(self) -> list[dict[str, Any]]:
-        """Return prepare steps for the files that Harbor copies to the working directory because no Dockerfile puts
-        them into the image."""
+        """Return prepare steps for the files that no Dockerfile puts into the image. Harbor copies them to the working
+        directory."""
         folder = self._folder / "environment"
         named = self._config.environment.docker_image or self._image
         if not named or (folder / DOCKERFILE).exists() or not folder.is_dir():
@@ -389,7 +389,7 @@ class HarborFolder:
         workdir = environment.workdir
         if image is not None:
             runtime["image"] = image
-            # the store may not have the image, which may be on another machine or in a container engine
+            # The image may be missing in the store, because it is on another machine or in a container engine.
             with suppress(InvalidField, NotFound):
                 workdir = workdir or ImageStore().image(image).workdir or "/"
         if workdir is not None:
@@ -397,7 +397,7 @@ class HarborFolder:
         return runtime
 
     def evaluator(self, step: HarborStep | None, runtime: dict[str, Any]) -> dict[str, Any]:
-        """Return the evaluator of a step, or of a task without steps. `runtime` is the agent's sandbox."""
+        """Return the evaluator of a step, or of a task without steps. `runtime` is the spec of the agent's sandbox."""
         config = self._config
         separate = separate_verifier(config, self._folder, step)
         verifier = config.verifier
@@ -433,8 +433,8 @@ class HarborFolder:
 
     def _written_tests(self, layers: Sequence[Path], runtime: dict[str, Any]) -> list[dict[str, Any]]:
         """Return prepare steps that write the test files. A step's own files replace the task's files with the same
-        path. `runtime` is the spec of the verifier's sandbox. If its network has the mirror of Python packages, the
-        tests install uv from the mirror (`with_uv`)."""
+        path. `runtime` is the spec of the verifier's sandbox. If the network in it has the mirror of Python packages,
+        the tests install uv from this mirror (`with_uv`)."""
         if not any((layer / TEST).exists() for layer in layers):
             raise InvalidField(f"{layers[-1].parent} has no tests/{TEST}", field="evaluator")
         files = (file for layer in layers if layer.exists() for file in written(layer, self._folder, "/tests"))
@@ -447,7 +447,7 @@ class HarborFolder:
         return list(tests.values())
 
     def gold(self) -> Gold | None:
-        """Return the solutions of all steps, or None if a step has none."""
+        """Return the solutions of all steps, or None if a step has no solution."""
         whole = self._solution(self._folder / "solution")
         own = [self._solution(self._step_folder(step) / "solution") for step in self._config.steps or ()]
         first, *later = [one or whole for one in own] or [whole]
@@ -456,7 +456,7 @@ class HarborFolder:
 
     def _solution(self, folder: Path) -> Gold | None:
         """Return the solution in a folder, or None if the folder has no solve.sh. The solution runs in the working
-        directory, with its files in /solution, and its exit code is ignored."""
+        directory. Its files are in /solution, and its exit code is ignored."""
         if not (folder / SOLVE).exists():
             return None
         exports = self._resolved(self._config.solution.env, "solution.env")
@@ -467,8 +467,8 @@ class HarborFolder:
         )
 
     def _resolved(self, env: Mapping[str, str], field: str) -> dict[str, str]:
-        """Return the variables `env` with values of the form `${NAME}` or `${NAME:-DEFAULT}` resolved. Raises
-        InvalidField if NAME is not set and has no default."""
+        """Return the variables `env`, with `${NAME}` and `${NAME:-DEFAULT}` replaced by values. Raises InvalidField if
+        NAME is not set and has no default."""
         found = {}
         for name, value in env.items():
             template = TEMPLATE.fullmatch(value)
@@ -498,7 +498,7 @@ class HarborFolder:
 
 
 def read_config(file: Path) -> TaskToml:
-    """Read a task.toml. Raises InvalidField with the file and the field."""
+    """Read a task.toml. Raises InvalidField that names the file and the field."""
     try:
         return TaskToml.model_validate(read_toml_file(file, field="source"))
     except ValidationError as error:
@@ -513,14 +513,14 @@ def read_config(file: Path) -> TaskToml:
 
 
 def placed(file: Path, field: str) -> str:
-    """Return a file's path for an error message, with the number of the line that sets the field or begins the field's
-    table, such as `task.toml, line 3,`. If no line does, returns only the path."""
+    """Return a file's path for an error message, such as `task.toml, line 3,`. The line sets the field, or begins the
+    field's table. If there is no such line, only the path is returned."""
     line = toml_line(read_text_file(file, field="source", limit=MAX_TOML), field)
     return str(file) if line is None else f"{file}, line {line},"
 
 
 def harbor_check(health: Health) -> Healthcheck:
-    """Return the check of a Dockerfile's HEALTHCHECK as a health check of task.toml."""
+    """Convert a Dockerfile's HEALTHCHECK to a health check of task.toml."""
     return Healthcheck(
         command=health.command,
         interval_sec=health.interval,
@@ -543,14 +543,14 @@ def health_step(check: Healthcheck) -> dict[str, Any]:
 
 
 def reached(runtime: Mapping[str, Any], phase: str) -> list[str]:
-    """Return the destinations of a sandbox in a phase."""
+    """Return the destinations that a sandbox reaches in a phase (`agent` or `verifier`)."""
     network = runtime.get("network", {"allow": []})
     return list(network.get(phase, network["allow"]))
 
 
 def with_uv(script: str, network: Sequence[str]) -> str:
-    """Return a script that takes uv from the mirror of Python packages, if the network has the mirror, but not the
-    site of uv's installer."""
+    """Return the script. If the network has the mirror of Python packages, but not the site of uv's installer, the
+    returned script takes uv from the mirror."""
     from_mirror = covered(PIP, network) and not covered(f"{UV_HOST}:443", network)
     return with_uv_of_mirror(script) if from_mirror else script
 
@@ -562,7 +562,7 @@ def sources(artifacts: Artifacts, workdir: str = "") -> list[str]:
 
 
 def patterns(artifacts: Artifacts) -> list[str]:
-    """Return the patterns of the files to store as artifacts from the agent's sandbox. Each artifact has two patterns,
-    because its path may be a file or a folder."""
+    """Return the patterns of the files in the agent's sandbox that are stored as artifacts. Each artifact has two
+    patterns, because its path may be a file or a folder."""
     _, *named = sources(artifacts)
     return [f"{ARTIFACTS}/**", *(pattern for source in named for pattern in (source, f"{source}/**"))]

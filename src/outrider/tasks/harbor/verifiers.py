@@ -1,8 +1,8 @@
 """Finds the verifier's sandbox of a Harbor task or step, by Harbor's rules.
 
-The module checks whether files exist, but reads no file. Harbor chooses the settings and the image of a separate
-verifier's sandbox independently: if the verifier of a step sets only `cpus`, the image is the image of the task's
-verifier. A verifier's own image contains the tests, with all their requirements.
+The module checks whether files exist, but reads no file. For a separate verifier's sandbox, Harbor chooses the settings
+and the image independently: if the verifier of a step sets only `cpus`, the image is still that of the task's verifier.
+A verifier's own image contains the tests and everything that they need.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ COMPOSE = "docker-compose.yaml"
 
 
 class SeparateVerifier(msgspec.Struct, frozen=True, kw_only=True):
-    """The sandbox of a separate verifier. `environment`, the table at `field`, has all settings except the image.
-    If `context` is None, the sandbox has the image of the agent's sandbox. Otherwise the sandbox has an image with the
-    tests: the image named `image`, or, if `image` is None, the image built from the folder `context`."""
+    """The sandbox of a separate verifier. `environment` has all settings except the image, and `field` is the path of
+    its table. If `context` is None, the sandbox has the image of the agent's sandbox. Otherwise it has an image with
+    the tests: the image named `image`, or, if `image` is None, the image built from the folder `context`."""
 
     environment: Environment
     field: str

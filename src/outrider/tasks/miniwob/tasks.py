@@ -1,9 +1,9 @@
-"""Makes tasks of MiniWoB: a page of the package miniwob, with a seed, on the screen of a sandbox.
+"""Makes tasks of MiniWoB. In a task, the screen of a sandbox shows a page of the package miniwob.
 
-This module runs and downloads nothing, and does not import the package. Nodes do not need the package, because a task
-contains its page.
+This module runs and downloads nothing, and does not import the package. Nodes do not need it, because a task contains
+its page.
 
-Invariants: the same page and seed make the same task; only the reward computed by the page (`page.js`) counts.
+Invariants: the same page and random seed make the same task; only the reward computed by the page (`page.js`) counts.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ mouse and keyboard. The page says when the task has ended. Then reply without ca
 REFERENCE = re.compile(r"\.\./((?:core|common)/[\w./-]+)")
 PAGE_FOLDER = "miniwob"
 
-# The search is repeated, because it also fails if any window disappears meanwhile, as some windows of a starting
-# browser do.
+# The search is repeated, because it fails if any window disappears during the search. Some windows of a starting
+# browser do so.
 TITLE = """\
 titled() {
     for try in $(seq "$2"); do
@@ -122,8 +122,8 @@ titled "reward " 50
 
 
 def miniwob_pages(html: Path | None = None) -> dict[str, Path]:
-    """Return the files of all pages by name. `html` is the folder `html` of the package; None finds the installed
-    package. Raises InvalidField."""
+    """Return the files of all pages by name. `html` is the package's folder `html`. If it is None, the folder of the
+    installed package is used. Raises InvalidField."""
     if html is None:
         found = importlib.util.find_spec("miniwob")
         if found is None or not found.submodule_search_locations:
@@ -143,9 +143,10 @@ def miniwob_examples(
     observation: str = SCREENSHOT,
     html: Path | None = None,
 ) -> list[Example]:
-    """Return `size` tasks of one `page`, with the seeds `seed`, `seed` + 1, and so on. If `page` is None, return a task
-    of each page, or of the first `size` pages, with the seed `seed`. Tasks of pages that `gold.js` can solve have a
-    solution. `observation` is the desktop's option. For `html` see `miniwob_pages`. Raises InvalidField."""
+    """Return `size` tasks of one `page`, with the seeds `seed`, `seed` + 1, and so on. If `page` is None, return a
+    task of each page with the seed `seed`; `size` then limits the number of pages. Tasks of pages that `gold.js` can
+    solve have a solution. `observation` is the option of the desktop. For `html`, see `miniwob_pages`. Raises
+    InvalidField."""
     if observation not in OBSERVATIONS:
         raise InvalidField(
             f"{observation!r} is no way to show a page", field="source", hint=f"one of: {', '.join(OBSERVATIONS)}"
@@ -207,8 +208,8 @@ def _with_script(html: str, script: str) -> str:
 
 def _archive(page: Path, html: str) -> str:
     """Pack the files that a page uses into a tar.gz archive, in base64. The same files always give the same text. If a
-    page computes a file name at run time, the page's text contains only the folder, so all files of the folder are
-    packed. The files of a stylesheet are in a folder `images` beside the stylesheet."""
+    page computes a file's name at run time, its text contains only the folder, so all files of this folder are packed.
+    The files of a stylesheet are in the folder `images` beside it."""
     folder = page.parent.parent
     used = sorted({folder / found for found in REFERENCE.findall(html)})
     folders = [file.parent / "images" if file.suffix == ".css" else file for file in used]
