@@ -88,11 +88,11 @@ class FakeApiServer:
         self.created: list[str] = []
         """Names of all pods ever created, in order."""
         self.deletions: list[tuple[str, int | None]] = []
-        """Names and grace periods of all requests for a removal."""
+        """Names and grace periods in all requests that delete a pod."""
         self.changes: list[tuple[int, str, Json]] = []
         """The newest changes: (version, type, pod)."""
         self.watches: list[web.Request] = []
-        """The watches that are open."""
+        """The open watches."""
         self.url = ""
         self._versions = itertools.count(1)
         self._version = 0

@@ -79,9 +79,9 @@ class FakeMachine:
         self.images = dict(images)
         self.execs = 0
         self.tasks = asyncio.TaskGroup()
-        """The pods that run, and other work of the cluster."""
+        """Runs the pods, and other work of the cluster."""
         self.sockets: dict[web.WebSocketResponse, web.Request] = {}
-        """The connections to the commands that run."""
+        """The connections to running commands."""
         self._running: dict[str, Container] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
