@@ -28,7 +28,7 @@ SCHEME = "v1,"
 ENCODED = "whsec_"
 """Prefix of a secret that is given in base64."""
 MIN_SECRET = 16
-"""Minimum characters of a secret. A shorter one could be guessed by trying all secrets on one signature."""
+"""Minimum characters of a secret. A shorter one could be found from one signature by brute force."""
 TOLERANCE_SECONDS = 300.0
 
 
@@ -98,7 +98,7 @@ def check_signature(
 
 
 def check_secret(secret: str) -> None:
-    """Raise InvalidField for a secret that is shorter than MIN_SECRET or is not valid base64 after its prefix."""
+    """Raise InvalidField for a secret that is shorter than MIN_SECRET or whose base64 is invalid."""
     if len(secret) < MIN_SECRET:
         raise InvalidField(
             f"a secret needs at least {MIN_SECRET} characters",

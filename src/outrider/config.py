@@ -579,8 +579,8 @@ RECIPE_VARIABLES = {
 """Maps variables of verl's recipe, such as PROXY_PORT, to paths of settings. They are read if `compat` contains `verl`,
 and OUTRIDER_* variables override them."""
 ADDED = {"plugins.allow": PluginsConfig().allow}
-"""The lists to which a flag adds values instead of replacing the list, by path, with the default of each list. The flag
-adds to the list from the environment or the file, or to the default if neither sets it."""
+"""Maps the path of each list that a flag extends, instead of replacing it, to the list's default. The flag extends the
+list from the environment or the file, or else the default."""
 OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds", "near", "log_format"})
 """Settings and sections that each machine sets for itself when it joins a service. It gets all others from the
 service."""

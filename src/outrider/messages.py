@@ -175,8 +175,8 @@ class WireMessages(Protocol):
     """The messages of a request. Each is parsed only when it is needed, because a long history can be compared by its
     bytes.
 
-    - `raw(i)` is any byte string that is different for different messages, and `head(n)` the same for the first `n`
-      messages. These bytes are compared within a session, even between messages of different dialects.
+    - `raw(i)` is any byte string that differs for different messages. `head(n)` does so for the first `n` messages
+      together. These bytes are compared within a session, even between messages of different dialects.
     - `role(i)` is the role of message `i`, found without parsing the message's content.
     - `size(i)` is about how many bytes `parse(i)` reads, so that callers can divide long work into pieces.
     - `parse(i)` raises RequestError, which names the message, if the message is malformed.

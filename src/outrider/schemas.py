@@ -441,7 +441,7 @@ class Redelivered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GcReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of removing finished groups. With `dry_run`, nothing was removed, and the numbers say what would be.
+    """The result of removing finished groups. With `dry_run`, it is what would be removed.
 
     - `groups`, `sessions`, `bytes`: the removed groups, their sessions, and the bytes of their tasks, turns, results
       and artifacts.

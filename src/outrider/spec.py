@@ -680,8 +680,8 @@ def fields_of_step(step: int) -> Iterator[None]:
 
 
 def step_field(step: int) -> str:
-    """Return the path of a step in a request, below which its fields are: `task` for step 0, `task.then.0` for step
-    1."""
+    """Return the path of a step in a request: `task` for step 0, `task.then.0` for step 1. The paths of its fields
+    begin with it."""
     return f"task.then.{step - 1}" if step else "task"
 
 

@@ -155,8 +155,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     epoch, and durations in milliseconds if the name ends with `_ms`.
 
     output_ids, logprobs: the sampled ids (packed int32) and their log-probabilities (packed float64) of a reply that
-    does not include the ids of its prompt. Such a turn has the mode TEXT and no ids of its own, because the reply's ids
-    alone do not show what the model has read.
+        does not include the ids of its prompt. Such a turn has the mode TEXT and no ids of its own, because the reply's
+        ids alone do not show what the model has read.
     """
 
     worker_id: str | None = None
@@ -344,8 +344,8 @@ class SampleFields(msgspec.Struct, frozen=True, kw_only=True):
     reward: the verdict's reward for this row, or else for the session. None if the session has no verdict, or if the
         task does not train on rows of this kind (`BranchPolicy`). Such a row must not be trained on.
     turn_spans: for each of `turns`, the positions [start, end) of its sampled tokens in `ids`.
-    turn_rewards: for each of `turns`, the verdict's reward of the turn. None if it has none, or if the turn's tokens
-        are trained on in another row. So each turn's reward is in at most one row.
+    turn_rewards: for each of `turns`, the verdict's reward of the turn. None if there is none, or if the turn's tokens
+        are not trained on in this row. So each turn's reward is in at most one row.
     parent: the turn that the branch forked from, or that started it; None if there is none.
     depth: 0 in the main conversation, plus 1 for each sub-agent, side call or replaced history on the way to the
         branch.

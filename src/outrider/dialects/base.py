@@ -30,9 +30,9 @@ Memory = dict[str, Any]
 
 
 BRANCH_HEADER = b"x-outrider-branch"
-"""The header in which a client declares the branch (the main conversation, or a side conversation such as a
-sub-agent's) that a call belongs to, as KIND or KIND/LABEL. A client that cannot set headers appends the branch to the
-model's name, as in `MODEL@subagent/reviewer`."""
+"""The header in which a client declares the branch of a call, as KIND or KIND/LABEL. A branch is the main conversation
+or a side conversation, such as a sub-agent's. A client that cannot set headers appends the branch to the model's name,
+as in `MODEL@subagent/reviewer`."""
 DECLARABLE = (BranchKind.MAIN, BranchKind.SUBAGENT, BranchKind.COMPACTION, BranchKind.AUXILIARY)
 """The kinds that a client can declare. The other kinds cannot be known when the call is made. For example, a branch is
 ABORTED if the client later cuts off its last reply."""
@@ -103,7 +103,7 @@ class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A parsed request for a model call, in a form that is the same for all dialects.
 
-    - `tools_raw`: bytes that are equal for equal `tools`, in any encoding (b"" for no tools).
+    - `tools_raw`: bytes that are never equal for different `tools`; b"" for no tools.
     - `tool_choice`: the restriction of the reply's tool calls; None for no restriction.
     - `ignored`: the names of the request's fields and tools that have no effect (`reading.bounded_notes`).
     - `needs_images`: True if the agent cannot work without the images that its tools return. A model that cannot read

@@ -158,8 +158,8 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     notes += [TOOL + kind for kind in tools.hosted]
     choice = _read_tool_choice(wire, tools.specs, notes)
     told = tools.specs and wire.tool_choice != "none"
-    # Clients turn thinking on or off with different fields. If the fields disagree, `reasoning.enabled` takes
-    # precedence over the effort `none`, then over `thinking`, then over the variables of the chat template.
+    # Clients turn thinking on or off with different fields. If they disagree, the first of these counts:
+    # `reasoning.enabled`, the effort `none`, `thinking`, the variables of the chat template.
     thinking = read_thinking(wire, wire.thinking, notes)
     reasoning = wire.reasoning or {}
     note_unknown("reasoning", reasoning, _REASONING_KEYS, notes)

@@ -53,8 +53,8 @@ from outrider.media import check_attachments
 from outrider.messages import Message, Role
 
 EXACT_INTEGER = 2**53
-"""The largest integer at which 3.0 and 3 are treated as the same number, because a client may send 3.0 back as 3.
-Floats represent integers exactly up to this one."""
+"""Up to this integer, whole floats are treated as integers, because a client may send 3.0 back as 3. Floats represent
+integers exactly up to this one."""
 
 KEPT_READERS = 64
 """Maximum number of readers stored for a session, one for each of the latest requests. A request that continues the

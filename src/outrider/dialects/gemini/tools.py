@@ -10,7 +10,7 @@ added to the request's notes. The tool `computerUse` becomes the functions that 
 their calls.
 
 `functionCallingConfig.mode` has these effects: NONE hides all tools. ANY, and a list of allowed functions, restrict the
-reply. VALIDATED without a list has no effect and is noted.
+reply. VALIDATED without a list has no effect and is added to the notes.
 
 Source: Google AI API reference, "Tool", "FunctionDeclaration", "Schema", "FunctionCallingConfig".
 """

@@ -111,8 +111,8 @@ class _Source(msgspec.Struct):
 
 
 class _Span(msgspec.Struct, gc=False):
-    """Where one of our messages is on the wire: in the wire's messages [first, last). A part of a user message is only
-    in the blocks [start, stop) of that message."""
+    """The position of one of our messages in the request: the request's messages [first, last). If it is only a part of
+    a user message, it has the blocks [start, stop) of that message."""
 
     role: Role
     first: int
@@ -287,8 +287,8 @@ def _assistant_message(blocks: Sequence[_PlacedBlock]) -> Message:
 
 
 def _arguments(raw: Raw, where: str) -> str:
-    """Return a call's arguments as JSON text. Arguments that are not a JSON object were wrapped in an object with the
-    key INVALID_JSON by the reply; they are returned as the model wrote them. Raises RequestError."""
+    """Return a call's arguments as JSON text. The reply wrapped arguments that are not a JSON object in an object with
+    the key INVALID_JSON; these are returned as the model wrote them. Raises RequestError."""
     if is_absent(raw):
         return "{}"
     value = decode(_ANY, raw, where)

@@ -30,8 +30,8 @@ _SEAL = "outrider1:"
 """The prefix of `encrypted_content` that Outrider wrote. Content that another provider encrypted does not have it."""
 _JOIN = "__"
 _AS_JSON = "~json"
-"""Ends the id of a custom call whose input is the JSON of all arguments, because the model did not write a single
-string as `input`."""
+"""Appended to the id of a custom call if the model wrote other arguments than one string `input`. The call's input is
+then the JSON of all arguments."""
 _AS_TEXT = "~text"
 """Appended to the id of a custom call with plain-text input if the model's own id ends with `_AS_JSON` or `_AS_TEXT`.
 Without it, the end of the model's own id would be removed when the client sends the call back."""

@@ -45,7 +45,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one row of a certificate.
 
-    - `required`: True if the certificate cannot hold unless the row is tried.
+    - `required`: True if the row must be tried for the certificate to hold.
     - `reason`: why the row does not hold or was not tried; for a row that holds, a remark.
     - `turns`: the number of model calls.
     - `forks`: how often the harness sent a changed history, by cause.

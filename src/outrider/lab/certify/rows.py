@@ -12,10 +12,11 @@ from typing import Literal
 import msgspec
 
 MARK = "outrider-check/"
-"""Comes before the row's name in the instruction. The scripted model finds the row in a prompt by this text."""
+"""Precedes the name of the row, which is one test of a certificate, in a task's instruction. The scripted model finds
+the row in a prompt by this text."""
 
 SUBAGENT_MARK = "outrider-helper/"
-"""Comes before the row's name in the task of a sub-agent."""
+"""Precedes the row's name in the task of a sub-agent."""
 
 FIRST_WORD = "zqfirstwordqz"
 """The word that the model sends before it pauses in the row `streaming`. No other row contains it."""
@@ -38,7 +39,7 @@ NOTE = "zqnoteqz"
 """The text that the model passes to the MCP server's tool."""
 NOTE_FILE = "note.txt"
 SKILLS = "/tmp/outrider-check-skills"
-"""The folder with the row's skill in the sandbox. The harness gives the skill to the program."""
+"""The folder in the sandbox with the skill of the row `skill`. The harness gives the skill to the program."""
 SKILL = "outrider-check"
 OFFERED = "zqofferedqz"
 """A word that occurs only in the skill's description."""
@@ -58,8 +59,8 @@ class ModelAction(msgspec.Struct, frozen=True, kw_only=True):
     used:
 
     - `command`: a shell command to run.
-    - `write`, `read`: the same for a harness without a tool for commands. `write` is the name and the text of a file to
-      write, and `read` the name of a file to read.
+    - `write`, `read`: what replaces the command for a harness that cannot run commands. `write` is the name and the
+      text of a file to write, and `read` the name of a file to read.
     - `look`: an image file to look at. Such an action has no command.
     - `note`: a text for the MCP server's tool. Such an action has no command.
     - `skill`: a skill to load with the program's own tool. Without such a tool, the other fields are used.

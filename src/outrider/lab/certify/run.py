@@ -1,5 +1,5 @@
 """Runs a certification: starts a whole service with the scripted model in this process, and runs one session for each
-row. Before the row `sub-agent`, trial sessions look for the tool that starts a sub-agent.
+row of the certificate. Before the row `sub-agent`, trial sessions look for the tool that starts a sub-agent.
 
 The module does not use the terminal. Invariant: when `certify` returns, the service has ended and its data have been
 removed.

@@ -1,4 +1,5 @@
-"""The scripted model: an engine that replies with the steps of a row, and calls tools that the prompt declares.
+"""The scripted model of a certification: an engine that replies with the steps of a row, and calls tools that the
+prompt declares.
 
 The model reads the row and the number of earlier replies from each prompt, so it keeps no state between calls. It
 supports only the chat format of the certifying service. Invariant: for every generation that has begun, `calls` has
@@ -91,7 +92,7 @@ class ScriptedCall(msgspec.Struct, kw_only=True):
 
 
 class ScriptedModel:
-    """An `Engine` that replies with the steps of a row.
+    """An `Engine` that replies with the steps of a certificate's row.
 
     - `folder`: the tokenizer's folder.
     - `hint`: what the preset declares about the harness's tools.

@@ -170,7 +170,7 @@ class FoundTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskTools(msgspec.Struct, frozen=True, kw_only=True):
-    """A harness's tools for the actions of rows. A field is None if the harness has no such tool."""
+    """A harness's tools for the scripted actions. A field is None if the harness has no such tool."""
 
     shell: FoundTool | None
     writer: FoundTool | None
@@ -197,7 +197,7 @@ class MarkedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_tools(tools: Sequence[ToolSpec], hint: Certify) -> TaskTools:
-    """Return which of a request's tools to use for the actions of rows."""
+    """Return the tools of a request that can do the scripted actions (`ModelAction`)."""
     return TaskTools(
         shell=_find(tools, COMMAND, hint.shell),
         writer=_find(tools, WRITE, None),

@@ -36,7 +36,7 @@ def allowing(config: Config, tasks: Iterable[TaskSpec]) -> Config:
 
 
 def uploads(task: TaskSpec) -> bool:
-    """Return True if a task uploads files: `upload` steps need the folder in the setting `files`."""
+    """Return True if a task has `upload` steps, which need the setting `files`."""
     prepared = [runtime.prepare for runtime, _ in runtimes_of(task)] + [step.prepare for step in task.then]
     return any(isinstance(step, Upload) for steps in prepared for step in steps)
 

@@ -1,8 +1,8 @@
 """Runs a whole service in a separate process, for a trainer that uses the service by its URL.
 
-Invariant: the service's process has ended when the block is left. It also ends when this process is killed, or when the
-thread that opened the block ends. Ctrl-C in a terminal does not reach the service, because the service has its own
-process group. So the trainer decides when the service ends.
+Invariant: the service's process has ended when the `with` block of `service_process` ends. It also ends when this
+process is killed, or when the thread that opened the block ends. Ctrl-C in a terminal does not reach the service,
+because the service has its own process group. So the trainer decides when the service ends.
 """
 
 from __future__ import annotations

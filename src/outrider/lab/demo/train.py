@@ -233,8 +233,7 @@ def _undertrained(policy: Path, seed: int) -> Any:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    # The engine needs a core. If cores are shared, several torch threads waste time because they busy-wait for each
-    # other.
+    # Several threads would busy-wait for each other on shared cores, and leave no core for the engine.
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     script, tokenizer = Script.load(policy), Tokenizer.load(policy)

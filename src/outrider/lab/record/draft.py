@@ -130,7 +130,7 @@ def _environment_of(program: Path) -> tuple[Path | None, Path]:
 
 
 def _links(file: Path) -> Iterator[Path]:
-    """Yield the file, and while it is a symbolic link, the target of the link."""
+    """Yield the file. If it is a symbolic link, also yield each target along the chain of links."""
     for _ in range(MAX_LINKS):
         yield file
         if not file.is_symlink():
@@ -139,8 +139,8 @@ def _links(file: Path) -> Iterator[Path]:
 
 
 def _named_by_env(script: Path, search: str | None) -> Path | None:
-    """Return the interpreter that a script names in its first line through `env`; None if a sandbox has this
-    interpreter anyway."""
+    """Return the interpreter that a script names in a first line `#!/usr/bin/env INTERPRETER`; None if a sandbox has it
+    anyway."""
     with script.open("rb") as file:
         named = _ENV_SHEBANG.match(file.read(LONGEST_PATH))
     found = shutil.which(named[1].decode(), path=search) if named else None

@@ -70,7 +70,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a recorded run. `dialects` are the dialects of the successful model calls. `refused` has the
-    number of failed calls, by description."""
+    number of failed calls, by method, path, status and reason."""
 
     exit_code: int
     calls: int

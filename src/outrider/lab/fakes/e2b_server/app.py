@@ -70,7 +70,7 @@ class FakeE2B:
     - `page`: the maximum number of sandboxes in a page of `GET /v2/sandboxes`.
     - `faults`: functions that reply to the next requests, by method and path, with `ID` in place of ids. Each is used
       once.
-    - `requests`: all requests except those to `envd`, in the same form.
+    - `requests`: the methods and paths of all requests except those to `envd`, with `ID` in place of ids.
     - `made`: the number of sandboxes created so far.
     """
 

@@ -192,7 +192,7 @@ class Served:
     owner = ""
     """The `owned_by` of the served model."""
     tokenizer_length: int | None = None
-    """The `max_model_len` in the response of `/tokenize`; None for the context of the model."""
+    """The `max_model_len` in the response of `/tokenize`; None means the context length of the model."""
 
     def __init__(self, engine: Engine, settings: ServeSettings, routes: Routes) -> None:
         self.engine = engine

@@ -1,5 +1,5 @@
-"""A fake prefix cache. It stores only which ids are cached, with their salt and the version of their weights, but no
-keys and values.
+"""A fake prefix cache. It stores which ids are cached, their salt and the version of their weights, but not the
+attention keys and values.
 
 Invariant: a hit on ids that were computed with other weights is counted in `stale`.
 """

@@ -138,8 +138,8 @@ class ServedSGLang(Served):
         return {"error": {"message": message}}
 
     async def _health(self, call: HttpCall) -> None:
-        """Report the health. The real server samples a token for it. So during a pause this server waits up to
-        HEALTH_SECONDS for the end of the pause."""
+        """Report the health. The real server samples a token for a health check, so during a pause this server waits up
+        to HEALTH_SECONDS for the end of the pause."""
         self.health_checks += 1
         if self._paused is not None:
             with self._tracked():

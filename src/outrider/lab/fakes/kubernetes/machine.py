@@ -196,8 +196,8 @@ class FakeMachine:
         try:
             yield Container(process, await first_inside(process), env, user, group)
         finally:
-            # A first process that switched to another user than root lost its parent-death signal, so it is killed by
-            # its id.
+            # The container's first process loses its parent-death signal if it switches to a user other than root, so
+            # it is killed by its id.
             with contextlib.suppress(OSError, IndexError):
                 os.kill(child_of(process.pid), signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
