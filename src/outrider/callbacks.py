@@ -69,7 +69,7 @@ def check_signature(
     While a secret is being replaced, pass both the old and the new one. `tolerance` is the maximum difference between
     the clocks of service and receiver, in seconds. It is also the time within which somebody can replay a recorded
     request. Raises Unauthorized if the signature or its headers are missing, if the signature does not match, or if it
-    is older or newer than `tolerance` allows.
+    was made more than `tolerance` seconds before or after now.
     """
     found = {name.lower(): value for name, value in headers.items()}
     group_id, timestamp, signatures = (found.get(name, "") for name in (ID, TIMESTAMP, SIGNATURE))

@@ -264,7 +264,7 @@ class ModelConfig(Section):
 
 
 class FrozenConfig(Section):
-    """A model besides the policy that agents can call by its `name`. It is never trained.
+    """A model in addition to the policy. Agents call it by its `name`, and it is never trained.
 
     `tokenizer`, `renderer` and `context_tokens` have the same meaning as for the policy. The default `tokenizer` is the
     policy's. `turns` and `response_tokens` limit each attempt of a session.
@@ -347,7 +347,7 @@ class AgentServiceConfig(NamedServer):
 
 
 class PluginsConfig(Section):
-    """Which Python code tasks may name, to be run inside the service. `allow` lists packages and modules with all that
+    """The Python code that tasks may name. It runs inside the service. `allow` lists packages and modules with all that
     they contain, and full paths of single objects. "*" allows all importable Python."""
 
     allow: Annotated[tuple[str, ...], Setting("--allow-plugin MODULE")] = ("outrider.lab.demo.task",)

@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple, Self
 from pydantic import AfterValidator, StringConstraints
 
 PORTS = frozenset({80, 443})
-"""The ports of a destination that names none."""
+"""The ports of a destination that is written without a port."""
 MIRROR = "mirror:"
 MIRRORS = ("pip", "npm", "apt")
 """The names of mirrors."""

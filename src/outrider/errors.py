@@ -26,12 +26,12 @@
         ├── ServiceUnusable           service     500   no      the address, a proxy or the version is wrong
         ├── ServiceStopping           service     503   yes
         ├── StoreUnavailable          service     503   yes
-        └── Busy                      service     429   yes     come back later: the caller has too much under way
+        └── Busy                      service     429   yes     come back later: the caller has too many requests
             └── QueueFull             service     429   yes     too many sessions wait
 
-A rollout that fails is data: its error is attributed to the boundary it crossed, recorded once as an `ErrorRecord`, and
-never turned into a reward. The module uses nothing of HTTP but status codes. Invariant: `error_from` turns a record
-into an error of the class that the record's `code` names, if this version has the class.
+A rollout that fails is data. Its error is attributed to the part of the system that it came from (`Boundary`), recorded
+once as an `ErrorRecord`, and never turned into a reward. Of HTTP, the module uses only status codes. Invariant:
+`error_from` turns a record into an error of the class that the record's `code` names, if this version has the class.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ class StallStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A node with its running sessions, the maximum of these (`capacity`), its lanes and its resources. A `drained`
-    node takes no new sessions. `failing` is background work that currently fails on the node."""
+    """A node: its running sessions, their maximum number (`capacity`), its lanes and its resources. A `drained` node
+    takes no new sessions. `failing` is background work that currently fails on the node."""
 
     name: str
     drained: bool = False
@@ -116,8 +116,8 @@ class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledImage(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of pulling an image on one machine, which `node` is a node of. It has either the image's digest and
-    the bytes of its files, or an error."""
+    """The result of pulling an image on one machine. `node` is a node of this machine. The result has either the
+    image's digest and the bytes of its files, or an error."""
 
     node: str
     digest: str | None = None
@@ -156,7 +156,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     - `sessions`, `assigned_tokens`: the number of sessions that stay with the engine, and the tokens of their contexts.
     - `generated_tokens`, `failures`: totals since the engine was added.
     - `advice`: better flags for the engine's server, if the pool has noticed any.
-    - `suspect`: the last invalid response of an engine that is suspect because of it, else None.
+    - `suspect`: the last invalid response, if the pool suspects the engine because of it, else None.
     - `misbehaved`: the number of invalid responses.
     """
 
@@ -736,8 +736,8 @@ class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
     groups, sessions, not_done: the numbers of groups, of their done sessions, and of their other sessions.
     truncated: True if there are more groups, which are older and were not read.
-    read_sessions, read_turns: how many sessions, and model calls in them, were sampled to read their turns and
-        timelines.
+    read_sessions, read_turns: the size of the sample whose turns and timelines were read, in sessions and in model
+        calls.
     """
 
     groups: int

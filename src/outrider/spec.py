@@ -411,8 +411,8 @@ class HarnessSpec(Spec):
 
     The placeholders {base_url}, {api_key}, {model} and {instruction} are replaced in `command`, in the values of `env`
     and in the texts of `files`. `nonzero_exit` defaults to the preset's own value, and to "grade" for a command. The
-    agent gets the tools of `mcp_servers` and the `skills`. Each skill is a folder in the sandbox, either with a
-    SKILL.md or with such folders.
+    agent gets the tools of `mcp_servers` and the `skills`. Each skill is a folder in the sandbox that contains a
+    SKILL.md, or a folder of such folders.
     """
 
     preset: Name | None = None
@@ -669,8 +669,8 @@ def steps_of(task: TaskSpec) -> list[TaskSpec]:
 
 @contextmanager
 def fields_of_step(step: int) -> Iterator[None]:
-    """Within the block, errors about one of the tasks that `steps_of` returns name the field of the whole task instead.
-    This concerns the fields of the evaluator and the instruction. The first step is 0."""
+    """Within the block, errors about the evaluator or the instruction of a step name the field in the whole task, such
+    as `task.then.0.evaluator`. The first step is 0."""
     place = step_field(step)
     with (
         renamed_field("task.evaluator", f"{place}.evaluator"),
@@ -726,7 +726,7 @@ class GroupSpec(Spec):
     """`n` sessions of one task, which are submitted, prioritized, cancelled and delivered together.
 
     If the same `idempotency_key` is submitted again, the first group is returned; if the body differs, the request is a
-    conflict. As soon as `min_usable` sessions have a reward, the others are stopped early; with null, none are. A
+    conflict. As soon as `min_usable` sessions have a reward, the others are stopped early; with null, no session is. A
     session that waits `expires_seconds` without being started ends as expired; with null, the service's setting
     applies.
     """

@@ -26,8 +26,8 @@ processes."""
 MOST_CHARACTERS = 200
 """Maximum number of characters of an entry's name."""
 MOST_BYTES = 8 << 20
-"""Maximum bytes of a `TimelinePart`. A part with the maximum number of entries of every kind, each with the longest
-text, fits."""
+"""Maximum bytes of a `TimelinePart`. This is enough for the maximum number of entries of every kind, each with the
+longest text."""
 MOST_PARTS = 500
 """Maximum number of parts that are stored in one call."""
 

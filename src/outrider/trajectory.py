@@ -57,7 +57,7 @@ class JoinKind(StrEnum):
 
     ROOT = "root"  # shares no history with earlier requests
     APPEND = "append"  # a recorded conversation plus new messages
-    FORK = "fork"  # shares a history, but could not append to it
+    FORK = "fork"  # shares history with an earlier request, but could not be appended to it
     RETRY = "retry"  # the same request as before
 
 
@@ -69,9 +69,9 @@ class ForkCause(StrEnum):
     TOOLS_CHANGED = "tools_changed"  # a recorded history continues with other tools
     SYSTEM_CHANGED = "system_changed"  # a recorded history continues with another system prompt
     TOOLS_AND_SYSTEM_CHANGED = "tools_and_system_changed"  # both, for example because another agent takes over
-    BRIDGE_REFUSED = "bridge_refused"  # the renderer cannot prove that the new messages only append
+    BRIDGE_REFUSED = "bridge_refused"  # the renderer cannot prove that the new messages only add ids at the end
     TEMPLATE_HISTORY = "template_history"  # history="template": the template drops earlier reasoning
-    CAPTURE_DRIFT = "capture_drift"  # capture mode: the prompt that the engine reports does not extend the record
+    CAPTURE_DRIFT = "capture_drift"  # capture mode: the reported prompt ids do not begin with the recorded ids
 
 
 HEAD_CHANGES = frozenset({ForkCause.TOOLS_CHANGED, ForkCause.SYSTEM_CHANGED, ForkCause.TOOLS_AND_SYSTEM_CHANGED})
