@@ -84,9 +84,10 @@ _NAMES: msgspec.json.Decoder[dict[str, Raw]] = msgspec.json.Decoder(dict[str, Ra
 _DATA_URL = re.compile(r"data:([\w.+-]{1,64}/[\w.+-]{1,64})?(?:;[^,;]{0,256}){0,16};base64,", re.ASCII)
 _NO_ADDRESS = "must be an http or https address, or a data URL of an image in base64"
 INVALID_JSON = "INVALID_JSON"
-"""The key that marks a call's arguments as invalid. Some dialects require arguments to be an object. Arguments that are
-not are replaced by an object with this single key, whose value is their text. No tool accepts such an object, so the
-tool shows the model its mistake. The key comes from Anthropic's documentation of fine-grained tool streaming."""
+"""The key that marks a call's arguments as invalid. Some dialects require arguments to be an object. Any other
+arguments are replaced by an object with this single key, whose value is their text. No tool accepts such an object, so
+the tool's error shows the model its mistake. The key comes from Anthropic's documentation of fine-grained tool
+streaming."""
 
 _MEMORY_KEY = "tools"
 

@@ -311,7 +311,7 @@ def _tool_message(at: _PlacedBlock) -> Message:
 
 
 def _part(at: _PlacedBlock) -> Part:
-    """Return the text or image for a block of a user message or a tool result. Raises RequestError."""
+    """Return the text, image or file for a block of a user message or a tool result. Raises RequestError."""
     block, where = at.block, at.where
     match block.type:
         case "text":
