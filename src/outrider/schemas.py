@@ -262,8 +262,7 @@ class GroupSummary(GroupFields, frozen=True, kw_only=True):
 
 
 class GroupList(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups, newest first. To get the next page, pass `after` as the request's `after`; None means that this is the
-    last page."""
+    """Groups, newest first. Pass `after` to the request for the next page; it is None on the last page."""
 
     groups: tuple[GroupSummary, ...]
     after: str | None = None
@@ -557,9 +556,7 @@ class SessionEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     - `running`: True if the session takes calls now.
     - `key`: the session's credential, which is the agent's API key.
-    - `model`: the name of the model.
     - `base_urls`: the addresses at which the agent may reach the service, by network name. `base_url` is the first.
-    - `instruction`: the instruction of the session's task.
     - `variables`: environment variables that agent programs of all vendors read, set for `base_url`.
     """
 
@@ -574,8 +571,8 @@ class SessionEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionList(msgspec.Struct, frozen=True, kw_only=True):
-    """Sessions by group, newest group first. To get the next page, pass `after` as the request's `after`; None means
-    that this is the last page."""
+    """Sessions by group, newest group first. Pass `after` to the request for the next page; it is None on the last
+    page."""
 
     sessions: tuple[SessionView, ...]
     after: str | None

@@ -57,9 +57,8 @@ EXACT_INTEGER = 2**53
 integers exactly up to this one."""
 
 KEPT_READERS = 64
-"""Maximum number of readers stored for a session, one for each of the latest requests. A request that continues the
-history of a stored reader reads only its new contents. One session needs several readers, because sub-agents have
-separate histories."""
+"""Maximum number of readers stored for a session, for the latest requests of the agent and its sub-agents. A request
+that continues the history of a stored reader reads only its new contents."""
 
 _FUNCTION = (b"unction", rb"\u006", rb"\u007")
 """A content without any of these byte strings has no tool result. The first is a part of the keys `functionResponse`

@@ -94,7 +94,6 @@ class ScriptedCall(msgspec.Struct, kw_only=True):
 class ScriptedModel:
     """An `Engine` that replies with the steps of a certificate's row.
 
-    - `folder`: the tokenizer's folder.
     - `hint`: what the preset declares about the harness's tools.
     - `workdir`: the folder that the row's relative paths start from.
     - `wait_until_sent`: waits until the given word has been sent to a client, or until a timeout.

@@ -5,7 +5,7 @@ A tool starts a sub-agent if all of this happens after its call: a new conversat
 it goes on after a tool call of its own, and the calling conversation goes on, too. So neither a summary that replaces
 the conversation nor a single question with the text counts as a sub-agent.
 
-The module only waits for marks and sends nothing. Invariant: no tool is called in two sessions.
+Invariant: no tool is called in two sessions.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ class WireTranscript:
     - `secrets`: texts that no line may contain.
     - `user_texts`: the texts of the user's messages, from the first request that has any.
     - `streamed`: True as soon as a reply has been streamed.
-    - `calls`: the number of calls.
     - `refused`: the number of failed calls, by method, path, status and the reason in the reply.
     """
 
