@@ -10,7 +10,7 @@ __all__ = ["AsyncClient", "Client"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the clients on first use, because not every program of this package uses a client."""
+    """Import the clients only when they are used, because many programs of this package use no client."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from outrider.client import client

@@ -1,5 +1,4 @@
-"""Signatures of callbacks and of requests to external graders: the service makes the signatures, and the receiver
-verifies them.
+"""Signs callbacks and requests to external graders, and verifies these signatures for the receiver:
 
     group = outrider.callbacks.verify(request.headers, body, secret)
 
@@ -27,14 +26,15 @@ TIMESTAMP = "webhook-timestamp"
 SIGNATURE = "webhook-signature"
 SCHEME = "v1,"
 ENCODED = "whsec_"
-"""Prefix of a secret whose other characters are base64."""
+"""Prefix of a secret that is given in base64."""
 MIN_SECRET = 16
-"""Minimum characters of a secret. A shorter secret can be guessed from one signature."""
+"""Minimum characters of a secret. A shorter one could be found from one signature by brute force."""
 TOLERANCE_SECONDS = 300.0
 
 
 def signed_headers(secret: str, group_id: str, body: bytes, *, now: float) -> dict[str, str]:
-    """Return the headers of a callback: the group's id, the time `now`, and the signature of both and the body."""
+    """Return the headers of a callback: the group's id, the time `now`, and a signature over the id, the time and the
+    body."""
     timestamp = str(int(now))
     return {ID: group_id, TIMESTAMP: timestamp, SIGNATURE: _signature(secret, group_id, timestamp, body)}
 
@@ -47,12 +47,12 @@ def verify(
     tolerance: float = TOLERANCE_SECONDS,
     now: float | None = None,
 ) -> GroupView:
-    """Check the signature of a callback, and return the group in its body. For the arguments see `check_signature`.
-    Raises Unauthorized for an invalid signature, and RequestError for a signed body that is no group."""
+    """Check the signature of a callback, and return the group in its body. `check_signature` explains the arguments.
+    Raises Unauthorized for an invalid signature, and RequestError if the signed body is not a group."""
     check_signature(headers, body, secret, tolerance=tolerance, now=now)
     try:
         return msgspec.json.decode(body, type=JsonGroupView).view()
-    except ValueError as error:  # DecodeError of msgspec, or columns of different lengths
+    except ValueError as error:  # msgspec.DecodeError, or columns of different lengths
         raise RequestError(f"the body of the callback is no group: {error}") from error
 
 
@@ -64,12 +64,12 @@ def check_signature(
     tolerance: float = TOLERANCE_SECONDS,
     now: float | None = None,
 ) -> None:
-    """Check that a request comes from the holder of the secret. `body` is the body as received, in bytes.
+    """Check that a request comes from the holder of the secret. `body` must be the bytes as received.
 
-    While a secret is being replaced, give the old and the new secret. `tolerance` is the maximum difference in seconds
-    between the clocks of the service and of the receiver. A recorded request can be replayed for the same number of
-    seconds. Raises Unauthorized for a request that is not signed, signed with another secret, changed, or signed at a
-    time that is more than `tolerance` away from now.
+    While a secret is being replaced, pass both the old and the new one. `tolerance` is the maximum difference between
+    the clocks of service and receiver, in seconds. It is also the time within which somebody can replay a recorded
+    request. Raises Unauthorized if the signature or its headers are missing, if the signature does not match, or if it
+    was made more than `tolerance` seconds before or after now.
     """
     found = {name.lower(): value for name, value in headers.items()}
     group_id, timestamp, signatures = (found.get(name, "") for name in (ID, TIMESTAMP, SIGNATURE))
@@ -81,10 +81,10 @@ def check_signature(
     secrets = [secret] if isinstance(secret, str) else secret
     expected = [_signature(each, group_id, timestamp, body).encode() for each in secrets]
     given = [_bytes(one) for one in signatures.split()]
-    # The parts of the signed text are joined by dots. With a dot in the id or the timestamp, the same text could be
-    # divided in another way.
+    # The signed text is joined with dots. If the id or the timestamp contained a dot, another id, timestamp and body
+    # could give the same text.
     one_division = "." not in group_id and timestamp.isascii() and timestamp.isdigit()
-    # The comparison takes constant time, so that its duration reveals nothing about the right signature.
+    # The comparison takes constant time, so that its duration does not reveal how much of a signature is right.
     if not one_division or not any(hmac.compare_digest(one, right) for one in given for right in expected):
         raise Unauthorized(
             "the callback's signature does not match", hint="service and receiver share callbacks.secret"
@@ -98,7 +98,7 @@ def check_signature(
 
 
 def check_secret(secret: str) -> None:
-    """Raise InvalidField for a secret that is shorter than MIN_SECRET, or cannot be decoded."""
+    """Raise InvalidField for a secret that is shorter than MIN_SECRET or whose base64 is invalid."""
     if len(secret) < MIN_SECRET:
         raise InvalidField(
             f"a secret needs at least {MIN_SECRET} characters",
@@ -117,7 +117,7 @@ def _signature(secret: str, group_id: str, timestamp: str, body: bytes) -> str:
 
 
 def _bytes(header: str) -> bytes:
-    """Encode a header's text. Headers from outside may hold characters that UTF-8 cannot encode."""
+    """Encode the value of a header. Headers from clients may contain characters that UTF-8 cannot encode."""
     return header.encode("utf-8", "backslashreplace")
 
 

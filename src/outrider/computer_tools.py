@@ -1,8 +1,8 @@
-"""The computer tools of Anthropic, OpenAI and Google, as functions for a model.
+"""The computer tools of Anthropic, OpenAI and Google, as functions for any model.
 
-A client of these vendors declares its computer tool by type only, because the vendors' own models were trained on the
-tool's actions. Other models are shown the functions of this module, with the parameters that the vendor documents. The
-client runs the calls.
+A client of these vendors declares its computer tool only by type, because the vendors' models were trained on the
+tool's actions. This module describes the tools to other models as functions, with the parameters that the vendor
+documents. The client runs the calls.
 
 Source: Anthropic documentation, "Computer use tool"; OpenAI API reference, "computer_use_preview" and "computer_call";
 Google AI documentation, "Computer Use".
@@ -18,9 +18,9 @@ import msgspec
 from outrider.messages import ToolSpec
 
 OPENAI_NAME = "computer"
-"""Name under which a model is shown OpenAI's computer tools. A client's request gives these tools no name."""
+"""The function name for OpenAI's computer tools, which have no name in a client's request."""
 GRID = 1000
-"""Google's coordinates are thousandths of the screen's width and height: 0 to 999."""
+"""Google's coordinates are thousandths of the screen's width or height, from 0 to 999."""
 
 Schema = dict[str, Any]
 
@@ -50,7 +50,7 @@ _ANTHROPIC_ACTIONS = (
 
 
 class _OpenAiAction(msgspec.Struct, forbid_unknown_fields=True, tag_field="type"):
-    """An action of OpenAI's computer tool. `keys` are the keys that are held during a mouse action."""
+    """An action of OpenAI's computer tool. `keys` are the keys held down during a mouse action."""
 
 
 class OpenAiClick(_OpenAiAction, tag="click"):
@@ -118,12 +118,12 @@ OpenAiAction = (
     | OpenAiWait
 )
 OPENAI_ACTION: msgspec.json.Decoder[OpenAiAction] = msgspec.json.Decoder(OpenAiAction)
-"""Decodes the arguments of a call of OpenAI's computer tool. Raises msgspec.ValidationError."""
+"""Decodes the arguments of a call to OpenAI's computer tool. Raises msgspec.ValidationError."""
 
 
 def anthropic_tool(name: str, width: int | None, height: int | None, *, zoom: bool = False) -> ToolSpec:
-    """Return the function that a model is shown for Anthropic's tool `computer_…`. `zoom` is true if the client can
-    show a part of the screen in full resolution."""
+    """Return the function that describes Anthropic's tool `computer_…` to a model. `zoom` is True if the client can
+    show a part of the screen at full resolution."""
     properties: Schema = {
         "action": {**_TEXT, "enum": [*_ANTHROPIC_ACTIONS, *(["zoom"] if zoom else [])]},
         "coordinate": {**_POINT, "description": "The pixel [x, y] of the action."},
@@ -149,7 +149,7 @@ def anthropic_tool(name: str, width: int | None, height: int | None, *, zoom: bo
 
 
 def openai_tool(width: int | None, height: int | None) -> ToolSpec:
-    """Return the function that a model is shown for OpenAI's tools `computer_use_preview` and `computer`. The arguments
+    """Return the function that describes OpenAI's tools `computer_use_preview` and `computer` to a model. The arguments
     of a call are one action of a `computer_call`."""
     point = {"type": "object", "properties": {"x": _INTEGER, "y": _INTEGER}, "required": ["x", "y"]}
     properties: Schema = {
@@ -211,7 +211,7 @@ GOOGLE_FUNCTIONS = frozenset(_GOOGLE)
 
 
 def google_tools(excluded: Collection[str] = ()) -> list[ToolSpec]:
-    """Return the functions that a model is shown for Google's tool `computerUse`, except the functions named in
+    """Return the functions that describe Google's tool `computerUse` to a model, without the functions named in
     `excluded`."""
     return [
         _function(

@@ -1,8 +1,8 @@
-"""The configuration: one frozen tree, merged once. Flags override the environment, the environment overrides the file,
-and the file overrides the defaults.
+"""The settings of a service, as one frozen tree. Flags override environment variables, which override the settings
+file, which overrides the defaults.
 
-The environment variable of a setting is `OUTRIDER_` and the setting's path in capitals, with `__` between levels:
-OUTRIDER_PORT, OUTRIDER_LANES__RUN.
+The environment variable of a setting is `OUTRIDER_` and the setting's path in capitals, with `__` between the parts:
+OUTRIDER_PORT for `port`, OUTRIDER_LANES__RUN for `lanes.run`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OWN_VARIABLES = (
     "OUTRIDER_SLIME",
     "OUTRIDER_VERL",
 )
-"""Variables that Outrider reads, apart from the settings of a service."""
+"""OUTRIDER_* variables that Outrider reads and that are not settings of a service."""
 SANDBOX_VARIABLES = frozenset(
     f"{PREFIX}{name}"
     for name in (
@@ -65,27 +65,27 @@ SANDBOX_VARIABLES = frozenset(
         "VERDICT",
     )
 )
-"""Variables that Outrider sets for programs in a sandbox. An Outrider that is started in a sandbox must not warn about
-these variables."""
+"""Variables that Outrider sets for programs in a sandbox. If such a program is Outrider itself, it must not warn that
+it does not know them."""
 
 
 class Section(BaseModel):
-    """A section of the settings. docs/config.md and the help of an option show the docstring below the field; the help
-    shows links as plain text."""
+    """A section of the settings. The docstring below a field is shown in docs/config.md and, with links as plain text,
+    in the help of the command line."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class Setting(NamedTuple):
-    """Describes a setting on the command line. `option` is the option, such as "--port PORT". `default` is the text
-    that is shown as the default, for a field whose own default explains nothing, such as None."""
+    """How a setting is shown on the command line. `option` is its flag, such as "--port PORT". `default` is shown as
+    its default if the field's own default, such as None, explains nothing."""
 
     option: str | None = None
     default: str | None = None
 
 
 class LanesConfig(Section):
-    """Maximum number of sessions in each stage at once on this node."""
+    """Maximum number of sessions that can be in each stage on this node at the same time."""
 
     init: Annotated[int, Field(ge=1), Setting("--init-lane N")] = 16
     """Sandboxes prepared at once."""
@@ -135,7 +135,7 @@ class PodsConfig(Section):
 
 
 class SandboxesConfig(Section):
-    """Resources of this node that tasks may use. sandbox/host_paths.py has the paths that must not be in `allow`."""
+    """Resources of this node that tasks may use. sandbox/host_paths.py lists paths that `allow` must not contain."""
 
     allow: Annotated[tuple[Path, ...], Setting("--allow-path PATH")] = ()
     """Files and folders of this machine that tasks [may name](#paths-of-the-host)."""
@@ -177,7 +177,7 @@ class SandboxesConfig(Section):
     @field_validator("gpus")
     @classmethod
     def _single(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        """Check that each name is the name of one GPU, and that no GPU is named twice."""
+        """Check that each entry names a single GPU, and that no GPU is named twice."""
         devices = [name.rpartition("=")[2] for name in value or ()]
         if wide := {"all", "none", "void"}.intersection(devices):
             raise ValueError(f"{wide.pop()!r} is not the name of one GPU: name each")
@@ -188,14 +188,14 @@ class SandboxesConfig(Section):
 
 
 class TenantNetwork(Section):
-    """Destinations that tasks of one tenant may ask for, beside those of `network.allow`."""
+    """Destinations that tasks of one tenant may request in addition to those in `network.allow`."""
 
     tenant: Annotated[str, Field(min_length=1, max_length=256)]
     allow: tuple[DestinationText, ...]
 
 
 def plain_http(value: str | None) -> str | None:
-    """Return the URL of a server. Raises ValueError for a URL with a password, a query or another scheme."""
+    """Return the URL unchanged. Raises ValueError if it is not http or https, or has a password or a query."""
     if value is None:
         return None
     parts = urlsplit(value)
@@ -207,7 +207,7 @@ def plain_http(value: str | None) -> str | None:
 
 
 class NetworkConfig(Section):
-    """The [network](network.md) of tasks that ask for one."""
+    """The [network](network.md) of tasks that request one."""
 
     allow: Annotated[tuple[DestinationText, ...], Setting("--allow-network DESTINATION")] = ()
     """Destinations that any task [may ask for](network.md#what-the-operator-allows)."""
@@ -264,10 +264,10 @@ class ModelConfig(Section):
 
 
 class FrozenConfig(Section):
-    """A model beside the policy, which agents call under its `name`. It is never trained.
+    """A model in addition to the policy. Agents call it by its `name`, and it is never trained.
 
-    `tokenizer`, `renderer` and `context_tokens` are as for the policy; without `tokenizer`, the policy's tokenizer is
-    used. `turns` and `response_tokens` are limits of each session attempt.
+    `tokenizer`, `renderer` and `context_tokens` have the same meaning as for the policy. The default `tokenizer` is the
+    policy's. `turns` and `response_tokens` limit each attempt of a session.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -280,10 +280,10 @@ class FrozenConfig(Section):
 
 
 class NamedServer(Section):
-    """A server at an address set by the operator. Tasks refer to it by name and give no address.
+    """A server whose address the operator sets. Tasks name the server and cannot give an address.
 
-    `key_variable`: the variable, in the environment of the service and of its nodes, with the API key.
-    `secret_variable`: the variable with the key for signing requests; without this variable requests are not signed.
+    `key_variable`: the environment variable with the server's API key, read by the service and its nodes.
+    `secret_variable`: the environment variable with the key that signs requests. Without it, requests are not signed.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -309,7 +309,7 @@ class NamedServer(Section):
     @field_validator("key_variable", "secret_variable")
     @classmethod
     def _inherited(cls, value: str | None) -> str | None:
-        if value is not None and value.startswith(PREFIX):  # node processes do not inherit variables with this prefix
+        if value is not None and value.startswith(PREFIX):  # node processes do not inherit such variables
             raise ValueError(f"must not begin with {PREFIX}, as the service's own settings do")
         return value
 
@@ -317,9 +317,10 @@ class NamedServer(Section):
 class GraderConfig(NamedServer):
     """A judge model or a grading service.
 
-    `url`: address of an OpenAI-compatible API with its `/v1`, or of a grader. `more_urls`: addresses of further servers
-    with the same model or grader; a call goes to the server with the fewest calls under way, and the call's retries go
-    to the other servers. `model`: the model named in a judge's requests.
+    `url`: the address of an OpenAI-compatible API, including `/v1`, or of a grader.
+    `more_urls`: addresses of more servers with the same model or grader. Each call goes to the server with the fewest
+        running calls, and its retries go to the other servers.
+    `model`: the model name in a judge's requests.
     """
 
     more_urls: tuple[str, ...] = ()
@@ -331,12 +332,12 @@ class GraderConfig(NamedServer):
 
 
 class AgentServiceConfig(NamedServer):
-    """A service that runs agents: Outrider gives it runs, and follows them.
+    """A service that runs agents. Outrider requests runs from it, and polls their state.
 
-    `kind`: "outrider" for a service with Outrider's contract (docs/external.md), "harbor" for a Harbor run server.
-    `network`: the name of the advertised address under which its agents reach Outrider; the first by default.
-    `poll_seconds`: the seconds between two looks at a run. `patience_seconds`: the seconds for which the service may be
-    out of reach before a run counts as lost.
+    `kind`: "outrider" for a service with Outrider's own protocol (docs/external.md), "harbor" for a Harbor run server.
+    `network`: the network name of the advertised address at which its agents reach Outrider; the first by default.
+    `poll_seconds`: the seconds between two polls of a run.
+    `patience_seconds`: how long the service may be unreachable before a run counts as lost.
     """
 
     kind: Literal["outrider", "harbor"] = "outrider"
@@ -346,8 +347,8 @@ class AgentServiceConfig(NamedServer):
 
 
 class PluginsConfig(Section):
-    """The Python code that tasks may name and that runs inside the service. `allow` lists packages and modules, with
-    all their contents, and the full paths of single objects. "*" allows all importable Python."""
+    """The Python code that tasks may name. It runs inside the service. `allow` lists packages and modules with all that
+    they contain, and full paths of single objects. "*" allows all importable Python."""
 
     allow: Annotated[tuple[str, ...], Setting("--allow-plugin MODULE")] = ("outrider.lab.demo.task",)
     """[Python](security.md#what-tasks-may-name) that tasks may name as `package.module:attribute`, and that runs inside
@@ -355,13 +356,14 @@ class PluginsConfig(Section):
 
 
 class ProrlHandlerConfig(Section):
-    """Translates the instances of some data sources to tasks.
+    """Translates instances of some data sources to tasks.
 
-    `task`: TOML file with a task, relative to the settings file. In the file, `{row.NAME}` is replaced by the column
-    NAME of the instance. `rows`: kind of data set. The adapter of this kind then makes the task of an instance, with
-    `image` and `test_command` as for a data set, and the fields of the TOML file override the fields of this task.
-    `data_sources`: further data sources of the handler; a name that ends with `*` stands for all names with this
-    beginning. `ignored`: sampling parameters that are accepted without effect, because the task's own agent decides.
+    `task`: a TOML file with a task, relative to the settings file. In it, `{row.NAME}` stands for the column NAME of
+        the instance.
+    `rows`: a kind of data set. If set, this kind's adapter makes the task of an instance, using `image` and
+        `test_command`. Fields in the TOML file then override the fields of this task.
+    `data_sources`: more data sources of the handler. `*` at the end of a name stands for any text.
+    `ignored`: sampling parameters that are accepted but have no effect, because the task's own agent sets them.
     """
 
     task: Path
@@ -382,8 +384,8 @@ class ProrlConfig(Section):
 
 
 class VerlProxyConfig(Section):
-    """The interface of verl's recipe (`compat = ["verl"]`). The section is not named `verl`, because the trainer's
-    bridge reads the variable OUTRIDER_VERL."""
+    """The interface of verl's recipe (`compat = ["verl"]`). If the section were named `verl`, its environment variable
+    would be OUTRIDER_VERL, which the trainer's bridge already reads."""
 
     call_seconds: Annotated[Seconds, Setting("--relay-timeout SECONDS")] = 300.0
     """Maximum seconds of a model call at a [worker of verl's recipe](compat/verl.md#workers-that-dial-in); a declared
@@ -391,9 +393,9 @@ class VerlProxyConfig(Section):
 
 
 class CallbacksConfig(Section):
-    """Callbacks. `allow` has host names, `*.domain`, addresses, and networks such as 10.0.0.0/8. If `allow` is empty,
-    all destinations are permitted except link-local, multicast and cloud metadata addresses. If other machines can
-    reach the service, this machine's own addresses are not permitted either."""
+    """Callbacks. `allow` lists host names, `*.domain`, addresses, and networks such as 10.0.0.0/8. If it is empty, all
+    destinations are allowed except link-local, multicast and cloud metadata addresses. This machine's own addresses are
+    then allowed only if no other machine can reach the service."""
 
     secret: Annotated[SecretStr | None, Setting(default="callbacks are not signed")] = None
     """Key of the [signatures](api.md#signatures) of callbacks, at least 16 characters."""
@@ -420,7 +422,7 @@ class CallbacksConfig(Section):
 
 
 class RetentionConfig(Section):
-    """Bounds beyond which the service removes finished groups, the oldest first."""
+    """Limits above which the service removes finished groups, oldest first."""
 
     days: Annotated[float, Field(gt=0)] | None = None
     """Days after which finished groups are [removed](api.md#removal)."""
@@ -440,8 +442,8 @@ class TlsConfig(Section):
 
 
 class Config(Section):
-    """All settings of a service. With one process, sessions run in the service's own process; with more, in separate
-    processes."""
+    """All settings of a service. With `processes = 1`, sessions run in the service's own process; with more, in
+    separate processes."""
 
     host: Annotated[str, Setting("--host ADDRESS")] = "127.0.0.1"
     """Address to listen on; an address that other machines can reach needs a token and TLS."""
@@ -512,19 +514,19 @@ class Config(Section):
 
     @property
     def read_from(self) -> Path | None:
-        """The path of the settings file, or None without a file. Tasks may not read the file. The path is not a
-        setting, and is not in the JSON of the settings."""
+        """The path of the settings file, or None. It is stored because tasks must not read this file. It is not a
+        setting, and is not part of the settings' JSON."""
         return self._read_from
 
     def as_read_from(self, file: Path | None) -> Self:
-        """Return a copy of the settings with `file` as their source."""
+        """Return a copy of the settings that names `file` as their source."""
         copy = self.model_copy()
         copy._read_from = file
         return copy
 
     def for_nodes(self) -> Self:
-        """Return a copy without the secrets that nodes do not need. The copy has no engines, because the service sends
-        the states of its engine pools to the nodes."""
+        """Return a copy for the nodes. It has no secrets that nodes do not need. It also has no engines, because the
+        service sends nodes the state of its engine pools."""
         frozen = tuple(model.model_copy(update={"engines": ()}) for model in self.frozen)
         secrets = {"token": None, "store": None, "task_key": None, "callbacks": CallbacksConfig()}
         return self.model_copy(update={"engines": (), "frozen": frozen, **secrets})
@@ -544,7 +546,7 @@ class Config(Section):
 
     @property
     def advertised_urls(self) -> dict[str, str]:
-        """The advertised URLs by the name of their network."""
+        """The advertised URLs by the names of their networks."""
         return dict(map(advertised, self.advertise))
 
     @field_validator("graders", "agents")
@@ -574,18 +576,18 @@ RECIPE_VARIABLES = {
     "RELAY_TIMEOUT": "verl_proxy.call_seconds",
     "LOG_LEVEL": "log_level",
 }
-"""Maps each variable of verl's recipe, such as PROXY_PORT, to the path of a setting. The variables are read if `compat`
-has `verl`. OUTRIDER_* variables override these variables."""
+"""Maps variables of verl's recipe, such as PROXY_PORT, to paths of settings. They are read if `compat` contains `verl`,
+and OUTRIDER_* variables override them."""
 ADDED = {"plugins.allow": PluginsConfig().allow}
-"""The settings whose flag adds values to a list, by path, each with the default of its list. The flag adds to the list
-from the environment or the file, or to the default if neither sets the list."""
+"""Maps the path of each list that a flag extends, instead of replacing it, to the list's default. The flag extends the
+list from the environment or the file, or else the default."""
 OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds", "near", "log_format"})
-"""Settings and sections that a machine sets for itself when it joins a service. All other settings come from the
+"""Settings and sections that each machine sets for itself when it joins a service. It gets all others from the
 service."""
 
 
 WILDCARDS = frozenset({"0.0.0.0", "::"})
-"""Addresses that a server can listen on, but that no client can connect to."""
+"""Addresses at which a server can listen, but to which no client can connect."""
 
 
 def advertised(text: str) -> tuple[str, str]:
@@ -626,7 +628,7 @@ def all_settings(section: type[Section] = Config, above: str = "") -> Iterator[t
 
 
 def variable_of(path: str) -> str:
-    """Return the environment variable of a setting."""
+    """Return the name of a setting's environment variable."""
     return PREFIX + path.upper().replace(".", "__")
 
 
@@ -637,11 +639,11 @@ def read_settings_file(file: Path) -> dict[str, Any]:
 def load_config(
     flags: Mapping[str, Any], *, file: Path | None = None, read: Callable[[Path], dict[str, Any]] = read_settings_file
 ) -> Config:
-    """Merge flags (by path, such as "lanes.run"; None = not given), environment, file and defaults. `read` returns the
-    settings in the file.
+    """Merge flags, environment, file and defaults. `flags` are by path, such as "lanes.run"; None means not given.
+    `read` returns the settings in the file.
 
-    Raises InvalidField with the setting's name and the source of its value. (The merge does not use pydantic-settings
-    because its errors do not name the source.)
+    Raises InvalidField, which names the setting and the source of its value. pydantic-settings is not used, because its
+    errors do not name the source.
     """
     environment = _own_variables()
     given = _tree({path: value for path, value in flags.items() if value is not None})
@@ -665,8 +667,8 @@ def load_config(
 
 def _own_variables() -> dict[str, Any]:
     """Return the values of the OUTRIDER_* variables that are settings, by path."""
-    # In sorted order OUTRIDER_LANES__RUN comes after OUTRIDER_LANES, and so overrides it. An empty variable counts as
-    # not set, because in shells and compose files a variable is usually unset by making it empty.
+    # In sorted order, OUTRIDER_LANES__RUN comes after OUTRIDER_LANES and overrides it. An empty variable counts as not
+    # set, because in shells and compose files people unset a variable by making it empty.
     return {
         name.removeprefix(PREFIX).lower().replace("__", "."): _value(name, text)
         for name, text in sorted(variables().items())
@@ -675,25 +677,25 @@ def _own_variables() -> dict[str, Any]:
 
 
 def _systems(*sources: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the value of the setting `compat` in the last source that has this setting."""
+    """Return `compat` from the last source that sets it."""
     values = [source["compat"] for source in sources if "compat" in source]
     return values[-1] if values and isinstance(values[-1], list | tuple) else ()
 
 
 def chosen_systems(flags: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the value of the setting `compat` in the flags, or else in the environment."""
+    """Return the setting `compat` from the flags, else from the environment."""
     return _systems(_own_variables(), {"compat": flags["compat"]} if flags.get("compat") else {})
 
 
 def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], named: Mapping[str, str]) -> InvalidField:
-    """Return the error for a wrong setting. The error names the source of the value, such as "the file" or the name of
-    a variable. `named` maps the paths of settings to the names of the variables that set them."""
+    """Return the error for a wrong setting. It names the source of the value: "flags", the file, or a variable. `named`
+    maps paths of settings to the variables that set them."""
     location = fault["loc"]
     path = ".".join(map(str, location))
     having = [name for name, values in reversed(sources) if _has_value(values, location)]
     if len(having) > 1 and having[0] == sources[-1][0] and ".".join(map(str, location[:2])) in ADDED:
-        # The list is merged from several sources. The flag adds only texts, which are valid here, so the wrong value is
-        # from another source.
+        # A list in ADDED is merged from several sources. The flag adds only strings, which are valid, so the wrong
+        # value comes from another source.
         having = having[1:]
     source = having[0] if having else "nowhere"
     hint = None
@@ -707,9 +709,9 @@ def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], named: Map
 
 
 def _value(variable: str, text: str) -> Any:
-    """Return a variable's value. A text that begins with a bracket is read as JSON; pydantic converts any other text.
-    Invalid JSON stays a text if the setting is no list, because a text such as a path may begin with a bracket. Raises
-    InvalidField for invalid JSON in any other variable."""
+    """Return a variable's value. Text that begins with a bracket is read as JSON; pydantic converts all other text.
+    Raises InvalidField for invalid JSON, but only if the setting is a list: the text of other settings, such as a path,
+    may begin with a bracket."""
     if text[0] not in "[{":
         return text
     try:
@@ -735,7 +737,7 @@ def takes_many(field: FieldInfo) -> bool:
 
 
 def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by path as nested mappings."""
+    """Return values that are given by path as nested mappings."""
     tree: dict[str, Any] = {}
     for path, value in values.items():
         for level in reversed(path.split(".")):
@@ -745,9 +747,9 @@ def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any], *, added: bool = False, above: str = "") -> None:
-    """Merge `values` into `into`, where they replace earlier values. If `added` is true, the list of a setting in ADDED
-    is appended to the earlier list, or to the setting's default. A value that is not a list is kept as it is, and the
-    validation of the settings refuses it."""
+    """Merge `values` into `into`, where they replace earlier values. If `added` is True, a list in ADDED is appended
+    to the earlier list or to its default. An earlier value that is not a list is kept, so that the validation
+    refuses it."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             if not isinstance(into.get(name), dict):
@@ -761,8 +763,7 @@ def _merge(into: dict[str, Any], values: Mapping[str, Any], *, added: bool = Fal
 
 
 def _has_value(values: Any, location: Sequence[int | str]) -> bool:
-    """Return True if a source of settings has a value at `location`, or a plain value in place of one of its
-    parents."""
+    """Return True if a source has a value at `location`, or has a plain value where `location` needs a mapping."""
     for part in location:
         if not isinstance(values, Mapping):
             return True
@@ -784,8 +785,8 @@ class UnknownVariable(NamedTuple):
 
 
 def unknown_variables() -> list[UnknownVariable]:
-    """Return the OUTRIDER_* variables in the environment that nothing reads. (A wrong name within a section of settings
-    is not returned, because `load_config` refuses it.)"""
+    """Return the OUTRIDER_* variables in the environment that nothing reads. Wrong names within a section of settings
+    are left out, because `load_config` refuses them."""
     known = [*(variable_of(path) for path, _, _ in all_settings()), *OWN_VARIABLES]
     sections = {name.split("__")[0] for name in known}
     found = []

@@ -1,9 +1,9 @@
-"""The form that a reply must have. Clients call it structured output, guided decoding or a response format. The module
-also has the choice of tools that a client forces.
+"""The required form of a reply, which clients call structured output, guided decoding or a response format. Also the
+choice of tools that a client forces.
 
-A dialect parses the constraint, an engine enforces the constraint, and the store keeps the constraint with the turn.
-Only the engine can determine whether an expression or a grammar compiles. Invariant: the size of `text` is bounded, and
-the text of a JSON schema is valid JSON.
+A dialect parses the constraint, an engine enforces it, and the store keeps it with the turn. Only the engine can tell
+whether a regular expression or a grammar compiles. Invariant: the size of `text` is bounded, and the text of a JSON
+schema is valid JSON.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ class ConstraintKind(StrEnum):
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
-    # A grammar has the syntax of the engine's grammar library: Lark or GBNF.
+    # The syntax of a grammar is that of the engine's grammar library: Lark or GBNF.
     GRAMMAR = "grammar"
-    # Calls of tools. No client requests this kind directly: it is made from a `ToolChoice`.
+    # Calls of tools. Clients do not request this kind directly; it is made from a `ToolChoice`.
     TOOL_CALLS = "tool_calls"
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """The form of a reply. `text` is the JSON of the schema, the regular expression or the grammar. `text` is "" if any
-    JSON object is accepted.
+    """The required form of a reply. `text` is the JSON of the schema, the regular expression or the grammar. For
+    JSON_OBJECT, `text` is "", because any JSON object is accepted.
 
-    For TOOL_CALLS, `text` is the JSON of a structural tag of XGrammar for an engine that takes token ids, and the JSON
-    of OpenAI's field `tool_choice` for an engine that takes messages.
+    For TOOL_CALLS, `text` is JSON. For an engine that takes token ids it is a structural tag of XGrammar, and for an
+    engine that takes messages it is OpenAI's field `tool_choice`.
     """
 
     kind: ConstraintKind
@@ -39,12 +39,13 @@ class Constraint(msgspec.Struct, frozen=True):
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The tools that a reply must call, or may call, by the client's choice.
+    """The client's choice of tools that a reply may call, or must call.
 
-    With `required`, the reply consists of one or more calls, and nothing else. Without `required`, the reply may have
-    text, and may have no call. Every call is of a tool in `names`, which has at least one tool, by its name for the
-    model. With `single`, the reply has at most one call. `field` is the path of the choice in the client's request, for
-    errors.
+    - `names`: the names of the tools that can be called, as the model sees them; at least one.
+    - `required`: if True, the reply consists of one or more calls and nothing else. If False, it may contain text, and
+      need not contain a call.
+    - `single`: if True, the reply has at most one call.
+    - `field`: the path of the choice in the client's request, for errors.
     """
 
     names: tuple[str, ...]

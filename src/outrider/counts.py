@@ -1,7 +1,7 @@
-"""Counts since the start of a process: durations in buckets, and what a node reports to its service.
+"""Counters since the start of a process: durations in buckets, and the counts that a node reports to its service.
 
 The module reads no clock and exports nothing. Invariants: counts only grow; the number of entries is bounded, because
-every name is one of a fixed set or `OTHER`.
+names are from a fixed set or are OTHER.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0),
 )
-"""Upper bounds of the buckets of durations, in seconds. The last bucket, without a bound, is not in the list."""
+"""Upper bounds of the buckets for durations, in seconds. One more bucket follows, without an upper bound."""
 
 OTHER = "other"
-"""Name under which everything without a name of its own is counted."""
+"""The name under which all items without their own name are counted."""
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Values in buckets: the number of values in each bucket, not cumulative, and the sum of all values. Without
-    values, `counts` may be empty."""
+    """The distribution of values over buckets. `counts` has the number of values in each bucket (not cumulative), and
+    may be empty if there are none. `total` is the sum of all values."""
 
     counts: tuple[int, ...] = ()
     total: float = 0.0
@@ -47,7 +47,7 @@ class Histogram:
         self.total = 0.0
 
     def add(self, value: float) -> None:
-        """Count a value. A negative value counts as 0; it occurs if a clock was set back."""
+        """Count a value. A negative duration, which occurs if the clock was set back, counts as 0."""
         if value < 0.0:
             value = 0.0
         self.counts[bisect_left(self.bounds, value)] += 1
@@ -58,8 +58,8 @@ class Histogram:
 
 
 class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """The sandboxes of one runtime: the seconds of the starts that succeeded, prepare steps included, and the number of
-    starts that failed."""
+    """The starts of one runtime's sandboxes: the seconds of successful starts, including prepare steps, and the number
+    of failed starts."""
 
     started: Distribution = Distribution()
     failed: int = 0
@@ -69,7 +69,7 @@ class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's counts: `sandboxes` by runtime, and `failed_calls` by dialect and then by the error's code."""
+    """What a node counts: `sandboxes` by runtime, and `failed_calls` by dialect and then by error code."""
 
     sandboxes: dict[str, SandboxCounts] = {}
     failed_calls: dict[str, dict[str, int]] = {}
@@ -92,7 +92,7 @@ class CallFailures:
         self._counts: dict[str, dict[str, int]] = {}
 
     def note(self, dialect: str, code: str) -> None:
-        """Count a failed call. `dialect` and `code` are names of a fixed set."""
+        """Count a failed call. `dialect` and `code` must be from a fixed set of names."""
         codes = self._counts.setdefault(dialect, {})
         codes[code] = codes.get(code, 0) + 1
 
@@ -101,7 +101,7 @@ class CallFailures:
 
 
 class SandboxStarts:
-    """Counts the starts of a node's sandboxes by runtime. Runtimes outside `named` are counted together."""
+    """Counts the starts of a node's sandboxes by runtime. All runtimes outside `named` share one counter."""
 
     def __init__(self, named: Mapping[str, object]) -> None:
         self._named = named
@@ -109,7 +109,7 @@ class SandboxStarts:
         self._failed: dict[str, int] = {}
 
     def note(self, runtime: str, seconds: float | None) -> None:
-        """Count a start that took this many seconds, or a failed start (None)."""
+        """Count a start that took this many seconds; None for a failed start."""
         name = runtime if runtime in self._named else OTHER
         if seconds is None:
             self._failed[name] = self._failed.get(name, 0) + 1

@@ -1,7 +1,8 @@
-"""The destinations of a network: patterns of hosts and ports, and named mirrors of packages.
+"""The destinations that a sandbox's network may reach: patterns of hosts and ports, and named mirrors of package
+registries.
 
-Pure. A destination is written as `HOST`, `HOST:PORT`, `HOST:*` or `mirror:NAME`. HOST is a name, `*.NAME` for every
-name below NAME, an IP address (IPv6 in brackets), or `*` for every host. Without a port, ports 80 and 443 are meant.
+A destination is written as `HOST`, `HOST:PORT`, `HOST:*` or `mirror:NAME`. HOST is a name, `*.NAME` for every name
+below NAME, an IP address (IPv6 in brackets), or `*` for every host. Without a port, ports 80 and 443 are meant.
 Invariant: if destination A covers destination B, then A matches every host and port that B matches.
 """
 
@@ -22,13 +23,14 @@ MIRRORS = ("pip", "npm", "apt")
 """The names of mirrors."""
 NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))*")
 NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
-"""Matches the last part of a host name that some resolvers read as an IPv4 address, such as 127.1, 0177.0.0.1 or
+"""Matches the last label of a host name that some resolvers read as an IPv4 address, such as 127.1, 0177.0.0.1 or
 0x7f000001."""
 MAX_NAME = 253
 
 
 class Phase(StrEnum):
-    """The phases of a sandbox, each with its own destinations: the prepare steps, the agent's run, and the grading."""
+    """The phases of a sandbox: the prepare steps, the agent's run, and the grading. Each can have its own
+    destinations."""
 
     PREPARE = "prepare"
     AGENT = "agent"
@@ -36,8 +38,8 @@ class Phase(StrEnum):
 
 
 class Destination(NamedTuple):
-    """A pattern. `host` is in lower case, "*" for every host, and begins with "*." for every name below a name. `ports`
-    is empty for every port. For a mirror, `host` is "" and `mirror` its name."""
+    """A parsed destination. `host` is in lower case: "*" for every host, "*.NAME" for every name below NAME, else one
+    host. `ports` is empty for every port. A mirror has its name in `mirror`, and an empty `host`."""
 
     host: str
     ports: frozenset[int] = PORTS
@@ -45,7 +47,7 @@ class Destination(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Return the destination that is written as `text`. Raises ValueError."""
+        """Parse a destination. Raises ValueError."""
         lower = text.lower()
         if lower.startswith(MIRROR):
             mirror = lower.removeprefix(MIRROR)
@@ -70,18 +72,18 @@ class Destination(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """True if the destination names one host."""
+        """True if the destination is a single host or a mirror."""
         return bool(self.mirror) or not self.host.startswith("*")
 
     def matches(self, host: str, port: int) -> bool:
-        """Return whether the destination includes this host at this port. `host` has the form that `host_name`
+        """Return True if the destination includes this host at this port. `host` must be in the form that `host_name`
         returns."""
         if self.mirror or (self.ports and port not in self.ports):
             return False
         return self.host in ("*", host) or (self.host[:2] == "*." and host.endswith(self.host[1:]))
 
     def covers(self, other: Destination) -> bool:
-        """Return whether this destination matches everything that `other` matches."""
+        """Return True if this destination matches everything that `other` matches."""
         if self.mirror or other.mirror:
             return self.mirror == other.mirror
         if self.ports and not (other.ports and other.ports <= self.ports):
@@ -90,7 +92,7 @@ class Destination(NamedTuple):
 
 
 def split_port(text: str) -> tuple[str, str | None]:
-    """Return the host without brackets, and the port, None if there is none. An IPv6 address needs brackets."""
+    """Return the host without brackets, and the port or None. An IPv6 address must be in brackets."""
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         if not bracket or ":" not in host or (rest and not rest.startswith(":")):
@@ -101,9 +103,9 @@ def split_port(text: str) -> tuple[str, str | None]:
 
 
 def host_name(text: str) -> str | None:
-    """Return the normal form of a host's name or address: lower case, no dot at its end, an address as the standard
-    library writes it. Returns None for everything else: an IPv6 zone, a number that stands for an IPv4 address, or
-    characters that no name has."""
+    """Normalize a host name or IP address: lower case, no dot at the end, an address as the standard library writes it.
+    Returns None for anything else, such as an IPv6 zone, a number that resolvers read as an IPv4 address, or invalid
+    characters."""
     text = text.lower()
     try:
         if "%" not in text:
@@ -125,8 +127,8 @@ def is_address(host: str) -> bool:
 
 
 def not_covered(asked: Iterable[str], allowed: Iterable[str]) -> list[int]:
-    """Return the indexes of the destinations in `asked` that no destination in `allowed` covers. Raises ValueError for
-    a text that is not a destination."""
+    """Return the indexes of the destinations in `asked` that `allowed` does not cover. Raises ValueError if a text is
+    not a destination."""
     may = [Destination.read(text) for text in allowed]
     wanted = [Destination.read(text) for text in asked]
     return [
@@ -137,7 +139,7 @@ def not_covered(asked: Iterable[str], allowed: Iterable[str]) -> list[int]:
 
 
 def _ports_covered(one: Destination, may: Iterable[Destination]) -> bool:
-    """Return whether the destinations `may` together cover every port of `one`."""
+    """Return True if the destinations in `may` together cover every port of `one`."""
     parts = [one._replace(ports=frozenset({port})) for port in one.ports]
     return not one.mirror and bool(parts) and all(any(each.covers(part) for each in may) for part in parts)
 
@@ -151,7 +153,7 @@ DestinationText = Annotated[str, StringConstraints(min_length=1, max_length=300)
 
 
 def checked_place(value: str) -> str:
-    """Return `value` unchanged if the text names one host and one port. Raises ValueError otherwise."""
+    """Return `value` unchanged if it names one host and one port. Raises ValueError otherwise."""
     found = Destination.read(value)
     if found.mirror or not found.exact or len(found.ports) != 1:
         raise ValueError(f"{value!r} is not one host with one port, such as files.lan:8080")
@@ -162,7 +164,7 @@ PlaceText = Annotated[str, StringConstraints(min_length=1, max_length=300), Afte
 
 
 def checked_host(value: str) -> str:
-    """Return the normal form of a host's name or address (see `host_name`). Raises ValueError for every other text."""
+    """Normalize a host name or IP address (see `host_name`). Raises ValueError for any other text."""
     host = host_name(value)
     if host is None:
         raise ValueError(f"{value!r} is not one host, such as packages.lan")

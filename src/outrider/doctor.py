@@ -1,7 +1,8 @@
-"""Checks this machine: runtimes, harnesses, engines, file formats, stores, the port, open files, GPUs, networks.
+"""Checks what works on this machine: runtimes, harnesses, engines, file formats, stores, the port, open files, GPUs and
+networks.
 
-The check starts a sandbox of each kind in TRIED that is available, runs commands in the sandbox as a session would, and
-leaves nothing running. A finding that is not ok has a hint, if there is a remedy.
+For each runtime in TRIED that is available, the check starts a sandbox and runs commands in it, as a session would. It
+leaves nothing running. A failed check has a hint if there is a remedy.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from outrider.wire import file_descriptors
 
 PACKAGES = ("outrider", "aiohttp", "renderers", "tokenizers", "torch", "uvicorn", "uvloop", "pyarrow")
 LIBRARIES = {"embedded": ("torch", "safetensors"), "parquet": ("pyarrow",), "postgresql": ("asyncpg",)}
-"""The packages that an engine, a format or a store needs beyond the core. The key is also the name of the extra that
-installs these packages."""
+"""The packages that an engine, a format or a store needs in addition to the core. The key is also the name of the extra
+that installs them."""
 
 TRIED = frozenset({"namespace", "process", "process-landlock"})
-"""Runtimes that run real programs and need no image: the check starts one sandbox of each."""
+"""Runtimes that run real programs and need no image. The check starts one sandbox of each."""
 TRIAL_SECONDS = 30.0
 HINTS = {
     "namespace": "set TMPDIR to a folder of an ordinary file system, such as /dev/shm; or use runtime kind "
@@ -56,11 +57,11 @@ SERVERS = {
     "vllm": ", started with --enable-scale-out --enable-prompt-tokens-details",
     "vllm-router": "",
 }
-"""Kinds of engines that have a URL, and the recommended flags of their servers."""
+"""Kinds of engines that have a URL, and the recommended flags for their servers."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one check of this machine. `hint` is a remedy if the check failed, or advice."""
+    """The result of one check. `hint` is a remedy if the check failed, or advice."""
 
     name: str
     ok: bool
@@ -69,7 +70,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of all checks. `ok` is true if a runtime other than `memory` works, so that sessions can run here.
+    """The results of all checks. `ok` is True if any runtime except `memory` works, so that sessions can run here.
     `versions` has None for a package that is not installed."""
 
     ok: bool
@@ -126,8 +127,8 @@ def _runtime(name: str) -> Finding:
 
 
 def _tried(name: str, runtime: RuntimeKind, can: Availability) -> Availability:
-    """Run commands in a new sandbox. `can` is the availability of this kind of sandbox without such a trial. Returns
-    `can` if all commands succeed, or else an availability that describes the fault."""
+    """Try a new sandbox of this runtime. `can` is its availability without such a trial. Returns `can` if the trial
+    succeeds, or else an availability that describes the problem."""
     with tempfile.TemporaryDirectory(prefix="outrider-doctor-") as folder:
         for part in ("sandbox", "gateway"):
             Path(folder, part).mkdir()
@@ -144,8 +145,8 @@ def _tried(name: str, runtime: RuntimeKind, can: Availability) -> Availability:
 
 
 async def _try(name: str, runtime: RuntimeKind, folder: Path) -> bool:
-    """Run commands in a sandbox, whose files are kept in `folder`. Returns True for a namespace sandbox in which a
-    program can write to /usr, and False for all others. Raises OutriderError."""
+    """Run commands in a sandbox whose files are in `folder`. Returns True only for a namespace sandbox in which
+    programs can write to /usr. Raises OutriderError."""
     async with Host(folder) as host:
         context = SandboxContext(
             session_id="doctor",
@@ -161,7 +162,7 @@ async def _try(name: str, runtime: RuntimeKind, folder: Path) -> bool:
             ran = await sandbox.exec("true", seconds=TRIAL_SECONDS)
             if ran.exit_code != 0:
                 raise RuntimeFailure(f"`true` ends with exit code {ran.exit_code}", log_tail=ran.log_tail())
-            # A process sandbox has the host's own /usr, to which the check does not write.
+            # A process sandbox uses the host's own /usr, so the check does not write there.
             return name == "namespace" and (await sandbox.exec(WRITE_IN_USR, seconds=TRIAL_SECONDS)).exit_code == 0
         finally:
             await sandbox.stop()
@@ -212,7 +213,7 @@ def _open_files() -> Finding:
 
 
 def _gpus() -> tuple[Finding, ...]:
-    """Return the GPUs that sandboxes may use by default, or a finding that is not ok if there are none."""
+    """Return a finding for each GPU that sandboxes may use by default, or one finding that is not ok."""
     if found := NVIDIA.visible():
         return tuple(Finding(name=gpu.name, ok=True, detail=f"{gpu.model} {gpu.uuid}".strip()) for gpu in found)
     if not (there := NVIDIA.gpus()):
@@ -224,7 +225,7 @@ def _gpus() -> tuple[Finding, ...]:
 
 
 def _network(runtimes: Iterable[Finding]) -> Finding:
-    """Return the finding about networks: whether tasks can have a network, and by which means."""
+    """Return whether tasks can have a network, and how it is reached."""
     kinds = [one.name for one in runtimes if one.ok and getattr(resolve("runtime", one.name), "filters_network", False)]
     named = [name for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY") if environment(name)]
     way = f"through the proxy of {named[0]}" if named else "by direct connections"
@@ -238,8 +239,7 @@ def _network(runtimes: Iterable[Finding]) -> Finding:
 def _port(host: str, port: int) -> Finding:
     name = f"{host}:{port}"
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # Servers set this option, too. Without the option a port counts as taken for a minute after its server has
-        # ended.
+        # Servers set this option, too. Without it, a port seems taken for a minute after its server has ended.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -1,5 +1,5 @@
-"""The environment of this process: its variables, its machine and the installed packages. Only this module reads the
-variables; `config.py` builds a service's settings from them."""
+"""The environment of this process: its variables, its machine and the installed packages. No other module reads
+environment variables; `config.py` makes a service's settings from the variables that this module returns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 DEFAULT_URL = "http://127.0.0.1:8700"
-"""The address of the service for clients without a given address and without the variable OUTRIDER_URL."""
+"""The service's address for clients that are given no address and have no variable OUTRIDER_URL."""
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -27,22 +27,22 @@ def environment(name: str) -> str | None:
 
 @cache
 def installed_version(distribution: str) -> str:
-    """Return the version of an installed distribution, such as "outrider". The result is cached, because each lookup
-    parses the distribution's description, which takes several milliseconds, and needs a descriptor. Raises
-    PackageNotFoundError of `importlib.metadata`."""
-    from importlib.metadata import version  # late, because few programs need it
+    """Return the version of an installed distribution, such as "outrider". The result is cached, because a lookup
+    parses the distribution's metadata, which takes milliseconds and a file descriptor. Raises `importlib.metadata`'s
+    PackageNotFoundError."""
+    from importlib.metadata import version  # imported late: few programs need it
 
     return version(distribution)
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs the packages of one of Outrider's extras, such as "docker". The command names
-    the packages themselves, because nothing is published under Outrider's own name."""
+    """Return the command that installs the packages of one of Outrider's extras, such as "docker". It names the
+    packages themselves, because Outrider is not published on a package index."""
     return f"pip install {' '.join(map(shlex.quote, _packages(extra)))}"
 
 
 def _packages(extra: str) -> list[str]:
-    from importlib.metadata import requires  # late, because few programs need it
+    from importlib.metadata import requires  # imported late: few programs need it
 
     packages: list[str] = []
     for line in requires("outrider") or ():
@@ -57,7 +57,8 @@ def _packages(extra: str) -> list[str]:
 
 
 def host_id() -> str:
-    """Return an id of this machine's boot and network namespace, or "" if the id cannot be read."""
+    """Return an id of this machine's current boot and of this process's network namespace, or "" if it cannot be
+    read."""
     try:
         return f"{BOOT_ID.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
@@ -65,8 +66,9 @@ def host_id() -> str:
 
 
 def installer_variables() -> dict[str, str]:
-    """Return the variables for pip, uv, npm and interpreters that Outrider runs to install a program: the basics, and
-    how to reach a package registry. Secrets of this process, such as OUTRIDER_* or AWS_*, are not among them."""
+    """Return the environment for the installers and interpreters (pip, uv, npm) that Outrider runs to install a
+    program. It has basic variables and those that say how to reach a package registry. It does not have secrets of this
+    process, such as OUTRIDER_* or AWS_*."""
     return {name: value for name, value in os.environ.items() if _INSTALLER_NAME.fullmatch(name)}
 
 
@@ -78,8 +80,8 @@ _INSTALLER_NAME = re.compile(
 
 
 def cache_home() -> Path:
-    """Return the folder for everything that Outrider downloads, installs or builds once, such as harness programs and
-    images: $OUTRIDER_HOME, else outrider/ in $XDG_CACHE_HOME or ~/.cache."""
+    """Return the folder for what Outrider downloads, installs or builds only once, such as harness programs and images.
+    This is $OUTRIDER_HOME, or else outrider/ in $XDG_CACHE_HOME or ~/.cache."""
     if home := os.environ.get("OUTRIDER_HOME"):
         return Path(home)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"

@@ -26,12 +26,12 @@
         ├── ServiceUnusable           service     500   no      the address, a proxy or the version is wrong
         ├── ServiceStopping           service     503   yes
         ├── StoreUnavailable          service     503   yes
-        └── Busy                      service     429   yes     come back later: the caller has too much under way
+        └── Busy                      service     429   yes     come back later: the caller has too many requests
             └── QueueFull             service     429   yes     too many sessions wait
 
-A rollout that fails is data: its error is attributed to the boundary it crossed, recorded once as an `ErrorRecord`, and
-never turned into a reward. The module uses nothing of HTTP but status codes. Invariant: `error_from` turns a record
-into an error of the class that the record's `code` names, if this version has the class.
+A rollout that fails is data. Its error is attributed to the part of the system that it came from (`Boundary`), recorded
+once as an `ErrorRecord`, and never turned into a reward. Of HTTP, the module uses only status codes. Invariant:
+`error_from` turns a record into an error of the class that the record's `code` names, if this version has the class.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from typing import Any, ClassVar, Self, overload
 import msgspec
 
 MAX_TEXT = 8192
-"""Maximum characters of an error's message, hint or field in a record."""
+"""Maximum characters of the message, hint or field in an error record."""
 LOG_TAIL = 4096
-"""Maximum bytes of a failed program's output that the error includes."""
+"""Maximum bytes of a failed program's output that are attached to its error."""
 MAX_LOG_TAIL = 65_536
-"""Maximum characters of a log's end in a record."""
+"""Maximum characters of `log_tail` in an error record."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""The errors that msgspec raises for bytes that cannot be decoded. They include two of Python's own errors: for invalid
-UTF-8, and for lists or maps nested too deeply."""
+"""The errors that msgspec raises for bytes that it cannot decode: its own, Python's UnicodeDecodeError for invalid
+UTF-8, and RecursionError for lists or maps that are nested too deeply."""
 
 
 class Boundary(StrEnum):
-    """The boundary that a failure crossed. If several failures occur in one session, the order of the rules in
-    `sessions/blame.py` decides which failure is reported."""
+    """The part of the system that a failure came from. If a session fails in several parts, the rules in
+    `sessions/blame.py` decide which failure is reported."""
 
     ENGINE = "engine"
     REQUEST = "request"
@@ -68,15 +68,15 @@ class Boundary(StrEnum):
 
 
 CODES_WITHOUT_CLASS = ("internal_error", "expired", "lease_expired")
-"""Codes that belong to no class of exceptions: `internal_error` stands for any unexpected exception. The other codes
-are used in records that are made without an exception."""
+"""Codes without an exception class. `internal_error` stands for any unexpected exception. Records with the other codes
+are made without an exception."""
 
 NO_THREAD = "can't start new thread"
-"""Text of Python's RuntimeError when no thread can be started."""
+"""The text of Python's RuntimeError if the system cannot start another thread."""
 
 
 class Overflow(msgspec.Struct, frozen=True):
-    """The sizes of a prompt and of the context that the prompt does not fit, in tokens. `prompt_tokens` may be a lower
+    """The sizes, in tokens, of a prompt that is too long and of the model's context. `prompt_tokens` may be a lower
     bound."""
 
     prompt_tokens: int
@@ -84,11 +84,13 @@ class Overflow(msgspec.Struct, frozen=True):
 
 
 class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """An error as data: in the store, in results, in HTTP replies.
+    """An error as data, in the store, in results and in HTTP replies.
 
-    `code` names the class of the error, `hint` says how to solve the problem, `field` is the path of the wrong field of
-    a request, and `log_tail` is the end of the failed program's output (at most 65,536 characters). `overflow` has the
-    numbers of a `context_overflow`, if they are known; other records do not have this field.
+    - `code`: identifies the class of the error.
+    - `hint`: how to solve the problem.
+    - `field`: the path of the wrong field in a request.
+    - `log_tail`: the end of the failed program's output, at most 65,536 characters.
+    - `overflow`: the sizes for a `context_overflow`, if they are known. Other records do not have this field.
     """
 
     boundary: Boundary
@@ -102,9 +104,11 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailingChore(msgspec.Struct, frozen=True, kw_only=True):
-    """Background work that fails and is retried: it has failed `count` times, first at `since` and last at `last`
-    (seconds since the epoch). `error` is the error of the last time. `node` is the node of the work, None for the
-    service. The work is listed until it succeeds."""
+    """Background work that fails and is retried. It is listed until it succeeds.
+
+    It has failed `count` times, first at `since` and most recently at `last`, in seconds since the epoch. `error` is
+    the most recent error. `node` is the node that does the work, None for the service.
+    """
 
     name: str
     node: str | None = None
@@ -117,8 +121,8 @@ class FailingChore(msgspec.Struct, frozen=True, kw_only=True):
 class OutriderError(Exception):
     """Base of every error that Outrider raises on purpose.
 
-    `inside`: the failure happened inside a sandbox. If an agent has run there, the agent may have caused the failure
-    (see sessions/grading.py).
+    `inside` is True if the failure happened inside a sandbox. An agent that ran there may have caused it (see
+    sessions/grading.py).
     """
 
     boundary: ClassVar[Boundary] = Boundary.SERVICE
@@ -143,8 +147,8 @@ class OutriderError(Exception):
         self.inside = inside
 
     def replace(self, **changes: str | bool | None) -> Self:
-        """Return a copy whose attributes have the values in `changes`. The error itself is unchanged, because it may
-        have been raised already."""
+        """Return a copy with the attributes in `changes` replaced. The error itself stays unchanged, because it may
+        already have been raised."""
         other = type(self).__new__(type(self), *self.args)
         vars(other).update(vars(self) | changes)
         if "message" in changes:
@@ -167,15 +171,15 @@ class OutriderError(Exception):
 
 
 def renamed_field(old: str, new: str) -> AbstractContextManager[None]:
-    """Within the block, an error about the field `old`, or about a field below `old`, names the field `new` instead. So
-    one check of a sandbox, for example, serves all fields of a request that have a sandbox."""
+    """Within the block, an error about the field `old` or a field below it names `new` instead. So one check, such as
+    that of a sandbox, can be used for several fields of a request."""
     return renamed_fields(((old, new),))
 
 
 @contextmanager
 def renamed_fields(names: Iterable[tuple[str, str]], *, whole: Collection[str] = ()) -> Iterator[None]:
-    """Like `renamed_field`, for pairs of an old and a new name. The first pair that matches is used. If the new name is
-    in `whole`, the error names only the new name, without the rest of the path below it."""
+    """Like `renamed_field`, for pairs of an old and a new name. The first matching pair is used. If the new name is in
+    `whole`, the error names only the new name, without the path below it."""
     try:
         yield
     except OutriderError as error:
@@ -236,7 +240,7 @@ class EngineError(OutriderError):
 
 
 class ContextOverflow(EngineError):
-    """The prompt does not fit the model's context. `overflow` has the numbers, if they are known."""
+    """The prompt does not fit into the model's context. `overflow` has the sizes, if they are known."""
 
     code = "context_overflow"
     http_status = 400
@@ -306,7 +310,7 @@ class EvaluatorError(OutriderError):
 
 
 class UnreadableTask(OutriderError):
-    """A stored task cannot be read. Reading it again does not help, so this is not a `ServiceError`, which would be
+    """A stored task cannot be read. Reading it again would not help, so this is not a `ServiceError`, which would be
     retried."""
 
     code = "unreadable_task"
@@ -319,8 +323,8 @@ class ServiceError(OutriderError):
 
 
 class ServiceUnusable(ServiceError):
-    """A client cannot use the service, and another try does not help: the address, a proxy in front of the service, a
-    certificate or a version is wrong."""
+    """A client cannot use the service, and retrying does not help. The address, a proxy, a certificate or a version is
+    wrong."""
 
     code = "service_unusable"
     retryable = False
@@ -337,8 +341,8 @@ class StoreUnavailable(ServiceError):
 
 
 class Busy(ServiceError):
-    """The caller has too much under way. `retry_after` is the number of seconds to wait before the next try: the header
-    Retry-After of the reply."""
+    """The caller has too many requests in progress. `retry_after` is the number of seconds to wait before the next try,
+    which the reply has in its header Retry-After."""
 
     code = "busy"
     http_status = 429
@@ -353,28 +357,27 @@ class QueueFull(Busy):
 
 
 def lacks_means(error: BaseException) -> bool:
-    """Return True if the cause can be outside the code: disk, descriptors, memory or threads are used up, a file or a
-    connection fails, or the database is out of reach."""
+    """Return True if the cause may be outside the code: the disk, descriptors, memory or threads are used up, a file or
+    a connection fails, or the database cannot be reached."""
     return isinstance(error, OSError | MemoryError | ServiceError) or (
         isinstance(error, RuntimeError) and str(error) == NO_THREAD
     )
 
 
 def error_text(error: OutriderError | ErrorRecord) -> str:
-    """Return the error's message, followed by the error's hint if there is one. The text can be encoded as UTF-8."""
+    """Return the error's message, followed by its hint, if any. The text can always be encoded as UTF-8."""
     return storable(f"{error.message} ({error.hint})" if error.hint else error.message)
 
 
 def described(error: BaseException) -> str:
-    """Return an error as text: the message of an OutriderError, or the class name and the message of any other
-    error."""
+    """Return the message of an OutriderError. For any other error, return its class name and message."""
     if isinstance(error, OutriderError):
         return storable(str(error))
     return storable(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 
 def record_of(error: BaseException) -> ErrorRecord:
-    """Return the record of any exception. An error for which `lacks_means` is true is recorded as a ServiceError. Any
+    """Return the record of any exception. If `lacks_means` is True for the error, it is recorded as a ServiceError. Any
     other exception that is not an OutriderError is recorded as a bug in Outrider."""
     if isinstance(error, OutriderError):
         return error.record()
@@ -393,9 +396,9 @@ def record_of(error: BaseException) -> ErrorRecord:
 
 
 def bounded(record: ErrorRecord) -> ErrorRecord:
-    """Return the record with its texts cut to MAX_TEXT and MAX_LOG_TAIL: a log keeps its end, every other text its
-    beginning. Engines, nodes and plugins can send texts of any length, and every text of an error is searched for
-    secrets, stored and shown."""
+    """Return the record with its texts cut to MAX_TEXT and MAX_LOG_TAIL. The end of a log is kept, and the beginning of
+    any other text. The limits are needed because engines, nodes and plugins can send texts of any length, and all of it
+    is searched for secrets, stored and shown."""
     code, message, hint, field, tail = record.code, record.message, record.hint, record.field, record.log_tail
     if max(len(code), len(message), len(hint or ""), len(field or "")) <= MAX_TEXT and len(tail or "") <= MAX_LOG_TAIL:
         return record
@@ -414,14 +417,14 @@ def storable(text: str) -> str: ...
 @overload
 def storable(text: str | None) -> str | None: ...
 def storable(text: object) -> str | None:
-    """Return a text that can be stored and sent: characters that UTF-8 cannot encode are escaped. Python uses such
-    characters (lone surrogates) for the undecodable bytes in file names and program output."""
+    """Return a text that can be stored and sent, with characters that UTF-8 cannot encode written as escapes. Python
+    decodes invalid bytes of file names and program output to such characters (lone surrogates)."""
     return None if text is None else str(text).encode("utf-8", "backslashreplace").decode()
 
 
 def error_from(record: ErrorRecord) -> OutriderError:
-    """Rebuild the exception from its record. A code without a class (of another version) becomes a ServiceError."""
-    # A subclass without a code of its own inherits its parent's code, and must not replace the parent here.
+    """Make the exception that a record describes. A code that this version does not know becomes a ServiceError."""
+    # A subclass that does not define its own code inherits its parent's, and must not replace the parent here.
     kinds = {kind.code: kind for kind in _subclasses(OutriderError) if "code" in vars(kind)}
     kind = kinds.get(record.code, ServiceError)
     record = bounded(record)
@@ -432,8 +435,8 @@ def error_from(record: ErrorRecord) -> OutriderError:
 
 
 def known_codes() -> dict[str, Boundary]:
-    """Return the codes that the errors of this process may have, with their boundaries. Records of other processes and
-    versions may have other codes."""
+    """Return the error codes that this process knows, with their boundaries. Records from other processes and versions
+    may have other codes."""
     kinds = {kind.code: kind.boundary for kind in _subclasses(OutriderError) if "code" in vars(kind)}
     return kinds | dict.fromkeys(CODES_WITHOUT_CLASS, Boundary.SERVICE)
 

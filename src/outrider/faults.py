@@ -1,7 +1,7 @@
-"""The faults of a request or of settings in plain words, made from the faults that pydantic reports.
+"""Describes errors in requests and settings in plain words, based on the errors that pydantic reports.
 
-The module depends on pydantic's kinds of faults, and on no model of ours. Invariant: the texts in WORDS name no value,
-because a value may be a secret; the text of a validator is kept, and may name the value.
+The module depends on pydantic's error types, and on none of our models. Invariant: the texts in WORDS contain no value,
+because a value may be a secret. The text of a custom validator is kept as it is, and may contain the value.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from pydantic_core import ErrorDetails
 from outrider.errors import InvalidField
 
 MAX_COMPLAINTS = 1000
-"""Maximum number of wrong fields of a request that are listed one by one. Pydantic takes 10 us for each field in the
-list."""
+"""Maximum number of wrong fields that are listed one by one. Pydantic takes 10 us for each field in the list."""
 
 Context = dict[str, Any]
 WORDS: dict[str, Callable[[Context], str]] = {
@@ -51,20 +50,20 @@ WORDS: dict[str, Callable[[Context], str]] = {
     "too_long": lambda given: f"must have at most {_counted(given['max_length'], 'item')}",
     "string_pattern_mismatch": lambda given: f"must match the pattern {given['pattern']}",
 }
-"""Functions that make the text of a fault, by pydantic's kind of fault. Faults of other kinds keep pydantic's text."""
+"""Maps pydantic's error types to functions that write the text. Errors of other types keep pydantic's text."""
 
 
 def complaints(error: ValidationError) -> list[ErrorDetails]:
-    """Return the faults, field by field. Raises InvalidField if there are more than MAX_COMPLAINTS: a list of all the
-    faults that fit into a request would take seconds."""
+    """Return pydantic's errors, one for each wrong field. Raises InvalidField if there are more than MAX_COMPLAINTS,
+    because listing all errors that fit into a request would take seconds."""
     if (count := error.error_count()) > MAX_COMPLAINTS:
         raise InvalidField(f"{count} fields are wrong or unknown, too many to name them") from error
     return error.errors(include_url=False)
 
 
 def fault_text(fault: ErrorDetails, kind: type[BaseModel] | None = None) -> str:
-    """Return a fault in plain words. `kind` is the model that refused the values. If `kind` is given, the text about an
-    unknown field also has the known field that was probably meant."""
+    """Return an error in plain words. `kind` is the model that refused the values. If it is given, the text about an
+    unknown field suggests the known field that was probably meant."""
     if (words := WORDS.get(fault["type"])) is None:
         return fault["msg"].removeprefix("Value error, ")
     text = words(fault.get("ctx", {}))
@@ -78,20 +77,20 @@ def fault_text(fault: ErrorDetails, kind: type[BaseModel] | None = None) -> str:
 def first_fault(
     error: ValidationError, kind: type[BaseModel] | None = None, *, below: str = "", hint: str | None = None
 ) -> InvalidField:
-    """Return the error for the first fault. `kind` is the model that refused the values, and `below` is the path of the
-    field that holds these values. Raises InvalidField for too many faults."""
+    """Return an InvalidField for the first error. `kind` is the model that refused the values, and `below` the path of
+    the field with these values. Raises InvalidField if there are too many errors."""
     first = complaints(error)[0]
     field = ".".join(map(str, (below, *first["loc"]) if below else first["loc"]))
     return InvalidField(fault_text(first, kind), field=field, hint=hint)
 
 
 def known_names(kind: type[BaseModel], place: Sequence[int | str]) -> list[str]:
-    """Return the names of the fields that the object at `place` may have. `place` is the path from the model `kind` to
-    this object, as in the location of a fault."""
+    """Return the names of the fields that the object at `place` may have. `place` is the object's path from the model
+    `kind`, as in the `loc` of pydantic's errors."""
     models = [kind]
     for part in place:
         fields = [field.annotation for model in models for name, field in model.model_fields.items() if name == part]
-        # A part that is not the name of a field is the position in a list, or pydantic's name for one alternative.
+        # A part that is not a field name is an index of a list, or pydantic's name for one alternative of a union.
         models = [model for annotation in fields for model in _models_in(annotation)] or models
     return sorted({name for model in models for name in model.model_fields})
 

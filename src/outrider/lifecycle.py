@@ -1,7 +1,7 @@
-"""The states of sessions and groups, the legal moves between them, and the reasons why a session ended, as data.
+"""The states of sessions and groups, the allowed transitions between states, and the reasons why a session ended.
 
-The reason why a session ended is a `StopReason`, never a state. The module does not use the store. Invariant: no move
-leads out of `DONE`.
+The reason why a session ended is a `StopReason`, never a state. The module does not use the store. Invariant: no
+transition leaves `DONE`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class SessionState(StrEnum):
-    """The state of a session. `READY`: the sandbox is prepared, and the session waits for a run slot."""
+    """The state of a session. In `READY`, its sandbox is prepared and it waits for a run slot."""
 
     QUEUED = "queued"
     INITIALIZING = "initializing"
@@ -21,16 +21,16 @@ class SessionState(StrEnum):
 
 
 class GroupState(StrEnum):
-    """The state of a group: `ACTIVE` until every session of the group is done."""
+    """The state of a group, which is `ACTIVE` until all of its sessions are done."""
 
     ACTIVE = "active"
     DONE = "done"
 
 
 class StopReason(StrEnum):
-    """The reason why a session ended. All but CANCELLED, EARLY_STOP, EXPIRED, SESSION_TIMEOUT and ERROR come with a
-    verdict. EARLY_STOP: enough other sessions of the group had a verdict. EXPIRED: the session waited too long to be
-    started."""
+    """The reason why a session ended. There is a verdict for all reasons except CANCELLED, EARLY_STOP, EXPIRED,
+    SESSION_TIMEOUT and ERROR. EARLY_STOP: enough other sessions of the group already had a verdict. EXPIRED: the
+    session waited too long to be started."""
 
     COMPLETED = "completed"
     MAX_TURNS = "max_turns"
@@ -47,10 +47,11 @@ class StopReason(StrEnum):
 
 
 MOVES: dict[SessionState, frozenset[SessionState]] = {
-    # A move back to QUEUED is a retry as a new attempt. A move to DONE that skips EVALUATING is a cancellation, an
-    # early stop, an expiry, a timeout, or the error of the last attempt. Two moves of this kind have a verdict: a task
-    # of several steps may end before its last step, and a verdict that blames the agent is kept if the run is graded
-    # again. A session that only grades an earlier run again has no agent, and goes from INITIALIZING to EVALUATING.
+    # - A move back to QUEUED is a retry as a new attempt.
+    # - A move to DONE that skips EVALUATING usually ends a session without a verdict: by a cancellation, an early stop,
+    #   an expiry, a timeout, or the error of the last attempt. There are two exceptions. A task of several steps may
+    #   end before its last step. And a verdict that blames the agent is kept if the run is graded again.
+    # - A session that only grades an earlier run again has no agent, so it goes from INITIALIZING to EVALUATING.
     SessionState.QUEUED: frozenset({SessionState.INITIALIZING, SessionState.DONE}),
     SessionState.INITIALIZING: frozenset(
         {SessionState.READY, SessionState.EVALUATING, SessionState.QUEUED, SessionState.DONE}

@@ -1,7 +1,7 @@
-"""The lines of the log: as text for people or as JSON for programs, each with the session that it belongs to.
+"""Formats log lines, as text for people or as JSON for programs. Each line names the session that it belongs to.
 
-Invariant: no line contains a secret of these kinds: keys and tokens of Outrider, the token given to the formatter, the
-secrets of the session's task, and values in the usual places of secrets.
+Invariant: no line contains keys or tokens of Outrider, the token given to the formatter, secrets of the session's task,
+or values in places where secrets usually are, such as `password=`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class LoggedSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SESSION: ContextVar[LoggedSession | None] = ContextVar("session of the log", default=None)
-"""The session of the lines that the current task logs. Use `logged_for` to set the session. Only the gateway sets the
-variable itself, because each model call would pay for the context manager."""
+"""The session to which the current task's log lines belong. Set it with `logged_for`. Only the gateway sets the
+variable directly, to avoid the cost of a context manager for each model call."""
 
 
 @contextmanager
 def logged_for(session: LoggedSession | None) -> Iterator[None]:
-    """Add the session to all lines that the block logs, also in tasks and threads that the block starts."""
+    """Add the session to all lines that are logged in the block, and in tasks and threads that it starts."""
     reset = SESSION.set(session)
     try:
         yield
@@ -45,10 +45,12 @@ def logged_for(session: LoggedSession | None) -> Iterator[None]:
 
 
 class LogFormatter(logging.Formatter):
-    """Formats log records, tracebacks included, without secrets and control characters. All lines of a record except
-    the first are indented, so that a message with an agent's text cannot look like two messages. `process` is the name
-    of the process, and is added to each record. Records of a session contain the session's id and attempt, unless the
-    message names the session."""
+    """Formats log records and their tracebacks, without secrets and control characters.
+
+    All lines of a record except the first are indented, so that an agent's text in a message cannot look like a
+    separate record. `process` is the name of the process, which each record contains. A record of a session contains
+    the session's id and attempt, unless the message already contains the id.
+    """
 
     def __init__(self, token: str | None = None, *, process: str = "") -> None:
         named = f"{process.replace('%', '%%')} " if process else ""
@@ -65,8 +67,8 @@ class LogFormatter(logging.Formatter):
 
 
 class JsonLogFormatter(logging.Formatter):
-    """Formats each log record as one line with a JSON object: `at` (seconds since the epoch), `time` (UTC), `level`,
-    `logger`, `message`, and, if they apply, `process`, `group`, `session`, `attempt` and `traceback`."""
+    """Formats each log record as one line of JSON: `at` (seconds since the epoch), `time` (UTC), `level`, `logger` and
+    `message`, and, if they apply, `process`, `group`, `session`, `attempt` and `traceback`."""
 
     def __init__(self, token: str | None = None, *, process: str = "") -> None:
         super().__init__()

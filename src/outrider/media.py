@@ -1,9 +1,9 @@
-"""Prepares images and other files for a model. A document becomes images of its pages. A file that comes from a tool
-and that the model cannot read becomes a text.
+"""Prepares images and other files for a model. A document becomes images of its pages. If a tool returned a file that
+the model cannot read, the model sees a text instead.
 
-The module fetches nothing, and reads an image's size from the image's first bytes, without a library. Invariant: what
-is shown depends on the file, its media type and its address only, so a history that a client sends again is shown in
-the same way.
+The module fetches nothing. It reads an image's size from the image's first bytes, without a library. Invariant: what
+the model sees depends only on the file, its media type and its address. So a history that a client sends again looks
+the same to the model.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from outrider.messages import (
 
 Grids = Mapping[str, tuple[int, int, int] | str]
 PagesOf = Callable[[str], DocumentPages | str | None]
-"""A function from a document's digest to the document's pages. The result is a text with the reason if the document
-cannot be read, and None if the document has not been read yet."""
+"""A function that returns a document's pages by the document's digest. The result is a text with the reason if the
+document cannot be read, and None if it has not been read yet."""
 PDF = "application/pdf"
 
 MAX_USER_RUN = 64
-"""Maximum distance, in messages, from a message with a tool's file back to the tool's result."""
+"""How many messages back a tool's result is searched for, to decide whether a user message has the tool's files."""
 MAX_ADDRESS = 200
-"""Maximum number of characters of an address in a text. A longer address is left out."""
+"""Maximum number of characters of an address in a text for the model. Longer addresses are left out."""
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,32}/[\w.+-]{1,64}", re.ASCII)
 _ADDRESS = re.compile(rf"https?://[!-;=?-Z_a-z~]{{1,{MAX_ADDRESS}}}", re.ASCII)
 _MAX_SEGMENTS = 256
@@ -49,9 +49,11 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
 
 def carried_by_tool(messages: WireMessages, index: int) -> bool:
-    """Return True if the files in message `index` come from a tool and not from the user: the message is a tool's
-    result, or a user message with no reply between the message and a tool's result. Programs whose API allows only text
-    in a tool's result send the tool's files in such a user message."""
+    """Return True if the files in message `index` come from a tool and not from the user.
+
+    The message is either a tool's result, or a user message after a tool's result with no reply in between. Programs
+    whose API allows only text in a tool's result send the tool's files in such a user message.
+    """
     for at in range(index, max(-1, index - MAX_USER_RUN - 1), -1):
         role = messages.role(at)
         if role in (Role.TOOL, Role.ASSISTANT):
@@ -60,8 +62,8 @@ def carried_by_tool(messages: WireMessages, index: int) -> bool:
 
 
 def check_attachments(parts: Sequence[Part], messages: WireMessages, index: int) -> None:
-    """Raise RequestError if there are attachments among the parts of message `index` and no tool sent them. Documents
-    are not checked here, but by `ReadableMessages`."""
+    """Raise RequestError if message `index` has an attachment that does not come from a tool. `parts` are its parts.
+    Documents are not checked here, but by `ReadableMessages`."""
     for part in parts:
         if isinstance(part, Attachment) and not isinstance(part, Document) and not carried_by_tool(messages, index):
             raise RequestError(f"{part.field}: {part.reason}", field=part.field)
@@ -70,7 +72,7 @@ def check_attachments(parts: Sequence[Part], messages: WireMessages, index: int)
 def attachment(
     media_type: str | None, field: str, reason: str, *, size: int | None = None, address: str | None = None
 ) -> Attachment:
-    """Return the attachment of a file of a type that no model here reads. `size` is in bytes; None if unknown."""
+    """Return the attachment for a file of a type that no model here reads. `size` is in bytes, None if unknown."""
     known = _printable_type(media_type) or "file"
     details = [known] if size is None else [known, f"{size:,} bytes"]
     if address is not None and _ADDRESS.fullmatch(address):
@@ -79,13 +81,13 @@ def attachment(
 
 
 def document(data: bytes, field: str, reason: str, *, head: str = "") -> Document:
-    """Return the message part for a PDF document. For `field` and `reason`, see `Attachment`."""
+    """Return the message part for a PDF document. `Attachment` explains `field` and `reason`."""
     text = f"[{PDF}, {len(data):,} bytes: this model does not read such files]"
     return Document(text, PDF, field, reason, hashlib.sha256(data).hexdigest(), data, head)
 
 
 def shown(document: Document, pages: DocumentPages) -> list[Part]:
-    """Return what the model is shown of a document: its pages, as pictures or texts, between tags."""
+    """Return what the model sees of a document: its pages, as pictures or texts, between tags."""
     parts: list[Part] = [Text("<document>\n")]
     if document.head:
         parts.append(Text(f"{document.head}\n"))
@@ -97,23 +99,23 @@ def shown(document: Document, pages: DocumentPages) -> list[Part]:
 
 
 def broken_image(media_type: str, field: str, reason: str) -> Attachment:
-    """Return the attachment of an image without readable data."""
+    """Return the attachment for an image that has no readable data."""
     known = _printable_type(media_type) or "image"
     return Attachment(unreadable_note(known), known, field, reason)
 
 
 def unreadable_note(media_type: str | None) -> str:
-    """Return the text that stands for an image that cannot be decoded."""
+    """Return the text that replaces an image that cannot be decoded."""
     return f"[{_printable_type(media_type) or 'image'}: the image cannot be read]"
 
 
 def encoded_size(data: str) -> int:
-    """Return the number of bytes that a base64 text stands for. The text is not checked."""
+    """Return the number of bytes that a base64 text encodes. The text is not checked."""
     return len(data.rstrip("=")) * 3 // 4
 
 
 def note_of_image(image: Image) -> str:
-    """Return the text that stands for an image."""
+    """Return the text that replaces an image for a model that reads no images."""
     if image.url is not None:
         address = f", {image.url}" if _ADDRESS.fullmatch(image.url) else ""
         return f"[image{address}: this model reads no images]"
@@ -123,7 +125,7 @@ def note_of_image(image: Image) -> str:
 
 
 def pixel_size(data: bytes) -> tuple[int, int] | None:
-    """Return the width and height of a PNG, JPEG or GIF; None if the data does not contain the size."""
+    """Return the width and height of a PNG, JPEG or GIF; None if they cannot be read from the data."""
     if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR" and len(data) >= 24:
         return int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
     if data.startswith((b"GIF87a", b"GIF89a")) and len(data) >= 10:
@@ -141,7 +143,7 @@ def pixel_size(data: bytes) -> tuple[int, int] | None:
 
 
 class UnpreparedImages(Exception):
-    """Raised for a message with images whose grids are not known yet."""
+    """Raised for a message with images whose grids (numbers of patches) are not known yet."""
 
     def __init__(self, images: Sequence[Image]) -> None:
         super().__init__(f"{len(images)} images")
@@ -157,15 +159,17 @@ class UnpreparedDocuments(Exception):
 
 
 class ReadableMessages:
-    """`WireMessages` with texts in place of the files that the model does not read: attachments, and if `images` is
-    False also the images of tools' results. Images of the user stay, because without its images the task would be a
-    different task. `described` maps the index of a parsed message to the media types of its replaced files.
+    """`WireMessages` in which texts replace the files that the model does not read.
 
-    With `grids`, the model reads images of known grid: `grids` maps the digest of an image to its grid, or to the
-    reason why the image cannot be decoded. A tool's image that cannot be decoded is replaced by a text.
-
-    With `pages`, documents are replaced by their pages. If `pages` is None, or a document cannot be read, a tool's
-    document is replaced by a text, and a document of the user is refused."""
+    - Attachments of tools become texts.
+    - If `images` is False, the images in tools' results also become texts. The user's images stay, because without them
+      the task would be a different one.
+    - `grids` maps the digests of images to their grids (numbers of patches), or to the reason why an image cannot be
+      decoded. The model reads images with a grid. A tool's image that cannot be decoded becomes a text.
+    - `pages` returns the pages of documents, which replace the documents. If `pages` is None, or a document cannot be
+      read, a tool's document becomes a text, and a user's document is refused.
+    - `described` maps the index of a parsed message to the media types of its replaced files.
+    """
 
     __slots__ = ("_grids", "_images", "_messages", "_pages", "described")
 
@@ -226,8 +230,8 @@ class ReadableMessages:
         return message_of_parts(message.role, parts, tool_call_id=message.tool_call_id, name=message.name)
 
     def _note(self, part: Part, index: int) -> str | None:
-        """Return the text that stands for a part of message `index`; None for a part that the model reads, and for an
-        image in a message of the user."""
+        """Return the text that replaces a part of message `index`. Returns None if the model reads the part, or if it
+        is an image from the user."""
         if isinstance(part, Attachment):
             return part.text
         if not isinstance(part, Image) or self._images or part.grid is not None:
@@ -238,8 +242,8 @@ class ReadableMessages:
         return None
 
     def _with_pages(self, message: Message, index: int) -> Message:
-        """Replace the documents of message `index` by their pages. Raises UnpreparedDocuments, and RequestError for a
-        document of the user that cannot be read."""
+        """Replace the documents of message `index` by their pages. Raises UnpreparedDocuments, and RequestError if a
+        document from the user cannot be read."""
         by_tool, unknown = carried_by_tool(self._messages, index), []
         parts: list[Part] = []
         for part in message.parts:

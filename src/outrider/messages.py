@@ -1,9 +1,8 @@
-"""The common form of messages. Every dialect parses its conversations into this form, and every renderer reads this
-form.
+"""The common form of messages. Every dialect parses conversations into this form, and every renderer reads it.
 
-The module uses no wire format and no tokens. Invariant: a message holds all that a template may print of it. Tool specs
-stay in OpenAI's form (`{"type": "function", "function": {"name", "description", "parameters"}}`) with the client's key
-order, because templates print them verbatim.
+The module uses no wire format and no tokens. Invariant: a message has everything that a chat template may print of it.
+Tool specs stay in OpenAI's form (`{"type": "function", "function": {"name", "description", "parameters"}}`) with the
+client's key order, because templates print them verbatim.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import msgspec
 
 ToolSpec = dict[str, Any]
 
-# Some classes of structs, in this module and in the dialects, may have tens of thousands of instances in one request.
-# These classes have gc=False: the garbage collector skips the instances, because a pass stops all threads while it
-# visits objects. This is safe because the instances cannot be part of a cycle.
+# Here and in the dialects, some classes of structs can have tens of thousands of instances in one request. These
+# classes have gc=False, which makes the garbage collector skip their instances. A collection would stop all threads
+# while it visits them. Skipping them is safe, because they cannot be part of a reference cycle.
 
 
 class Role(StrEnum):
@@ -30,7 +29,7 @@ class Role(StrEnum):
 
 
 class ToolCall(msgspec.Struct, frozen=True, gc=False):
-    """A call of a tool. `arguments` is JSON text, exactly as the model sampled it or as the client sent it."""
+    """A call of a tool. `arguments` is JSON text, exactly as the model sampled it or the client sent it."""
 
     id: str
     name: str
@@ -38,15 +37,15 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False):
 
 
 class Text(msgspec.Struct, frozen=True, tag="text", gc=False):
-    """A piece of text between images."""
+    """A piece of text in a message with images."""
 
     text: str
 
 
 class Attachment(Text, frozen=True, tag="attachment", gc=False):
-    """A file in a request that no model here reads, such as a document or a broken image. `text` stands for the file if
-    the file is a tool's (`media.py`). In any other message the file is an error: `field` is its path in the request,
-    and `reason` the reason why the file is not accepted."""
+    """A file in a request that no model here reads, such as a document or a broken image. If the file comes from a
+    tool, the model sees `text` instead (`media.py`). In any other message the file is an error: `field` is its path in
+    the request, and `reason` says why it is not accepted."""
 
     media_type: str
     field: str
@@ -54,9 +53,8 @@ class Attachment(Text, frozen=True, tag="attachment", gc=False):
 
 
 class Document(Attachment, frozen=True, tag="document", gc=False):
-    """A PDF document, identified by `digest`, the SHA-256 (hex) of its bytes `data`. `media.py` replaces the document
-    by its pages if the pages can be read, and otherwise treats the document as an attachment. The model is shown
-    `head`, a text about the document, before the pages."""
+    """A PDF document. `digest` is the SHA-256 (hex) of its bytes `data`. `media.py` replaces it by its pages if they
+    can be read, and otherwise treats it as an attachment. `head` is text that the model sees before the pages."""
 
     digest: str
     data: bytes
@@ -64,17 +62,17 @@ class Document(Attachment, frozen=True, tag="document", gc=False):
 
 
 class DocumentPages(msgspec.Struct, frozen=True):
-    """The pages of a document, in order: for each page its text, or its picture as PNG."""
+    """The pages of a document, in order. A page is either its text, or its picture as PNG."""
 
     pages: tuple[str | bytes, ...]
 
 
 class Image(msgspec.Struct, frozen=True, tag="image", omit_defaults=True, gc=False):
-    """An image, identified by `digest`, the SHA-256 (hex) of its bytes.
+    """An image. `digest` is the SHA-256 (hex) of its bytes.
 
-    `media_type` is as sent by the client; `size` is in bytes; `data` is empty once the image is stored. For an image
+    `media_type` is as sent by the client. `size` is in bytes. `data` is empty once the image is stored. For an image
     sent as a URL, `digest` is the digest of the URL, `media_type` is empty and `size` is 0. `grid` has the numbers of
-    patches (in time, vertically, horizontally) if the image is in a prompt of ids, and is None otherwise.
+    patches (in time, vertically, horizontally) if the image is part of a prompt of token ids, else None.
     """
 
     media_type: str
@@ -93,14 +91,14 @@ def image_from_bytes(media_type: str, data: bytes) -> Image:
 
 
 def image_from_url(url: str) -> Image:
-    """Make an image whose bytes the engine fetches from the URL."""
+    """Return an image whose bytes the engine will fetch from the URL."""
     return Image("", hashlib.sha256(url.encode("utf-8", "surrogatepass")).hexdigest(), url=url)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One message. `content` is its text, "" if it has none; `reasoning` is the model's thinking, if any. `parts` is
-    empty unless the message has images or attachments: then `parts` holds texts, images and attachments in order, and
-    `content` all the text."""
+    """One message. `content` is all of its text, "" if there is none. `reasoning` is the model's thinking, if any.
+    `parts` is empty unless the message has images or attachments. Then `parts` has the texts, images and attachments in
+    order."""
 
     role: Role
     content: str = ""
@@ -119,9 +117,9 @@ def joined_text(parts: Sequence[Part]) -> str:
 def message_of_parts(
     role: Role, parts: Sequence[Part], *, tool_call_id: str | None = None, name: str | None = None
 ) -> Message:
-    """Build a message from texts, images and attachments. The message has `parts` only if there is an image or an
-    attachment. In `parts`, adjacent texts are joined and empty texts dropped, so the message does not depend on how the
-    client splits the text."""
+    """Make a message from texts, images and attachments. Without an image or an attachment, the message has no `parts`.
+    In `parts`, adjacent texts are joined and empty texts are dropped, so that it does not matter how the client splits
+    the text."""
     text = joined_text(parts)
     kept: list[Part] = []
     if any(isinstance(part, Image | Attachment) for part in parts):
@@ -145,7 +143,7 @@ IMAGE_EXTENSIONS = {
     "image/heif": "heif",
     "image/svg+xml": "svg",
 }
-"""File extensions by media type. The file of an image of any other type ends in `.bin`."""
+"""File extensions by media type. Images of other types get `.bin`."""
 
 
 def image_file(image: Image) -> str:
@@ -154,7 +152,7 @@ def image_file(image: Image) -> str:
 
 
 class MessageOutline(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The fields of a stored `Message` without its text, for readers that need only the role and the images."""
+    """A stored `Message` without its text, for readers that need only the role and the images."""
 
     role: Role
     parts: tuple[Part, ...] = ()
@@ -174,10 +172,11 @@ def with_images(message: Message, change: Callable[[Image], Image]) -> Message:
 
 
 class WireMessages(Protocol):
-    """A request's messages, each parsed only on demand: a long history is compared by its bytes.
+    """The messages of a request. Each is parsed only when it is needed, because a long history can be compared by its
+    bytes.
 
-    - `raw(i)` is any byte string that determines message `i`, and `head(n)` any byte string that determines the first
-      `n`. These bytes are compared within a session, even between messages of different dialects.
+    - `raw(i)` is any byte string that differs for different messages. `head(n)` does so for the first `n` messages
+      together. These bytes are compared within a session, even between messages of different dialects.
     - `role(i)` is the role of message `i`, found without parsing the message's content.
     - `size(i)` is about how many bytes `parse(i)` reads, so that callers can divide long work into pieces.
     - `parse(i)` raises RequestError, which names the message, if the message is malformed.
@@ -217,11 +216,10 @@ class ParsedMessages:
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """The content added by one step of a stream: visible text, reasoning, and sampled tokens with their
-    log-probabilities.
+    """What one step of a stream adds: visible text, reasoning, and sampled tokens with their log-probabilities.
 
-    Tokens are in the step in which they were sampled; text is in the first step in which it cannot become part of a
-    tool call any more. So text and tokens of one step need not match, but text and tokens of a whole stream do.
+    A token is in the step in which it was sampled. Text is held back until it cannot be part of a tool call any more,
+    so it may be in a later step than its tokens. Over the whole stream, text and tokens match.
     """
 
     text: str = ""

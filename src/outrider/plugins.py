@@ -1,7 +1,7 @@
-"""Finds the class or function for a name in a spec. The name is that of a built-in or of an entry point, or a dotted
-path `package.module:attribute`.
+"""Finds the class or function that a name in a spec refers to: a built-in, an entry point of an installed package, or a
+dotted path `package.module:attribute`.
 
-Invariant: importing this module imports no plugin; built-ins are dotted paths, too.
+Invariant: importing this module imports no plugin, because built-ins are dotted paths, too.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ BUILTINS: dict[str, dict[str, str]] = {
 
 
 class PluginFailure(Exception):
-    """Raised in place of a plugin's exception that must not reach the event loop, such as SystemExit."""
+    """Raised instead of an exception of a plugin, such as SystemExit, that must not reach the event loop."""
 
 
 @contextlib.contextmanager
 def plugin_code() -> Iterator[None]:
-    """Within the block, turn SystemExit from a plugin's code into a PluginFailure, and also a CancelledError if nobody
+    """Within the block, turn two exceptions of a plugin into PluginFailure: SystemExit, and CancelledError if nobody
     has cancelled the task.
 
-    Outside of such a block, a plugin that calls sys.exit() would end the service, and a plugin that cancels itself
-    would end its session without a result.
+    Otherwise a plugin that calls sys.exit() would end the service, and a plugin that raises CancelledError would end
+    its session without a result.
     """
     try:
         yield
@@ -86,12 +86,12 @@ def plugin_code() -> Iterator[None]:
 
 
 def names(kind: str) -> list[str]:
-    """Return the names of all built-ins and entry points of a kind, sorted."""
+    """Return the sorted names of all built-ins and entry points of a kind."""
     return sorted({**_entry_points(kind), **BUILTINS.get(kind, {})})
 
 
 def resolve(kind: str, name: str, *, field: str | None = None) -> Any:
-    """Return the object that `name` stands for. Raises InvalidField, with the available names, if there is none."""
+    """Return the object that `name` refers to. If there is none, raises InvalidField with the available names."""
     if ":" in name:
         return load(name, field=field)
     if path := BUILTINS.get(kind, {}).get(name) or _entry_points(kind).get(name):
@@ -110,7 +110,7 @@ def load(path: str, *, field: str | None = None) -> Any:
         target: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             target = getattr(target, part)
-    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported, or call sys.exit()
+    except (Exception, SystemExit) as error:  # an imported module may raise anything, or call sys.exit()
         missing = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
         raise InvalidField(
             f"cannot import {path!r}: {type(error).__name__}: {error}",
@@ -120,7 +120,7 @@ def load(path: str, *, field: str | None = None) -> Any:
     return target
 
 
-@functools.cache  # reading the metadata of every installed package takes milliseconds
+@functools.cache  # reading the metadata of all installed packages takes milliseconds
 def _entry_points(kind: str) -> dict[str, str]:
-    """Return the entry points of a kind: dotted paths by name."""
+    """Return the entry points of a kind, as dotted paths by name."""
     return {point.name: f"{point.module}:{point.attr}" for point in entry_points(group=f"outrider.{kind}")}

@@ -1,6 +1,6 @@
-"""Makes foreign text safe to show: text from an agent or a task must not control a terminal, or forge a line of a log.
+"""Makes untrusted text safe to show. Text from an agent or a task must not control a terminal, or look like a log line.
 
-Invariant: text returned by `printable` has no control character but tab and newline.
+Invariant: text returned by `printable` has no control characters except tab and newline.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ def printable(text: str) -> str:
 
 
 def printable_json(text: str) -> str:
-    """Return the JSON document `text` with its control characters escaped. The escapes do not change the document's
+    """Return the JSON document `text` with its control characters escaped. This does not change the document's
     value."""
     return _CONTROL.sub(_escaped_in_json, text)
 
 
 def indented(text: str) -> str:
-    """Return printable text with all lines but the first indented, so that no line looks like a record of its own."""
+    """Return printable text in which all lines except the first are indented, so that none looks like a separate log
+    record."""
     return printable(text).replace("\n", "\n    ")
 
 

@@ -1,14 +1,14 @@
-"""Writes training rows as an Arrow IPC stream, and reads them. This is the form of samples that programs exchange with
-the service; JSON is for people.
+"""Writes and reads training rows as an Arrow IPC stream. Programs exchange samples with the service in this form; JSON
+is for people.
 
-A row is a `trajectory.Sample` in its short form: `ids` has all ids of the row, and `logprobs` and `versions` describe
-only the ids that train. `COLUMNS` lists the columns, and docs/api.md documents them for other readers. The rest of a
-reply, such as the sessions of a group, is JSON in the metadata of the schema, under `REPLY`.
+A row is a `trajectory.Sample`, in the form in which it is stored: `ids` has all ids of the row, and `logprobs` and
+`versions` only describe the ids that are trained on. `COLUMNS` lists the columns, and docs/api.md documents them for
+other readers. The rest of a reply, such as a group's sessions, is JSON in the schema's metadata, under the key `REPLY`.
 
-Invariant: `decode(encode(samples, reply))` returns equal samples and the same reply. Most of the time is spent for each
-column of a batch, and not for each row, so the rows of a group are one batch. The package nanoarrow, which writes the
-schema and reads streams, has a fortieth of pyarrow's size and is imported ten times as fast. Functions import nanoarrow
-when they are called, because most commands read no samples.
+Invariant: `decode(encode(samples, reply))` returns equal samples and the same reply. All rows of a group are in one
+batch, because most of the time is spent per column of a batch, not per row. nanoarrow writes the schema and reads
+streams: it has a fortieth of pyarrow's size and is imported ten times as fast. It is imported inside functions, because
+most commands read no samples.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 REPLY = "outrider.reply"
-"""The key in the schema's metadata with the reply in JSON, without its samples."""
+"""The key in the schema's metadata whose value is the reply as JSON, without its samples."""
 CANNOT_READ = "the samples in the service's reply cannot be read"
 VERSIONS = "the client and the service may be of different versions"
 
 View = Any
-"""nanoarrow's class `CArrayView`, whose module has no types."""
+"""nanoarrow's class `CArrayView`, which has no type information."""
 
 
 class Column(ABC):
-    """The column of one field of the samples. `name` is the column's name. `of` is the name of the field in `Sample`,
-    if it differs from the column's name."""
+    """Encodes and decodes one field of the samples as an Arrow column. `of` is the name of the field in `Sample`, if it
+    differs from the column's name."""
 
     def __init__(self, name: str, of: str = "") -> None:
         self.name = name
@@ -60,7 +60,7 @@ class Column(ABC):
 
 
 class TextColumn(Column):
-    """A column of texts. `make` makes a value from the text in the column."""
+    """A column of texts. `make` converts a text to the value of the field."""
 
     def __init__(self, name: str, make: Any = str) -> None:
         super().__init__(name)
@@ -79,8 +79,8 @@ class TextColumn(Column):
 
 
 class JsonColumn(TextColumn):
-    """A column of values of the type `shape`, as JSON text, because not all readers of Arrow treat maps and nested
-    structs alike."""
+    """A column of values of the type `shape`, as JSON text. Arrow has types for maps and nested structs, but its
+    readers do not all treat them alike."""
 
     def __init__(self, name: str, shape: Any) -> None:
         super().__init__(name, msgspec.json.Decoder(shape).decode)
@@ -112,8 +112,8 @@ class NumberColumn(Column):
 
 
 class ListColumn(Column):
-    """A column with a list of numbers for each row. `inner` is one column with the numbers of all lists, one list after
-    the other."""
+    """A column with a list of numbers for each row. `inner` is the column of the numbers of all lists, one after the
+    other."""
 
     def __init__(self, name: str, inner: NumberColumn) -> None:
         super().__init__(name)
@@ -132,8 +132,8 @@ class ListColumn(Column):
 
 
 class PackedColumn(Column):
-    """A column with a list of numbers for each row. Lists are encoded from packed bytes and decoded to packed bytes, so
-    no number becomes a Python object."""
+    """A column with a list of numbers for each row, as packed bytes on both sides. So the numbers never become Python
+    objects."""
 
     def __init__(self, name: str, of: str, code: str = "i") -> None:
         super().__init__(name, of)
@@ -156,8 +156,8 @@ class PackedColumn(Column):
 
 
 class SpanColumn(Column):
-    """A column with a list of structs of int32 for each row. `make` makes the value of a struct from its numbers, and
-    `split` returns the numbers of a value."""
+    """A column with a list of structs of int32 for each row. `make` makes a value from a struct's numbers, and `split`
+    returns the numbers of a value."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class SpanColumn(Column):
 
     def encode(self, values: Sequence[Sequence[Any]], batch: RecordBatch) -> None:
         spans: Iterable[Iterable[int]] = chain.from_iterable(values)
-        # All numbers are converted by one call, because calls for single spans take most of the time of a batch.
+        # All numbers are converted in one call. One call per span would take most of the time of a batch.
         numbers = array("i", [*chain.from_iterable(spans if self._split is None else map(self._split, spans))])
         width = len(self._fields)
         batch.add_array(len(values), _offsets(map(len, values)))
@@ -195,11 +195,11 @@ class SpanColumn(Column):
 
 
 class RecordBatch:
-    """A record batch under construction: the arrays of its columns, each followed by the arrays inside it.
+    """A record batch under construction. Each array of a column is followed by the arrays inside it.
 
     The message has Arrow's encapsulated format: metadata, then the buffers, each padded to 8 bytes. The metadata is a
     flatbuffer (Arrow's Message.fbs). Its layout is always the same, so it is written without a flatbuffer library.
-    nanoarrow's own writer would copy the ids twice.
+    nanoarrow's own writer is not used for batches, because it would copy the ids twice.
     Source: https://arrow.apache.org/docs/format/Columnar.html#encapsulated-message-format
     """
 
@@ -211,7 +211,7 @@ class RecordBatch:
         self._size = 0
 
     def add_array(self, length: int, *buffers: bytes | Sequence[bytes], validity: bytes = b"", nulls: int = 0) -> None:
-        """Add an array of `length` items. A buffer that is given in pieces is not joined."""
+        """Add an array of `length` items. A buffer may be given in pieces, which are not joined."""
         self._nodes += (length, nulls)
         for buffer in (validity, *buffers):
             pieces = (buffer,) if isinstance(buffer, bytes) else buffer
@@ -223,10 +223,10 @@ class RecordBatch:
             self._size += size + padding
 
     def message(self) -> list[bytes]:
-        """Return the message, in pieces. Only small pieces are joined."""
+        """Return the message in pieces. Only small pieces are joined, because joining copies them."""
         nodes, buffers = len(self._nodes) // 2, len(self._buffers) // 2
         # A vtable has its own size, the size of its table, and the position of each field in the table. A table begins
-        # with the distance from its vtable, and an offset counts from the field that holds the offset.
+        # with the distance to its vtable. An offset counts from the field that contains it.
         metadata = _METADATA.pack(
             *(_CONTINUATION, _METADATA.size + 16 * nodes + 16 * buffers),
             16,  # the position of the table Message
@@ -262,7 +262,7 @@ _METADATA = struct.Struct(
 )
 _CONTINUATION, _METADATA_V5, _RECORD_BATCH = 0xFFFFFFFF, 4, 3
 SMALL = 16 << 10
-"""Pieces of a message with fewer bytes than this are joined with their neighbours."""
+"""Pieces of a message that have fewer bytes than this are joined with their neighbors."""
 
 
 SPAN = ("start", "end")
@@ -299,14 +299,14 @@ COLUMNS: tuple[Column, ...] = (
 
 
 END = b"\xff\xff\xff\xff\0\0\0\0"
-"""The end of a stream. A stream without it was cut off, perhaps between two batches."""
+"""The end of a stream. A stream without it was cut off, maybe between two batches."""
 BATCH_BYTES = 2 << 20
-"""Bytes of ids at which a batch ends. Larger buffers make the allocator return memory to the kernel and fetch other
-memory for each batch, which takes longer than the encoding itself."""
+"""Bytes of ids after which a batch ends. With larger buffers, the allocator returns memory to the kernel and requests
+it again for each batch, which takes longer than the encoding itself."""
 
 
 def prepare() -> None:
-    """Import nanoarrow and make the schema, which takes about 50 ms."""
+    """Import nanoarrow and make the schema now, because this takes about 50 ms."""
     from nanoarrow import ipc  # noqa: F401
 
     _schema()
@@ -318,37 +318,37 @@ def encode(samples: Sequence[Sample], reply: bytes) -> bytes:
 
 
 def head(reply: bytes) -> bytes:
-    """Return the beginning of a stream: the columns, and `reply`, which is the JSON of the reply without its samples.
-    The batches and `END` follow."""
+    """Return the beginning of a stream, which has the columns and `reply`, the JSON of the reply without its samples.
+    The batches and `END` must follow."""
     from nanoarrow.ipc import StreamWriter
 
     written = _Pieces()
     writer = StreamWriter.from_writable(written)
     writer.write_stream(_arrow().c_array_stream([], _schema().modify(metadata={REPLY: reply})))
-    writer.release()  # `close` would also write the end of the stream
-    return written.pieces[0]  # an empty batch follows the schema
+    writer.release()  # `close` would also write the stream's end
+    return written.pieces[0]  # without the empty batch that follows the schema
 
 
 class _Pieces:
-    """A file for nanoarrow that keeps each piece that is written."""
+    """A file object for nanoarrow that keeps each written piece."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
 
     def write(self, piece: Any) -> int:
-        self.pieces.append(bytes(piece))  # a copy, because nanoarrow's memory is only valid during the call
+        self.pieces.append(bytes(piece))  # copied, because nanoarrow's memory is valid only during the call
         return len(self.pieces[-1])
 
 
 def batches(samples: Sequence[Sample]) -> Iterator[bytes]:
-    """Yield the batches of a stream with the samples, in pieces of any size. The pieces are not joined, because joining
-    would copy them."""
+    """Yield the batches of a stream, in pieces of any size. The pieces are not joined, because joining would copy
+    them."""
     for some in rows_of_batches(samples):
         yield from batch(some)
 
 
 def rows_of_batches(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """Divide samples among batches, and yield the samples of each batch."""
+    """Divide samples into batches, and yield the samples of each batch."""
     some: list[Sample] = []
     size = 0
     for sample in samples:
@@ -362,7 +362,7 @@ def rows_of_batches(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
 
 
 def batch(samples: Sequence[Sample]) -> list[bytes]:
-    """Return a batch with the samples, in pieces."""
+    """Encode samples as one batch, in pieces."""
     made = RecordBatch(len(samples))
     for column in COLUMNS:
         column.encode([getattr(sample, column.of) for sample in samples], made)
@@ -370,8 +370,8 @@ def batch(samples: Sequence[Sample]) -> list[bytes]:
 
 
 def decode(data: bytes) -> Decoded:
-    """Return the content of a stream from `encode`. Raises ServiceUnusable for other columns, and ServiceError for
-    other data and for a stream that is cut off."""
+    """Decode a stream from `encode`. Raises ServiceUnusable if its columns are different, and ServiceError for other
+    invalid data or a stream that was cut off."""
     import nanoarrow
     from nanoarrow.ipc import InputStream
 
@@ -401,8 +401,8 @@ class Decoded(NamedTuple):
 
 
 def _places(schema: Any) -> list[int]:
-    """Return the place of each of COLUMNS in a stream. Raises ServiceUnusable for a column that is missing or has
-    another type. The buffers of another type would be read as wrong numbers."""
+    """Return the position of each of COLUMNS in a stream. Raises ServiceUnusable if a column is missing or has another
+    type, because the buffers of another type would be read as wrong numbers."""
     places = {child.name: place for place, child in enumerate(schema.children)}
     for at, column in enumerate(COLUMNS):
         place = places.get(column.name)
@@ -424,15 +424,15 @@ def _arrow() -> Any:
 
 
 def _offsets(lengths: Iterable[int]) -> bytes:
-    """Return the buffer of offsets: where each list begins when all lists are put one after another, and where the last
-    list ends."""
+    """Return Arrow's buffer of offsets for lists stored one after another: where each list begins, and where the last
+    one ends."""
     return array("i", accumulate(lengths, initial=0)).tobytes()
 
 
 def _validity(values: Sequence[Any]) -> bytes:
-    """Return the bitmap of the values that are not None."""
-    # The bits are converted from a text in base 2, which takes time proportional to their number. Shifting one large
-    # number for each bit would take seconds for the turns of a page.
+    """Return the bitmap that marks the values that are not None."""
+    # The bits are parsed from a text in base 2, in linear time. Shifting one large number for each bit would take
+    # seconds for the turns of a page.
     digits = "".join(["0" if value is None else "1" for value in reversed(values)])
     return int(digits, 2).to_bytes((len(values) + 7) // 8, "little")
 

@@ -1,7 +1,7 @@
-"""The replies of the control API: msgspec structs that the server writes and the client reads.
+"""The replies of the control API, as msgspec structs that the server writes and the client reads.
 
-Times are seconds since the epoch, durations are seconds. The request bodies are in spec.py. Types
-that requests and replies share are defined here, so that clients can import them without pydantic.
+Times are seconds since the epoch, and durations are seconds. spec.py has the request bodies. Types that requests and
+replies share are defined here, so that clients can import them without pydantic.
 """
 
 from __future__ import annotations
@@ -18,35 +18,37 @@ from outrider.trajectory import ChatRow, JsonSample, Sample, SessionResult, Toke
 R = TypeVar("R", bound=msgspec.Struct)
 
 Role = Literal["read", "submit", "node", "admin"]
-"""The rights of a token. `submit` includes `read`, `node` only allows a node to join, `admin` allows everything."""
+"""The role of a token. `submit` includes the rights of `read`, `node` can only join a node to the service, and `admin`
+can do everything."""
 
 Severity = Literal["error", "warning", "info"]
-"""The severity of a finding: an `error` spoils training data or makes sessions fail, a `warning` wastes time or tokens,
+"""How bad a finding is: an `error` spoils training data or makes sessions fail, a `warning` wastes time or tokens, and
 an `info` is only worth knowing."""
 
 PolicyPause = Literal["finish", "abort"]
-"""The effect of a policy pause on the generations in flight: they run to their end, or are cut off and continued
-later."""
+"""What a pause of the policy does to running generations: they `finish`, or they are cut off and continued later
+(`abort`)."""
 
 MAX_INLINE_FILE = 16 << 20
-"""Maximum number of characters of a file in a `write` step."""
+"""Maximum number of characters of the content in a `write` step."""
 EVALUATION_LABEL = "outrider.evaluation"
-"""Label of groups that evaluate a policy, with the evaluation's name as its value. Exports for training leave out the
+"""The label of a group that evaluates a policy. Its value is the name of the evaluation. Exports for training leave out
 groups with this label."""
 
 
 RETRY_LABEL = "outrider.retry"
-"""Label of a group that runs sessions of an earlier group again, with the earlier group's id as its value."""
+"""The label of a group that repeats sessions of an earlier group. Its value is the id of the earlier group."""
 
 
 def reply_of(kind: type[R], row: msgspec.Struct, /, **others: Any) -> R:
-    """Return a reply of the type `kind`. Its fields are `others` and, for every other name, the field of `row` with
-    this name."""
+    """Return a reply of type `kind`, whose fields are taken from `others` or else from the fields of `row` with the
+    same names."""
     return kind(**{name: getattr(row, name) for name in kind.__struct_fields__ if name not in others}, **others)
 
 
 class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A lane (a bounded stage of sessions). `served` and `waited_seconds` are totals since the start."""
+    """A lane, which bounds the number of sessions in one stage. `served` and `waited_seconds` are totals since the
+    node's start."""
 
     name: str
     size: int
@@ -57,9 +59,9 @@ class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResourceStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's resources for its sandboxes, and how much of each is reserved (`..._set_aside`): processor time in
-    processors, MiB of memory, and GPUs. `waiting` is the number of sessions that wait for resources; `served` and
-    `waited_seconds` are totals since the start."""
+    """A node's resources for sandboxes, and how much of each is reserved (`..._set_aside`): processors, MiB of memory,
+    and GPUs. `waiting` is the number of sessions that wait for resources. `served` and `waited_seconds` are totals
+    since the node's start."""
 
     cpus: float
     cpus_set_aside: float = 0.0
@@ -73,8 +75,8 @@ class ResourceStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Sandboxes started ahead of time: `ready` are available now, `taken` counts sessions that used one, and `misses`
-    counts sessions that found none."""
+    """Sandboxes started ahead of time: `ready` is how many are available now, `taken` how many sessions have used one,
+    and `misses` how many sessions found none."""
 
     ready: int = 0
     taken: int = 0
@@ -82,12 +84,13 @@ class WarmStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StallStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Stalls of a node's event loop for longer than 50 ms: their number, and the `total` and `longest` seconds. In
-    `starved` stalls the process did not run, because it was stopped or the machine gave it no processor. In the others,
-    work in the process blocked the loop.
+    """Stalls of a node's event loop for longer than 50 ms.
 
-    `held` is the longest processor time, in seconds, of the loop's own thread during a stall. In the rest of a stall,
-    other threads or processes had the interpreter or the processor.
+    - `count`, `total`, `longest`: the number of stalls, and the sum and the maximum of their seconds.
+    - `starved`: the number of stalls in which the process itself did not run, because it was stopped or got no
+      processor. In the other stalls, work in the process blocked the loop.
+    - `held`: the longest processor time, in seconds, that the loop's own thread used during a stall. For the rest of
+      the stall, other threads or processes had the interpreter or the processor.
     """
 
     count: int = 0
@@ -98,8 +101,8 @@ class StallStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A node: its number of running sessions, its maximum (`capacity`), its lanes and its resources. A `drained` node
-    takes no new sessions. `failing` is the background work that fails on the node."""
+    """A node: its running sessions, their maximum number (`capacity`), its lanes and its resources. A `drained` node
+    takes no new sessions. `failing` is background work that currently fails on the node."""
 
     name: str
     drained: bool = False
@@ -113,8 +116,8 @@ class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledImage(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of getting an image on one machine. `node` is a node of the machine. The result has the image's digest
-    and the bytes of its files, or the error."""
+    """The result of pulling an image on one machine. `node` is a node of this machine. The result has either the
+    image's digest and the bytes of its files, or an error."""
 
     node: str
     digest: str | None = None
@@ -123,14 +126,14 @@ class PulledImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledImages(msgspec.Struct, frozen=True):
-    """The results of getting an image, one for each machine that runs sessions."""
+    """The results of pulling an image, one for each machine that runs sessions."""
 
     machines: tuple[PulledImage, ...]
 
 
 class RefusedNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node on another machine that was disconnected, at the time `at`, because of an impossible message. `token` is
-    the name of the token with which the node joined."""
+    """A node on another machine that was disconnected at the time `at`, because it sent an impossible message. `token`
+    is the name of the token with which it had joined."""
 
     name: str
     token: str
@@ -139,19 +142,22 @@ class RefusedNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeList(msgspec.Struct, frozen=True, kw_only=True):
-    """The nodes that run sessions. `refused` are the latest disconnected nodes, the oldest first."""
+    """The nodes that run sessions. `refused` are the nodes that were disconnected most recently, oldest first."""
 
     nodes: tuple[NodeStats, ...]
     refused: tuple[RefusedNode, ...] = ()
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The status of an engine, from its pool.
+    """The status of an engine, as its pool knows it.
 
-    The pool counts: generations `in_flight`, `sessions` that stay with the engine, `assigned_tokens` of their contexts,
-    and `generated_tokens` and `failures` since the engine was added. `serves` is the name of a frozen model, None for
-    the policy. `advice` names better flags for the engine's server, if any were noticed. `suspect` describes the last
-    invalid response of a suspect engine, and is None for any other; `misbehaved` counts invalid responses.
+    - `serves`: the name of a frozen model, None for the policy.
+    - `in_flight`: the number of running generations.
+    - `sessions`, `assigned_tokens`: the number of sessions that stay with the engine, and the tokens of their contexts.
+    - `generated_tokens`, `failures`: totals since the engine was added.
+    - `advice`: better flags for the engine's server, if the pool has noticed any.
+    - `suspect`: the last invalid response, if the pool suspects the engine because of it, else None.
+    - `misbehaved`: the number of invalid responses.
     """
 
     name: str
@@ -176,8 +182,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionView(msgspec.Struct, frozen=True, kw_only=True):
-    """A session. `result` is set once the session is done. `last_error` is the error after which the session was last
-    queued again, None if the session never was queued again."""
+    """A session. `result` is set when the session is done. `last_error` is the error that last made the session go back
+    to the queue, or None."""
 
     id: str
     group_id: str
@@ -192,7 +198,11 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that a single group and a group in a list have in common."""
+    """The fields that `GroupView` and `GroupSummary` have in common.
+
+    `cursor` is the group's position in the results, once it is done. `submitted_by` is the name of the token that
+    submitted the group, and `tenant` is its owner.
+    """
 
     id: str
     state: GroupState
@@ -208,16 +218,14 @@ class GroupFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupView(GroupFields, frozen=True, kw_only=True):
-    """A group with its sessions in sample order. `cursor` is the group's position in the results, once the group is
-    done; `samples` are its training rows, if requested; `submitted_by` is the name of the token that submitted the
-    group, `tenant` its owner."""
+    """A group with its sessions in sample order. `samples` are its training rows, if requested."""
 
     sessions: tuple[SessionView, ...]
     samples: tuple[Sample, ...] | None = None
 
 
 class JsonGroupView(GroupFields, frozen=True, kw_only=True):
-    """A `GroupView` as decoded from JSON: each sample is a `JsonSample`."""
+    """A `GroupView` as decoded from JSON, in which each sample is a `JsonSample`."""
 
     sessions: tuple[SessionView, ...]
     samples: tuple[JsonSample, ...] | None = None
@@ -228,8 +236,8 @@ class JsonGroupView(GroupFields, frozen=True, kw_only=True):
 
 
 class RegradedSession(msgspec.Struct, frozen=True, kw_only=True):
-    """A session that was graded again, as session `regraded_as`: its old verdict `was`, and its new verdict `now`.
-    Either verdict may be missing, for example if a grading failed; `error` is the error of the new grading."""
+    """A session that was graded again, by the session `regraded_as`. `was` is the old verdict and `now` the new one.
+    Either may be missing, for example if a grading failed. `error` is the error of the new grading."""
 
     session_id: str
     regraded_as: str
@@ -239,14 +247,14 @@ class RegradedSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Regraded(msgspec.Struct, frozen=True):
-    """Output of `outrider regrade --json`."""
+    """What `outrider regrade --json` prints."""
 
     sessions: tuple[RegradedSession, ...]
 
 
 class GroupSummary(GroupFields, frozen=True, kw_only=True):
-    """A group in a list: how many of its `n` sessions are `done`, how many of the done sessions have an error, and the
-    mean reward of the sessions with a reward."""
+    """A group in a list. `done` of its `n` sessions are done, and `errors` of these have an error. `mean_reward` is the
+    mean over the sessions with a reward."""
 
     done: int
     errors: int
@@ -254,16 +262,16 @@ class GroupSummary(GroupFields, frozen=True, kw_only=True):
 
 
 class GroupList(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups, newest first. `after` is the `after` of the next page, None for the last page."""
+    """Groups, newest first. Pass `after` to the request for the next page; it is None on the last page."""
 
     groups: tuple[GroupSummary, ...]
     after: str | None = None
 
 
 class QueryReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows of an SQL query, each with one value for each of `columns`: text, number or null. Bytes are hexadecimal
-    digits, infinite numbers are text. `truncated`: there are more rows than the limits allow. `seconds` is the time
-    that the query took."""
+    """The result of an SQL query. Each row has one value per column: text, a number or null. Bytes are written as
+    hexadecimal digits, and infinite numbers as text. `truncated` is True if limits cut off further rows. `seconds` is
+    how long the query took."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
@@ -272,7 +280,7 @@ class QueryReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """An estimate with its 95 % confidence interval; `low` and `high` are None with fewer than two tasks."""
+    """An estimate with its 95 % confidence interval. With fewer than two tasks, `low` and `high` are None."""
 
     value: float
     low: float | None = None
@@ -280,13 +288,14 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSide(msgspec.Struct, frozen=True, kw_only=True):
-    """One side of a comparison: the sessions that `selector` names.
+    """One side of a comparison: the sessions that `selector` selects.
 
-    `done` of the sessions are done, `graded` have a reward, and `solved` have a reward of at least the comparison's
-    `passed`. `reward` is the mean over tasks of a task's mean reward, `pass_at` the unbiased estimates of pass@k by k;
-    without a graded session, `reward` is None and `pass_at` is empty. `turns`, `tokens_sampled`, `tokens_trained`,
-    `seconds` and `model_seconds` are means over the sessions that are done. `failures` counts the done sessions without
-    a reward, by error code, or by stop reason if they have no error.
+    - `done`, `graded`, `solved`: how many of the sessions are done, have a reward, and have at least the comparison's
+      reward `passed`.
+    - `reward`: the mean reward of each task, averaged over the tasks; None if no session is graded.
+    - `pass_at`: unbiased estimates of pass@k, by k; empty if no session is graded.
+    - `turns`, `tokens_sampled`, `tokens_trained`, `seconds`, `model_seconds`: means over the sessions that are done.
+    - `failures`: the number of done sessions without a reward, by error code, or by stop reason if there is no error.
     """
 
     selector: str
@@ -307,8 +316,8 @@ class RunSide(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Flip(msgspec.Struct, frozen=True, kw_only=True):
-    """Two sessions of the same task and place, of which one is solved and the other is not. `sample` is the place among
-    the task's sessions on its side. `a` and `b` are ids of sessions."""
+    """A pair of sessions, of which only one is solved. Both have the same task and the same position `sample` among
+    their side's sessions of the task. `a` and `b` are the sessions' ids."""
 
     task: str
     sample: int
@@ -319,10 +328,14 @@ class Flip(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """A comparison of two runs. `reward` and `pass_at` are the differences b - a. `paired` is the number of tasks that
-    have graded sessions on both sides; the differences are over these tasks alone, or over all tasks as two independent
-    sets if `paired` is 0. `gained` pairs of sessions are solved in `b` only, `lost` in `a` only, and `flips` are the
-    first of these pairs."""
+    """A comparison of two runs.
+
+    - `reward`, `pass_at`: the differences b - a. They are over the `paired` tasks, or, if there are none, over all
+      tasks as two independent sets.
+    - `paired`: the number of tasks with graded sessions on both sides.
+    - `gained`, `lost`: the number of pairs of sessions that are solved only in `b`, and only in `a`.
+    - `flips`: the first of these pairs.
+    """
 
     a: RunSide
     b: RunSide
@@ -336,10 +349,16 @@ class RunDiff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChangedSessions(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a cancellation or a retry of sessions. `matched` is the number of sessions that match, and
-    `changed` the number of sessions that were cancelled or submitted again. A retry submits them in the new `groups`.
-    `skipped` counts the matching sessions that were left as they are, by reason. `sessions` are the first 100 that
-    match. With `dry_run` nothing was changed. `error` is the refusal at which a retry stopped."""
+    """The result of cancelling or retrying sessions.
+
+    - `matched`: the number of sessions that match the request.
+    - `changed`: the number of sessions that were cancelled or submitted again. A retry submits them in the new
+      `groups`.
+    - `skipped`: the number of matching sessions that were left unchanged, by reason.
+    - `sessions`: the first 100 matching sessions.
+    - `dry_run`: True if nothing was changed.
+    - `error`: the error that stopped a retry.
+    """
 
     matched: int
     changed: int
@@ -351,8 +370,8 @@ class ChangedSessions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PauseView(msgspec.Struct, frozen=True, kw_only=True):
-    """A pause of the queue since the time `since`, by the token `who`: sessions whose group has all `labels` and the
-    `harness` are not started. `tenant` is None for a pause of all tenants."""
+    """A pause of the queue, made at the time `since` with the token `who`. Sessions are not started if their group has
+    all `labels` and the `harness`. `tenant` is None for a pause of all tenants."""
 
     labels: dict[str, str]
     harness: str | None
@@ -362,9 +381,8 @@ class PauseView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueuePauses(msgspec.Struct, frozen=True, kw_only=True):
-    """The pauses of the queue, the oldest first. `held` is the number of sessions that the pauses hold: those of the
-    caller's tenant, or of all tenants for an admin. `changed` is the number of sessions that this request has held or
-    released."""
+    """The pauses of the queue, oldest first. `held` is the number of sessions that the pauses hold back: those of the
+    caller's tenant, or of all tenants for an admin. `changed` is how many of them this request held or released."""
 
     pauses: tuple[PauseView, ...]
     held: int
@@ -372,16 +390,15 @@ class QueuePauses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResultsPage(msgspec.Struct, frozen=True, kw_only=True):
-    """Done groups in the order they finished. Request the next ones with `after=cursor`."""
+    """Groups in the order in which they finished. To get the next ones, send `after=cursor`."""
 
     groups: tuple[GroupView, ...]
     cursor: int
 
 
 class ConsumerView(msgspec.Struct, frozen=True, kw_only=True):
-    """A named reader of a tenant's results, or of all tenants' results if `tenant` is None. The consumer has
-    acknowledged the groups up to `cursor`, at most `lag` groups are left to read, and its last request was at
-    `seen`."""
+    """A named reader of one tenant's results, or of all results if `tenant` is None. It has acknowledged the groups up
+    to `cursor`, has at most `lag` groups left to read, and sent its last request at `seen`."""
 
     name: str
     tenant: str | None = None
@@ -392,15 +409,15 @@ class ConsumerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConsumerList(msgspec.Struct, frozen=True, kw_only=True):
-    """The consumers of the caller's tenant, by name; for an admin the admins' consumers, then each tenant's."""
+    """The consumers of the caller's tenant, by name. An admin gets the admins' consumers, then those of each tenant."""
 
     consumers: tuple[ConsumerView, ...]
 
 
 class CallbackView(msgspec.Struct, frozen=True, kw_only=True):
-    """A callback that was given up after `tries` attempts; `fault` is the reason of the last failure. `url` omits the
-    user and the query, which may be secret; `url` is only the host and port if the service lacks the key with which the
-    URL was encrypted. The group was done at `since`."""
+    """A callback that the service gave up after `tries` attempts. `fault` is the reason of the last failure. `url` has
+    no user and no query, which may be secret. It is only the host and port if the service does not have the key that
+    encrypted the URL. The group was done at `since`."""
 
     group_id: str
     url: str
@@ -411,24 +428,26 @@ class CallbackView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallbackList(msgspec.Struct, frozen=True, kw_only=True):
-    """Callbacks that were given up, newest first."""
+    """Callbacks that the service gave up, newest first."""
 
     callbacks: tuple[CallbackView, ...]
 
 
 class Redelivered(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of retried callbacks."""
+    """The number of callbacks that are tried again."""
 
     callbacks: int
 
 
 class GcReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a removal, or, with `dry_run`, of a trial: the number of removed `groups` and of their `sessions`,
-    and the `bytes` of their tasks, turns, results and artifacts.
+    """The result of removing finished groups. With `dry_run`, it is what would be removed.
 
-    Some groups are old enough, but are kept: `unacknowledged` is the number of groups that a consumer has not
-    acknowledged, `undelivered` is the number of groups whose callback is not delivered yet. `stored_bytes` is the size
-    of all finished groups now, images included. If `more` is true, groups are left to remove: repeat the request.
+    - `groups`, `sessions`, `bytes`: the removed groups, their sessions, and the bytes of their tasks, turns, results
+      and artifacts.
+    - `unacknowledged`, `undelivered`: groups that are old enough but are kept, because a consumer has not acknowledged
+      them, or because their callback is not delivered yet.
+    - `stored_bytes`: the size of all finished groups now, including images.
+    - `more`: True if more groups can be removed. Repeat the request then.
     """
 
     groups: int
@@ -453,11 +472,15 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnView(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call as text: `context` is the text added to the prompt by this turn, `sampled` is the model's output.
+    """One model call as text.
 
-    `model` is the frozen model that was called, None for the policy; `index` and `parent` are numbers of turns, counted
-    for each model separately. `kind`, `label` and `depth` describe the turn's branch; `step`, `altered` and `ignored`
-    are as in `trajectory.Turn`. `tokens` is set if it was requested.
+    - `index`, `parent`: numbers of turns, counted separately for each model.
+    - `model`: the frozen model that was called, None for the policy.
+    - `context`: the text that this turn added to the prompt.
+    - `sampled`: the model's output.
+    - `kind`, `label`, `depth`: those of the turn's branch.
+    - `step`, `altered`, `ignored`: see `trajectory.Turn`.
+    - `tokens`: set only if requested.
     """
 
     index: int
@@ -491,8 +514,8 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt of a session. `ended` is None while the attempt is under way. `error` is the code of the error that
-    ended the attempt, and `message` its text."""
+    """An attempt of a session. `ended` is None while it runs. `error` and `message` are the code and the text of the
+    error that ended it."""
 
     attempt: int
     began: float
@@ -504,7 +527,7 @@ class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
 
 class SpanView(msgspec.Struct, frozen=True, kw_only=True):
     """An event or an activity in an attempt. `end` is None while the activity goes on. docs/timeline.md describes the
-    kinds, and the `data` of each."""
+    kinds and their `data`."""
 
     kind: str
     name: str
@@ -514,9 +537,9 @@ class SpanView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimelineView(msgspec.Struct, frozen=True, kw_only=True):
-    """The timeline of one attempt of a session. `now` is the time of the reply. `attempts` are all attempts of
-    the session. `spans` are in the order of their starts. `left_out` has the number of entries that were not stored, by
-    kind, because there were too many."""
+    """The timeline of one attempt of a session. `attempts` are all attempts of the session. `spans` are ordered by
+    their start. `left_out` is the number of entries that were not stored because there were too many, by kind. `now` is
+    the time of the reply."""
 
     session_id: str
     group_id: str
@@ -529,11 +552,13 @@ class TimelineView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A session whose agent runs elsewhere, and how the agent reaches its model. `key` is the session's credential: the
-    agent's API key. `model` is the name of the model. `base_urls` are the addresses under which the agent may reach the
-    service, by the name of each address's network; `base_url` is the first address. `instruction` is that of the
-    session's task. `variables` are environment variables for agent programs of all vendors, for `base_url`. `running`:
-    the session takes calls now."""
+    """A session whose agent runs elsewhere, and how the agent reaches its model.
+
+    - `running`: True if the session takes calls now.
+    - `key`: the session's credential, which is the agent's API key.
+    - `base_urls`: the addresses at which the agent may reach the service, by network name. `base_url` is the first.
+    - `variables`: environment variables that agent programs of all vendors read, set for `base_url`.
+    """
 
     session: SessionView
     running: bool
@@ -546,19 +571,24 @@ class SessionEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionList(msgspec.Struct, frozen=True, kw_only=True):
-    """Sessions by group, newest group first. `after` is the `after` of the next page, None for the last page."""
+    """Sessions by group, newest group first. Pass `after` to the request for the next page; it is None on the last
+    page."""
 
     sessions: tuple[SessionView, ...]
     after: str | None
 
 
 class TurnTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn's tokens and messages. The turn's prompt is its parent's prompt, its parent's output, then `prompt_delta`.
-    `logprobs` has one number for each of `output_ids`. `messages` are the messages that the request added to the
-    conversation of the turn's parent; if the turn has no parent, all messages. `reply` is the message that the client
-    was given, None if the client had hung up. `prompt_pieces` and `output_pieces` are the texts of the single tokens of
-    `prompt_delta` and `output_ids`, if they were requested and the model's tokenizer is known. A character of several
-    tokens is in the text of its last token."""
+    """A turn's tokens and messages.
+
+    - `prompt_delta`: the end of the turn's prompt. The prompt begins with the prompt and the output of its parent.
+    - `logprobs`: one number for each of `output_ids`.
+    - `messages`: the messages that the request added to the conversation of the turn's parent; all messages if there is
+      no parent.
+    - `reply`: the message that the client received, None if it had hung up.
+    - `prompt_pieces`, `output_pieces`: the text of each token of `prompt_delta` and `output_ids`, if requested and if
+      the model's tokenizer is known. A character that several tokens encode is in the text of the last of them.
+    """
 
     prompt_delta: list[int]
     output_ids: list[int]
@@ -570,7 +600,7 @@ class TurnTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnList(msgspec.Struct, frozen=True, kw_only=True):
-    """The turns of an attempt in the order they finished, including frozen models' turns."""
+    """The turns of an attempt in the order in which they finished, including those of frozen models."""
 
     turns: tuple[TurnView, ...]
 
@@ -588,8 +618,8 @@ class ChatList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Artifact(msgspec.Struct, frozen=True, kw_only=True):
-    """A kept file of a sandbox: its absolute path in the sandbox, its size in bytes, and the SHA-256 (hex) of its
-    bytes."""
+    """A file that was kept from a sandbox: its absolute path in the sandbox, its size in bytes, and its SHA-256
+    (hex)."""
 
     path: str
     size: int
@@ -597,16 +627,16 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that was not kept as an artifact, or a pattern that gave no files, and the reason. `path` is "" for all
-    files that were not reached in time."""
+    """A file that was not kept, or a pattern that matched no files, and the reason. `path` is "" for all files that
+    were not reached in time."""
 
     path: str
     reason: str
 
 
 class ArtifactList(msgspec.Struct, frozen=True, kw_only=True):
-    """The artifacts of one attempt. `attempt` is None if the caller named no attempt and no attempt of the session has
-    stored a list."""
+    """The artifacts of one attempt. `attempt` is None if the request named none and no attempt of the session has
+    stored artifacts."""
 
     session_id: str
     attempt: int | None
@@ -621,8 +651,8 @@ class EngineList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine of the policy: the version of its weights, as last read, and whether it accepts generations while the
-    policy is not paused."""
+    """An engine of the policy: the version of its weights when they were last read, and whether it accepts generations
+    unless the policy is paused."""
 
     name: str
     version: int
@@ -631,7 +661,7 @@ class PolicyEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The status of the policy. `paused` is None while the policy generates. `cancelled` are the groups that this
-    request cancelled, because they began at too old a version."""
+    request cancelled, because their first version was too old."""
 
     version: int
     paused: PolicyPause | None
@@ -640,10 +670,14 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The status of the service. `model` is the policy's name, `frozen` the names of the models beside it. `sessions`
-    counts the sessions of the caller's tenant by state, or of all tenants for an admin; `cursor` is the cursor of the
-    newest result of the same tenants, from which later results can be followed. `failing` is the background work that
-    fails now, of the service and of its nodes. `may` has the roles that the caller may act in."""
+    """The status of the service.
+
+    - `model`, `frozen`: the names of the policy and of the models besides it.
+    - `sessions`: the number of sessions of the caller's tenant by state; of all tenants for an admin.
+    - `cursor`: the position of the newest result of the same tenants. Later results can be followed from there.
+    - `failing`: background work of the service and its nodes that currently fails.
+    - `may`: the roles that the caller may act in.
+    """
 
     version: str
     model: str
@@ -658,13 +692,14 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault that a rule of the doctor of runs has found (docs/diagnosis.md).
+    """A problem that a rule of the doctor of runs has found (docs/diagnosis.md).
 
-    text: the fault, in one line. subject: what the finding is about, such as a tool, an engine or an error's code; ""
-        for findings about all sessions.
-    numbers: `value` is the estimate, `at_least` is the bound that is compared with `threshold`, `sessions` or `groups`
-        is the number of independent units; others depend on the rule.
-    sessions: up to 5 sessions that show the fault, the clearest first. next: the next step.
+    text: the problem, in one line.
+    subject: what the finding is about, such as a tool, an engine or an error code; "" if it is about all sessions.
+    numbers: `value` is the estimate. `at_least` is the bound that is compared with `threshold`. `sessions` or `groups`
+        is the number of independent units. Other numbers depend on the rule.
+    sessions: up to 5 sessions that show the problem, the clearest first.
+    next: what to do next.
     """
 
     rule: str
@@ -677,9 +712,12 @@ class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a run's done sessions by their use, summed. `queued` is the wait for a slot before the sandbox starts,
-    without the time in the service's queue; `waiting` is the time in which a prepared sandbox waits for a slot; `tools`
-    is the time of the run in which no model call is under way."""
+    """What a run's done sessions used their time for, in seconds, summed over the sessions.
+
+    - `queued`: waiting for a slot before the sandbox starts, not counting the time in the service's queue.
+    - `waiting`: waiting for a slot with a prepared sandbox.
+    - `tools`: the time of the run in which no model call is running.
+    """
 
     queued: float = 0.0
     waiting: float = 0.0
@@ -691,11 +729,10 @@ class RunSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """The report of the doctor of runs: the amount of data that was read, and the findings, the most severe first.
+    """The report of the doctor of runs: how much data was read, and the findings, most severe first.
 
-    groups, sessions: the numbers of groups and of done sessions that were read. not_done: the number of sessions of
-        these groups that are not done.
-    truncated: true if there are more groups, which are older and were not read.
+    groups, sessions, not_done: the numbers of groups, of their done sessions, and of their other sessions.
+    truncated: True if there are more groups, which are older and were not read.
     read_sessions, read_turns: the size of the sample whose turns and timelines were read, in sessions and in model
         calls.
     """
@@ -713,10 +750,11 @@ class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
 class RatePoint(msgspec.Struct, frozen=True, kw_only=True):
     """The work of the service between the previous point and the time `at`.
 
-    sessions_done, sessions_failed, groups_done: sessions and groups that ended; the failed sessions are among the done.
-    calls, calls_failed: model calls that were stored, and model calls that were answered with an error.
+    sessions_done, sessions_failed, groups_done: sessions and groups that ended. Failed sessions are also counted as
+        done.
+    calls, calls_failed: model calls that were stored, and model calls that got an error reply.
     tokens_sampled: tokens of the stored calls.
-    queued, running: sessions at the time `at`. A session is running from its start to its end.
+    queued, running: sessions in the queue, and sessions between their start and their end, at the time `at`.
     """
 
     at: float
@@ -731,8 +769,8 @@ class RatePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RateList(msgspec.Struct, frozen=True, kw_only=True):
-    """The points of the last hour, oldest first: one each `step_seconds`, since the service's start. A point may come
-    late, if the store has failed meanwhile. `now` is the service's time."""
+    """The points of the last hour, or since the service's start, oldest first. There is one every `step_seconds`, but a
+    point may be late if the store failed. `now` is the service's time."""
 
     now: float
     step_seconds: float
@@ -740,8 +778,8 @@ class RateList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenView(msgspec.Struct, frozen=True, kw_only=True):
-    """A token of the control API, without its text. The token submits and sees the groups of `tenant`. `expires` is
-    None for a token that does not expire; `revoked` is None until the token is revoked."""
+    """A token of the control API, without its text. It can submit and see groups of `tenant`. `expires` is None if it
+    does not expire, and `revoked` is None if it is not revoked."""
 
     name: str
     role: Role
@@ -753,13 +791,13 @@ class TokenView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenList(msgspec.Struct, frozen=True, kw_only=True):
-    """Every token, including expired and revoked ones, oldest first."""
+    """All tokens, including expired and revoked ones, oldest first."""
 
     tokens: tuple[TokenView, ...]
 
 
 class NewToken(msgspec.Struct, frozen=True, kw_only=True):
-    """A new token and its text, shown only once."""
+    """A new token. Its text is shown only here."""
 
     token: TokenView
     text: str

@@ -1,8 +1,9 @@
-"""Request bodies: the spec of a group with its task, and of an engine.
+"""Request bodies: the specs of groups, tasks and engines, and of all other requests.
 
-Invariant: every model refuses unknown fields, wrong types, NaN and absurd sizes, and names the field. A list of objects
-is read up to the first invalid object (`fail_fast`): an invalid request must not cost much more than a valid one.
-Nothing here reads the file system or imports plugins: `service/admission.py` checks what depends on the machine.
+Invariant: every model refuses unknown fields, wrong types, NaN and absurd sizes, and its error names the field. Reading
+a list of objects stops at the first invalid one (`fail_fast`), so that an invalid request does not cost much more than
+a valid one. Nothing here reads the file system or imports plugins. `service/admission.py` checks what depends on the
+machine.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ from outrider.schemas import Role as Role
 
 MAX_TEXT = 1 << 20
 MEBIBYTE = 1 << 20
-"""Bytes of one unit in fields that end in `_mb`."""
+"""The unit, in bytes, of fields whose names end in `_mb`."""
 RUNTIME = "task.runtime"
-"""The request's field with the spec of the agent's sandbox."""
+"""The path of the agent's sandbox in a request."""
 MAX_GROUP = 4096
 MAX_VERSION = (1 << 31) - 1
-"""The largest policy version: samples store versions as int32."""
+"""The largest policy version, because samples store versions as int32."""
 
 
 def without_nul(value: str) -> str:
-    """Return the text, if it can be passed to a program and used as a path. Raises ValueError for a text with NUL."""
+    """Return the text unchanged. Raises ValueError if it contains NUL, which arguments and paths cannot contain."""
     if "\0" in value:
         raise ValueError("must not contain NUL")
     return value
 
 
 def checked_target(value: str) -> str:
-    """Return a path in the sandbox, absolute or relative to the working directory. Raises ValueError for `..` and
+    """Return a path in the sandbox, which may be relative to the working directory. Raises ValueError for `..` and
     NUL."""
     if "\0" in value or ".." in PurePosixPath(value).parts:
         raise ValueError("must not contain '..' or NUL")
@@ -68,23 +69,23 @@ Environment = Annotated[dict[EnvName, EnvValue], Field(max_length=1024)]
 Command = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
 TargetPath = Annotated[Name, AfterValidator(checked_target)]
 MAX_SECONDS = 7 * 86_400
-"""Maximum seconds of a time limit or a pause in a request."""
+"""Maximum seconds of time limits and pauses in requests."""
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
 Pause = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
 
 
 class Spec(BaseModel):
-    """Base of all specs: types are not converted, instances are frozen, unknown fields are refused."""
+    """Base of all specs. Types are not converted, instances are frozen, and unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class SamplingSpec(Spec):
-    """The sampling parameters fixed by a task. A field that is left out comes from the harness's request, else from the
-    default.
+    """Sampling parameters that a task fixes. For a field that is not set, the value in the harness's request is used,
+    else the default.
 
-    `max_tokens` limits one turn; it is lowered to fit into the model's context. `thinking` switches the model's
-    reasoning on or off, if its chat template supports a switch.
+    `max_tokens` limits one turn, and is lowered to fit into the model's context. `thinking` turns the model's reasoning
+    on or off, if its chat template has such a switch.
     """
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -102,9 +103,11 @@ class SamplingSpec(Spec):
 class Limits(Spec):
     """Limits of one attempt of a session. Time spent waiting for a lane does not count.
 
-    session_seconds: preparing and running. prepare_seconds: preparing alone, before the agent begins. agent_seconds:
-    running alone; after this time the outcome is still graded.
-    turns: model calls. response_tokens: sampled tokens over all turns.
+    session_seconds: preparing and running.
+    prepare_seconds: preparing alone, before the agent begins.
+    agent_seconds: running alone. The outcome is graded even if this limit is reached.
+    turns: model calls.
+    response_tokens: sampled tokens over all turns.
     """
 
     session_seconds: Seconds = 3600
@@ -117,10 +120,10 @@ class Limits(Spec):
 class Run(Spec):
     """Prepare step: a shell command in the sandbox, with `env` added to the sandbox's environment.
 
-    The command fails with a non-zero exit code or after `seconds`. If all of its `attempts` fail, the session's attempt
-    fails. Failed attempts that begin within `grace_seconds` of the step's start do not count. `pause_seconds` is the
-    wait after a failure that counts, `grace_pause_seconds` after a failure that does not (default: `pause_seconds`).
-    Without `pause_seconds`, the wait is random and grows.
+    A run of the command fails if its exit code is not 0 or it takes longer than `seconds`. The command is repeated
+    until it succeeds, or until it has failed `attempts` times, which makes the session's attempt fail. Failed runs that
+    begin within `grace_seconds` of the step's start do not count. `pause_seconds` is the wait after a failure that
+    counts (default: random and growing), and `grace_pause_seconds` after one that does not (default: `pause_seconds`).
     """
 
     run: Command
@@ -133,7 +136,8 @@ class Run(Spec):
 
 
 def checked_upload(value: str) -> str:
-    """Return a relative path below the service's `files` folder. Raises ValueError for other paths."""
+    """Return a path relative to the service's `files` folder. Raises ValueError for a path that is absolute or contains
+    `..`."""
     path = PurePosixPath(without_nul(value))
     if path.is_absolute() or ".." in path.parts:
         raise ValueError("must be a relative path that stays inside the service's files folder")
@@ -144,14 +148,14 @@ UploadName = Annotated[Name, AfterValidator(checked_upload)]
 
 
 class Upload(Spec):
-    """Prepare step: a file or folder below the service's `files` folder, copied to `to` in the sandbox."""
+    """Prepare step: copies a file or folder from below the service's `files` folder to `to` in the sandbox."""
 
     upload: UploadName
     to: TargetPath
 
 
 class Write(Spec):
-    """Prepare step: a file whose content is in the request."""
+    """Prepare step: writes a file whose content is in the request."""
 
     write: Annotated[str, StringConstraints(max_length=MAX_INLINE_FILE)]
     to: TargetPath
@@ -176,8 +180,8 @@ PrepareStep = Run | Upload | Write
 
 
 class Collect(Spec):
-    """A shell command that runs in the agent's sandbox when the agent has ended, before anything of the sandbox is kept
-    or graded. The session continues if the command fails, or takes longer than `seconds` and is killed."""
+    """A shell command that runs in the agent's sandbox after the agent has ended, before files are kept or graded. If
+    it fails, or is killed after `seconds`, the session continues."""
 
     run: Command
     seconds: Seconds = 60
@@ -188,16 +192,19 @@ SandboxPath = Annotated[str, StringConstraints(min_length=1, max_length=4096), A
 
 
 PROGRAMS_MB = 4096
-"""MiB of memory for the programs of a task that sets no memory_mb, in addition to disk_mb for its files. Agents in
-Node.js take 0.5 to 2 GiB, and a compiler or test suite as much again."""
+"""MiB of memory for programs, in addition to disk_mb for files, if a task does not set memory_mb. Agents in Node.js
+take 0.5 to 2 GiB, and a compiler or test suite takes as much again."""
 
 
 class Resources(Spec):
-    """Maximum resources of a sandbox. Cpus, memory and GPUs are also reserved for the sandbox on its node.
+    """Maximum resources of a sandbox. The node also reserves cpus, memory and GPUs for it.
 
-    cpus: processor time, in processors. memory_mb: MiB of memory, including written files if they are kept in memory;
-    if left out, the limit is disk_mb + PROGRAMS_MB, and no memory is reserved. disk_mb: MiB of written files. pids:
-    processes and threads at once. gpus: whole GPUs, not shared with other sandboxes.
+    cpus: processor time, in processors.
+    memory_mb: MiB of memory, including written files if they are kept in memory. If it is not set, the limit is disk_mb
+        + PROGRAMS_MB, and no memory is reserved.
+    disk_mb: MiB of written files.
+    pids: processes and threads at the same time.
+    gpus: whole GPUs, not shared with other sandboxes.
     """
 
     cpus: Annotated[float, Field(gt=0, le=4096)] | None = None
@@ -208,12 +215,13 @@ class Resources(Spec):
 
     @property
     def most_memory_mb(self) -> int:
-        """The memory limit in MiB. A limit applies without memory_mb, too: one agent must not use up the whole node."""
+        """The memory limit in MiB. There is one even without memory_mb, because one agent must not use up the whole
+        node's memory."""
         return self.disk_mb + PROGRAMS_MB if self.memory_mb is None else self.memory_mb
 
 
 class Mount(Spec):
-    """A folder or file of the host, mounted read-only at `target` (default: the same path)."""
+    """A host folder or file, mounted read-only at `target` (default: the same path)."""
 
     source: AbsolutePath
     target: AbsolutePath | None = None
@@ -232,13 +240,13 @@ Destinations = Annotated[list[DestinationText], Field(max_length=256, fail_fast=
 
 
 class NetworkSpec(Spec):
-    """The network of a sandbox: an HTTP proxy that reaches the listed destinations (`HOST`, `HOST:PORT`, `*.HOST`, `*`,
-    `mirror:pip`) and nothing else. The operator must allow each.
+    """The network of a sandbox: an HTTP proxy that reaches only the listed destinations (`HOST`, `HOST:PORT`, `*.HOST`,
+    `*`, `mirror:pip`). The operator must allow each of them.
 
-    The phases are `prepare` (the prepare steps), `agent` (the agent's run) and `verifier` (the grading). `allow`
-    applies to every phase that has no list of its own. An empty list is no network. `record` keeps the replies to plain
-    HTTP requests with the session. `replay` is such a record, a file below the service's `files` folder: requests are
-    answered from the record, and no server is reached.
+    `prepare`, `agent` and `verifier` are the destinations during the prepare steps, the agent's run and the grading.
+    `allow` applies to each of these phases without its own list. An empty list means no network. `record` keeps the
+    replies to plain HTTP requests with the session. `replay` is such a record, as a file below the service's `files`
+    folder. Requests are then answered from the record, and no server is reached.
     """
 
     allow: Destinations = []
@@ -266,30 +274,32 @@ class NetworkSpec(Spec):
         return self.allow if own is None else own
 
     def lists(self) -> list[tuple[str, list[str]]]:
-        """Return the lists of destinations that the spec sets, each with the name of its field."""
+        """Return the lists of destinations that are set, each with the name of its field."""
         named = [(phase.value, getattr(self, phase.value)) for phase in Phase]
         return [("allow", self.allow), *((name, given) for name, given in named if given is not None)]
 
     @property
     def mirrors(self) -> set[str]:
-        """The names of the mirrors of all phases."""
+        """The names of the mirrors in all phases."""
         found = (Destination.read(text) for phase in Phase for text in self.of(phase))
         return {one.mirror for one in found if one.mirror}
 
 
 DEFAULT_KIND = "namespace"
-"""Kind of sandbox if neither the task nor the node's settings name a kind."""
+"""The kind of sandbox if neither the task nor the node's settings name one."""
 
 
 class RuntimeSpec(Spec):
-    """The sandbox.
+    """A sandbox.
 
-    Its root file system is an `image` of the node, by name, or a folder on the node, `rootfs`. Without either, the
-    sandbox has the host's system folders, read-only. The operator must allow `rootfs`, `mounts` and the destinations of
-    `network`; without `network`, the sandbox reaches its model endpoint only. `users`: the number of user and group ids
-    inside, from 0 up; without it, as many as the owners of the image's files need. After `lifetime_seconds` a sandbox
-    ends by itself, even if its node is gone. Without a `kind`, the sandbox has the default kind of the node
-    (`with_default_runtime`).
+    Its root file system is an `image` of the node, by name, or `rootfs`, a folder on the node. Without either, it has
+    the host's system folders, read-only. The operator must allow `rootfs`, `mounts` and the destinations of `network`.
+
+    - `kind`: the default is the node's (`with_default_runtime`).
+    - `network`: without it, the sandbox can reach only its model endpoint.
+    - `users`: the number of user and group ids inside, starting at 0. The default is as many as the owners of the
+      image's files need.
+    - `lifetime_seconds`: the sandbox ends by itself after this time, even if its node is gone.
     """
 
     kind: Name | None = None
@@ -306,13 +316,13 @@ class RuntimeSpec(Spec):
 
     @property
     def sandbox_kind(self) -> str:
-        """The kind of the sandbox, or DEFAULT_KIND if none is set. A node has already put its own default into the task
-        (`with_default_runtime`)."""
+        """The kind of the sandbox, or DEFAULT_KIND if none is set. A node that receives a task first sets its own
+        default (`with_default_runtime`)."""
         return self.kind or DEFAULT_KIND
 
     @property
     def several_users(self) -> bool:
-        """Whether the spec names more than one user."""
+        """True if the spec sets more than one user."""
         return self.users is not None and self.users > 1
 
     @model_validator(mode="after")
@@ -323,15 +333,15 @@ class RuntimeSpec(Spec):
 
 
 class ExternalSpec(Spec):
-    """An agent that runs elsewhere: Outrider starts no program, and the session ends when somebody completes it. A
-    session without a model call for `idle_seconds` that nobody has completed ends as an error."""
+    """An agent that runs elsewhere. Outrider starts no program, and the session ends when somebody completes it. If it
+    is not completed and makes no model call for `idle_seconds`, it ends as an error."""
 
     idle_seconds: Seconds = 1800
 
 
 class RemoteSpec(Spec):
-    """An agent that a service of the operator's runs: `service` is its name in the setting `agents`. `options` are
-    passed on. For `idle_seconds` see `ExternalSpec`."""
+    """An agent that is run by a service of the operator. `service` is the service's name in the setting `agents`, and
+    gets the `options`. For `idle_seconds` see `ExternalSpec`."""
 
     service: Name
     options: Annotated[dict[Name, Any], Field(max_length=256)] = {}
@@ -339,9 +349,9 @@ class RemoteSpec(Spec):
 
 
 NonzeroExit = Literal["error", "grade"]
-"""The effect of an agent program's exit code other than 0 after its model has replied: the attempt fails and is
-repeated ("error"), or its work is graded as it is ("grade"). With "error", model behaviour that crashes the program
-disappears from the data."""
+"""What happens if an agent program ends with an exit code other than 0 after its model has replied. "error": the
+attempt fails and is repeated. "grade": its work is graded as it is. With "error", model behavior that crashes the
+program disappears from the data."""
 
 
 ServerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
@@ -349,12 +359,12 @@ HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|
 HeaderValue = Annotated[str, StringConstraints(pattern=r"^[^\x00\r\n]*$", max_length=65_536)]
 McpTransport = Literal["stdio", "sse", "streamable-http"]
 MAX_MCP_SERVER = 1 << 18
-"""Maximum characters of an MCP server's settings, as JSON."""
+"""Maximum characters of an MCP server's settings as JSON."""
 
 
 class McpServer(Spec):
-    """An MCP server whose tools the agent gets. A `stdio` server is a `command` in the sandbox, with its `args` and
-    variables `env`. A server of another transport is at `url`, and every request to the server has the `headers`."""
+    """An MCP server whose tools the agent gets. A `stdio` server is a `command` in the sandbox with `args` and the
+    variables `env`. A server of another transport is at `url`, and every request to it has the `headers`."""
 
     name: ServerName
     transport: McpTransport
@@ -376,9 +386,9 @@ class McpServer(Spec):
         return self
 
     def secrets(self) -> list[tuple[str, str]]:
-        """Return the variables and headers as pairs of a name and a value, in which `redaction.secrets_in` looks for
-        secrets. Every header is named "secret header", so each counts as a secret. The credential in a header, such as
-        the token after `Bearer`, is a pair of its own."""
+        """Return the variables and headers as pairs of name and value for `redaction.secrets_in`, which recognizes
+        secrets by name. Every header is named "secret header", so that it counts as a secret. The last word of a
+        header, such as the token after `Bearer`, is an additional pair."""
         headers = [value for text in self.headers.values() for value in (text, text.rpartition(" ")[2])]
         return [*self.env.items(), *(("secret header", value) for value in headers)]
 
@@ -389,16 +399,20 @@ HARNESS_KINDS = ("preset", "command", "agent", "external", "remote")
 
 
 class HarnessSpec(Spec):
-    """The agent: a `preset` by name, a `command` to run in the sandbox, an in-process `agent`, or an agent that runs
-    elsewhere. An agent elsewhere is `remote` if a service of the operator's starts it, and else `external`.
+    """The agent. It is exactly one of these:
 
-    The placeholders {base_url}, {api_key}, {model} and {instruction} are replaced in `command`, the values of `env` and
-    the texts of `files`. `files` of a command, by path (absolute or relative to the sandbox's HOME), are written before
-    the command starts. `venv` is a virtual environment of the host in which a command runs. `nonzero_exit` defaults to
-    the preset's own value, and to "grade" for a command. `version` is the version of the preset's program, by default
-    the one that the preset pins. The program must be installed in this version.
-    The tools of `mcp_servers` and the `skills` are given to the agent. Each skill is a folder in the sandbox: a folder
-    with a SKILL.md, or a folder of such folders.
+    - `preset`: a known agent program, by name. `version` is the program's version, by default the one that the preset
+      pins. This version must be installed.
+    - `command`: a command to run in the sandbox. `files` are written before it starts, by path (absolute or relative to
+      the sandbox's HOME). `venv` is a virtual environment of the host in which it runs.
+    - `agent`: an agent in the service's own process.
+    - `remote`: an agent that a service of the operator starts elsewhere.
+    - `external`: an agent that somebody else starts elsewhere.
+
+    The placeholders {base_url}, {api_key}, {model} and {instruction} are replaced in `command`, in the values of `env`
+    and in the texts of `files`. `nonzero_exit` defaults to the preset's own value, and to "grade" for a command. The
+    agent gets the tools of `mcp_servers` and the `skills`. Each skill is a folder in the sandbox that contains a
+    SKILL.md, or a folder of such folders.
     """
 
     preset: Name | None = None
@@ -455,7 +469,7 @@ class HarnessSpec(Spec):
 
     @property
     def name(self) -> str:
-        """The name by which lists show the harness: the preset's or the agent's, else the kind."""
+        """The name of the harness in lists: that of the preset or the agent, else the kind."""
         return self.preset or self.agent or next(kind for kind in HARNESS_KINDS if getattr(self, kind) is not None)
 
 
@@ -463,24 +477,25 @@ Pathspec = Annotated[str, StringConstraints(pattern=r"^[^:]", max_length=4096), 
 
 
 class DiffSpec(Spec):
-    """Carries the outcome to the grading as the agent's changes to a git repository. `diff` is the repository's folder
-    (absolute or relative to the working directory). Files that git ignores and paths that match the pathspecs in
-    `exclude` are left out."""
+    """Carries the outcome to the grading as the agent's changes to a git repository. `diff` is the repository's folder,
+    which may be relative to the working directory. Files that git ignores, and paths that match the pathspecs in
+    `exclude`, are left out."""
 
     diff: SandboxPath
     exclude: Annotated[list[Pathspec], Field(max_length=256)] = []
 
 
 class EvaluatorSpec(Spec):
-    """The evaluator: kind `command` runs `run` in the sandbox, kind `callable` calls the function at `path`.
+    """The evaluator. Kind `command` runs `run` in the sandbox, and kind `callable` calls the function at `path`.
 
-    The reward of a command is the number (or JSON object with "reward") that the command writes to $OUTRIDER_VERDICT.
-    If nothing is written, the reward is 1.0 for exit code 0 and 0.0 for exit code 1. Any other exit code is an error,
-    whether a reward is written or not. Without `carry`, the outcome is graded in the agent's sandbox. With `carry`, it
-    is graded in a new sandbox, which gets only the listed paths of the agent's sandbox, everything written there
-    ("all"), or the changes to a repository. The new sandbox uses the agent's runtime, or the evaluator's own `runtime`.
-    With `keep`, the carried files are kept as an artifact, so that they can be graded again; changes to a repository
-    are always kept.
+    A command writes the reward to $OUTRIDER_VERDICT, as a number or a JSON object with "reward". If it writes nothing,
+    the reward is 1.0 for exit code 0 and 0.0 for exit code 1. Any other exit code is an error, even if a reward is
+    written.
+
+    Without `carry`, the outcome is graded in the agent's sandbox. With `carry`, it is graded in a new sandbox, which
+    gets from the agent's sandbox only the listed paths, everything written there ("all"), or the changes to a
+    repository. The new sandbox uses the evaluator's own `runtime`, or else the agent's. With `keep`, the carried files
+    are kept as an artifact, so that they can be graded again; changes to a repository are always kept.
     """
 
     kind: Name = "command"
@@ -509,10 +524,11 @@ Policy = Literal["train", "mask", "drop"]
 
 
 class Branches(Spec):
-    """The treatment of the branches of each kind (`trajectory.BranchKind`).
+    """What happens to the branches of each kind (`trajectory.BranchKind`).
 
-    train: a row whose own sampled tokens train with the session's reward. mask: a row without tokens to train on and
-    without reward. drop: no row.
+    train: a row whose own sampled tokens are trained on with the session's reward.
+    mask: a row without reward, in which no tokens are trained on.
+    drop: no row.
     """
 
     main: Policy = "train"
@@ -528,15 +544,17 @@ FilterKind = Literal["not_completed", "truncated", "over_long", "repeated_calls"
 
 
 class Filter(Spec):
-    """The treatment of a graded session whose run is of kind `when`.
+    """Changes what is delivered for graded sessions whose run is of the kind `when`:
 
-    not_completed: the agent did not end by itself. truncated: a limit of turns, tokens, context or time ended the run,
-    or the last reply was cut off. over_long: the agent sampled more than `limit` tokens. repeated_calls: the agent
-    called the same tool with the same arguments `limit` times in a row (default: 4). malformed_calls: a tool call could
-    not be parsed. no_patch: the agent changed nothing in the repository whose changes are carried.
+    not_completed: the agent did not end by itself.
+    truncated: a limit of turns, tokens, context or time ended the run, or the last reply was cut off.
+    over_long: the agent sampled more than `limit` tokens.
+    repeated_calls: the agent called the same tool with the same arguments `limit` times in a row (default: 4).
+    malformed_calls: a tool call could not be parsed.
+    no_patch: the agent changed nothing in the repository whose changes are carried.
 
-    `then` zero: the rows train, with a reward of 0 at most. mask: the rows are delivered, and nothing in them trains.
-    drop: the session has no rows.
+    `then` is what happens to the rows of such a session. zero: they are trained on with a reward of at most 0. mask:
+    they are delivered, but nothing in them is trained on. drop: they are not delivered.
     """
 
     when: FilterKind
@@ -553,9 +571,9 @@ class Filter(Spec):
 
 
 class StepSpec(Spec):
-    """A later step of a task. `prepare` is carried out in the sandbox that the earlier steps have left. Then the agent
-    is run anew, with this `instruction` and within `agent_seconds` (default: the task's). `needs` is the condition for
-    the step: for each metric, the minimum that the previous step must reach, with "reward" for the reward."""
+    """A later step of a task. `prepare` is carried out in the sandbox as the earlier steps left it. Then the agent runs
+    again, with this `instruction` and for at most `agent_seconds` (default: the task's). The step is taken only if the
+    previous step reached the minimum of each metric in `needs`, where "reward" stands for the reward."""
 
     instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
     evaluator: EvaluatorSpec
@@ -568,12 +586,13 @@ class StepSpec(Spec):
 class TaskSpec(Spec):
     """A task: everything that one session needs.
 
-    `history`: how earlier turns appear in a later prompt. "recorded": with their sampled ids, even if the chat template
-    would drop their reasoning. "template": without their reasoning, where the chat template drops it; each such drop is
-    a fork, and adds a training row. `collect`: commands that run in the sandbox when the agent has
-    ended. `artifacts`: patterns of files in the sandbox that are kept after `collect`, whether the agent succeeded or
-    failed. `then`: further steps in the same sandbox, each graded separately. `steps_reward`: the session's reward,
-    either the mean over the graded steps or the reward of the last graded step.
+    - `history`: how earlier turns appear in a later prompt. "recorded": with the ids that were sampled, even if the
+      chat template would drop their reasoning. "template": without the reasoning that the chat template drops. Each
+      drop is then a fork, and adds a training row.
+    - `collect`: commands that run in the sandbox when the agent has ended.
+    - `artifacts`: patterns of files in the sandbox that are kept after `collect`, whether or not the agent succeeded.
+    - `then`: further steps in the same sandbox, each graded separately.
+    - `steps_reward`: whether the session's reward is the mean over the graded steps, or that of the last graded step.
     """
 
     instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
@@ -630,8 +649,8 @@ class TaskSpec(Spec):
 
 
 def steps_of(task: TaskSpec) -> list[TaskSpec]:
-    """Return the steps of a task, each as a separate task. The task of a later step has the prepare steps of all
-    earlier steps, too."""
+    """Return the steps of a task, each as a separate task. The task of a later step also has the prepare steps of all
+    earlier steps."""
     steps = [task.model_copy(update={"then": []})]
     for step in task.then:
         runtime, limits = steps[-1].runtime, task.limits
@@ -650,8 +669,8 @@ def steps_of(task: TaskSpec) -> list[TaskSpec]:
 
 @contextmanager
 def fields_of_step(step: int) -> Iterator[None]:
-    """Within the block, an error about the evaluator or the instruction of a step (see `steps_of`) names the field of
-    the whole task. The first step is 0."""
+    """Within the block, errors about the evaluator or the instruction of a step name the field in the whole task, such
+    as `task.then.0.evaluator`. The first step is 0."""
     place = step_field(step)
     with (
         renamed_field("task.evaluator", f"{place}.evaluator"),
@@ -661,14 +680,13 @@ def fields_of_step(step: int) -> Iterator[None]:
 
 
 def step_field(step: int) -> str:
-    """Return the path of a step in a request, such as `task.then.0`; the fields of the step are below this path. The
-    first step is 0, with the path `task`."""
+    """Return the path of a step in a request: `task` for step 0, `task.then.0` for step 1. The paths of its fields
+    begin with it."""
     return f"task.then.{step - 1}" if step else "task"
 
 
 def runtimes_of(task: TaskSpec) -> list[tuple[RuntimeSpec, str]]:
-    """Return the specs of a session's sandboxes, each with its field path: the agent's first, then the evaluators'
-    own."""
+    """Return the specs of a session's sandboxes with their field paths: first the agent's, then those of evaluators."""
     found = [(task.runtime, RUNTIME)]
     for number, evaluator in enumerate((task.evaluator, *(step.evaluator for step in task.then))):
         if evaluator.runtime is not None:
@@ -677,7 +695,7 @@ def runtimes_of(task: TaskSpec) -> list[tuple[RuntimeSpec, str]]:
 
 
 def with_default_runtime(task: TaskSpec, kind: str) -> TaskSpec:
-    """Return the task with `kind` as the kind of every sandbox for which the task names no kind."""
+    """Return the task with `kind` set for every sandbox that has no kind."""
 
     def named(runtime: RuntimeSpec) -> RuntimeSpec:
         return runtime if runtime.kind is not None else runtime.model_copy(update={"kind": kind})
@@ -693,7 +711,7 @@ def with_default_runtime(task: TaskSpec, kind: str) -> TaskSpec:
 
 
 def with_host(value: HttpUrl) -> HttpUrl:
-    """Return the address if its host name can be encoded for DNS. Raises ValueError for any other address."""
+    """Return the URL unchanged. Raises ValueError if its host name cannot be encoded for DNS."""
     try:
         (value.host or "").encode("idna")
     except UnicodeError as error:
@@ -705,11 +723,12 @@ CallbackUrl = Annotated[HttpUrl, Field(strict=False), AfterValidator(with_host)]
 
 
 class GroupSpec(Spec):
-    """`n` sessions of one task, which are submitted, prioritised, cancelled and delivered together.
+    """`n` sessions of one task, which are submitted, prioritized, cancelled and delivered together.
 
-    If the same `idempotency_key` is submitted again, the first group is returned; with another body, the request is a
-    conflict. Once `min_usable` sessions have a reward, the others are stopped early; null: none are stopped. A session
-    that has waited `expires_seconds` and was never started ends as expired; null: the service's setting applies.
+    If the same `idempotency_key` is submitted again, the first group is returned; if the body differs, the request is a
+    conflict. As soon as `min_usable` sessions have a reward, the others are stopped early; with null, no session is. A
+    session that waits `expires_seconds` without being started ends as expired; with null, the service's setting
+    applies.
     """
 
     task: TaskSpec
@@ -728,9 +747,9 @@ class GroupSpec(Spec):
 
 
 class TranslatedSpec(Spec):
-    """The request of another system's client, from which a group was made. `system` is the name of the system in whose
-    form the group's callback is sent. `request` has the parts of the request that replies repeat. `usable_trains`: a
-    session counts for `min_usable` only if some of its tokens train."""
+    """The request of another system's client, from which a group was made. `system` is the system's name; the group's
+    callback is sent in this system's format. `request` has the parts of the request that replies repeat. With
+    `usable_trains`, a session counts for `min_usable` only if some of its tokens are trained on."""
 
     system: Name
     request: dict[str, Any]
@@ -738,18 +757,20 @@ class TranslatedSpec(Spec):
 
 
 class StoredGroupSpec(GroupSpec):
-    """A group as stored. `regrades` has one id for each sample of the group: the id of the session whose run the sample
-    grades again. `regrades` is empty for a group that runs agents. `translated` is set for the group of another
-    system's client."""
+    """A group as stored. If the group grades earlier runs again, `regrades` has for each sample the id of the session
+    with the run. If the group runs agents, `regrades` is empty. `translated` is set for a group from another system's
+    client."""
 
     regrades: list[str] = []
     translated: TranslatedSpec | None = None
 
 
 class SessionSpec(Spec):
-    """Opens a session for an agent that runs elsewhere. `group_id` and `sample_index` select a session of an existing
-    group whose harness is `external`. Without `group_id`, a new group of one session is made of the other fields, which
-    are as in a task. The default evaluator takes the reward from the session's completion.
+    """Opens a session for an agent that runs elsewhere.
+
+    `group_id` and `sample_index` select a session of an existing group whose harness is `external`. Without `group_id`,
+    a new group with one session is made from the other fields, which have the same meaning as in a task. The default
+    evaluator takes the reward that is reported when the session is completed.
     """
 
     group_id: Name | None = None
@@ -789,7 +810,7 @@ class SessionSpec(Spec):
 
 
 REPORTED = "reported"
-"""The kind of evaluator that takes the reward from the completion of an external session."""
+"""The kind of evaluator that takes the reward reported at the completion of an external session."""
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Index = Annotated[int, Field(ge=0, lt=1 << 31, strict=False)]
@@ -799,10 +820,10 @@ ReportedStop = Literal["completed", "max_turns", "max_tokens", "context_overflow
 
 
 class ReportSpec(Spec):
-    """Completes an external session. `reward`, `metrics`, `reason`, and the rewards by turn (`turns`) and by training
-    row (`rows`) are the verdict, for a task whose evaluator is `reported`. Any other evaluator grades the transcript
-    and the `answer`. `stop_reason` is the end of the agent's run. With `error` the session ends as an error, and has no
-    reward."""
+    """Completes an external session. If the task's evaluator is `reported`, the verdict consists of `reward`,
+    `metrics`, `reason`, and the rewards by turn (`turns`) and by training row (`rows`). Any other evaluator grades the
+    transcript and the `answer`. `stop_reason` is how the agent's run ended. With `error`, the session ends as an error
+    and has no reward."""
 
     reward: Finite | None = None
     metrics: Annotated[dict[Name, Finite], Field(max_length=256)] = {}
@@ -825,8 +846,8 @@ class ReportSpec(Spec):
 
 class RegradeSpec(Spec):
     """A request to grade sessions again. `evaluator` is the new evaluator, whose `carry` may be omitted; null keeps the
-    task's evaluator. The `labels` are added to the task's labels, and the rest of the task is unchanged. The other
-    fields are as for a group."""
+    task's. `labels` are added to those of the task. The rest of the task stays unchanged. For the other fields see
+    `GroupSpec`."""
 
     evaluator: EvaluatorSpec | None = None
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
@@ -836,8 +857,8 @@ class RegradeSpec(Spec):
 
 
 class EngineSpec(Spec):
-    """An inference engine to attach. `url` is for servers; `options` depend on the kind; `serves` is the name of a
-    frozen model, null for the policy."""
+    """An inference engine to attach. `url` is needed if the engine is a server. `options` depend on the kind. `serves`
+    is the name of a frozen model, null for the policy."""
 
     kind: Name
     name: Name | None = None
@@ -848,15 +869,15 @@ class EngineSpec(Spec):
 
 
 OPERATOR_TENANT = "operator"
-"""The tenant of groups submitted with the token of the settings, or while there is no token."""
+"""The tenant of groups that are submitted with the token in the settings, or without any token."""
 
 TENANT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
-"""Pattern of the names of tokens and tenants. The pattern allows no colon and no slash, because the store joins a
-tenant's name and other names with these characters."""
+"""Matches the names of tokens and tenants. Colons and slashes are not allowed, because the store uses them to join a
+tenant's name with other names."""
 
 
 def tenant_of(bucket: str) -> str:
-    """Return the tenant of a bucket of the queue (see store/queue.py)."""
+    """Return the tenant that a bucket of the queue belongs to (see store/queue.py)."""
     return bucket.partition(":")[0]
 
 
@@ -864,10 +885,14 @@ TokenName = Annotated[str, StringConstraints(pattern=TENANT_NAME)]
 
 
 class TokenSpec(Spec):
-    """A token to create. `tenant`: the tenant whose groups the token submits and sees, null for a tenant of the token's
-    own name. Tokens of one tenant share its groups, idempotency keys and consumers; an admin's token sees the groups
-    and consumers of all tenants. `max_queued`: maximum number of the token's queued and running sessions, null for no
-    limit. `expires_days`: days from now until the token expires, null for never."""
+    """A token to create.
+
+    - `tenant`: the tenant whose groups the token can submit and see; null for a tenant with the token's own name.
+      Tokens of one tenant share its groups, idempotency keys and consumers. An admin's token sees the groups and
+      consumers of all tenants.
+    - `max_queued`: the maximum number of the token's queued and running sessions, null for no limit.
+    - `expires_days`: the days from now until the token expires, null for never.
+    """
 
     name: TokenName
     role: Role
@@ -877,7 +902,7 @@ class TokenSpec(Spec):
 
 
 class PullSpec(Spec):
-    """An image to get from a container registry by its `reference`, for tasks to use by `name`."""
+    """Pulls the image `reference` from a container registry. Tasks can then use it by `name`."""
 
     reference: Name
     name: Name
@@ -887,24 +912,26 @@ Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 
 
 class PolicyPauseSpec(Spec):
-    """Pause the policy: let generations in flight `finish`, or `abort` them and continue them after the resume."""
+    """Pauses the policy. Running generations `finish`, or are cut off (`abort`) and continued when the policy is
+    resumed."""
 
     mode: PolicyPause = "finish"
 
 
 class PolicyResumeSpec(Spec):
-    """Resume generation. `version` is the version of the engines' weights; null if they did not change. `go_back`
-    allows a version lower than the policy's, to undo a version set by mistake."""
+    """Resumes the policy. `version` is the version of the engines' weights, null if they did not change. `go_back`
+    allows a version lower than the current one, to correct a version set by mistake."""
 
     version: Version | None = None
     go_back: bool = False
 
 
 class PolicyUpdateSpec(Spec):
-    """Pause, make the engines load `weights` in place, set the version, and resume.
+    """Pauses the policy, makes the engines load `weights`, sets the version, and resumes.
 
-    `weights` is a file or folder that every engine can read; null if the trainer has changed the weights itself. Groups
-    whose first session began at a version below `cancel_older_than` are cancelled. `go_back` as for a resume.
+    `weights` is a file or folder that every engine can read; null if the trainer has already changed the weights
+    itself. Groups whose first session began at a version below `cancel_older_than` are cancelled. For `go_back` see
+    `PolicyResumeSpec`.
     """
 
     version: Version
@@ -915,28 +942,28 @@ class PolicyUpdateSpec(Spec):
 
 
 MAX_CURSOR = (1 << 63) - 1
-"""The largest integer of a database column."""
+"""The largest integer that a database column can store."""
 
 
 CONSUMER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$"
-"""Pattern of the names of consumers. It has no slash and no control characters, because the names are parts of URL
+"""Matches the names of consumers. Slashes and control characters are not allowed, because the names are parts of URL
 paths and are shown on terminals."""
 
 
 class AckSpec(Spec):
-    """Acknowledge the groups up to `cursor`. A consumer that has acknowledged more keeps its position. With `rewind`
-    the consumer goes back to `cursor`, and gets the groups after `cursor` again."""
+    """Acknowledges the groups up to `cursor`. If the consumer has already acknowledged more, its position stays, unless
+    `rewind` is True. Then it goes back to `cursor` and gets the later groups again."""
 
     cursor: Annotated[int, Field(ge=0, le=MAX_CURSOR)]
     rewind: bool = False
 
 
 class GcSpec(Spec):
-    """Remove the finished groups that ended more than `days` ago, and then the oldest finished groups until the rest
-    take no more than `size_mb` MiB. Without either, the service's settings apply.
+    """Removes the finished groups that ended more than `days` ago. Then removes the oldest finished groups until the
+    rest take at most `size_mb` MiB. If neither is given, the service's settings apply.
 
-    `force` also removes groups that some consumer has not acknowledged. Groups whose callback is not delivered are
-    always kept. With `dry_run` nothing is removed.
+    `force` also removes groups that a consumer has not acknowledged. Groups whose callback is not delivered are always
+    kept. With `dry_run` nothing is removed.
     """
 
     days: Annotated[float, Field(ge=0)] | None = None
@@ -946,15 +973,15 @@ class GcSpec(Spec):
 
 
 class QuerySpec(Spec):
-    """An SQL query over the views of docs/queries.md: one SELECT."""
+    """An SQL query, which must be a single SELECT, over the views of docs/queries.md."""
 
     sql: Annotated[str, StringConstraints(min_length=1, max_length=100_000)]
 
 
 class SessionsSpec(Spec):
-    """The sessions to cancel or to submit again: those for which every given field holds, with the same meaning as in
-    the list of sessions. `all` must be true if no field is given. With `dry_run` nothing is changed. Any other request
-    is refused if more than `max_matches` sessions match."""
+    """The sessions to cancel or to submit again. A session must match every field that is given; the fields have the
+    same meaning as in the list of sessions. If no field is given, `all` must be True. With `dry_run` nothing is
+    changed. Without it, the request is refused if more than `max_matches` sessions match."""
 
     ids: Annotated[list[Name], Field(max_length=1000)] = []
     groups: Annotated[list[Name], Field(max_length=1000)] = []
@@ -974,9 +1001,9 @@ class SessionsSpec(Spec):
 
 
 class PauseSpec(Spec):
-    """A pause of the queue: no session starts whose group has all `labels` and the `harness`. If neither is given, no
-    session of the caller's tenant starts; if the caller is an admin, no session of any tenant. An admin may name one
-    `tenant`."""
+    """Pauses the queue: sessions are not started if their group has all `labels` and the `harness`. If neither is
+    given, this holds for all sessions of the caller's tenant, or of all tenants if the caller is an admin. An admin may
+    name one `tenant`."""
 
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
     harness: Name | None = None

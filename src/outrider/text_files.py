@@ -1,7 +1,7 @@
-"""Reads text and TOML files of untrusted origin, within limits. Any fault of a file is reported as InvalidField.
+"""Reads untrusted text and TOML files, within limits. Any problem with a file is reported as InvalidField.
 
-The module uses neither settings nor tasks. Invariant: `read_text_file` and `read_toml_file` read at most one byte
-beyond their limit, and raise nothing but InvalidField.
+The module uses neither settings nor tasks. Invariant: `read_text_file` and `read_toml_file` read at most one byte more
+than their limit, and raise only InvalidField.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from outrider.errors import InvalidField
 
 MAX_TOML = 32 << 20
-"""Maximum bytes of a TOML file, the same as of a request."""
+"""Maximum bytes of a TOML file, the same as for a request."""
 MAX_DEPTH = 64
-"""Maximum nesting of tables and lists, the same as in requests. Much deeper values overflow the stack of recursive
+"""Maximum depth of nested tables and lists, the same as in requests. Much deeper values overflow the stack of recursive
 code."""
 BASIC = r"\"(?:[^\"\\\n]++|\\[^\n])*+"
 WORD = rf"(?:[A-Za-z0-9_-]++|{BASIC}\"|'[^'\n]*+')"
@@ -27,17 +27,17 @@ LONG_KEY = re.compile(
     r"|'''(?:[^']++|'(?!''))*+'{0,5}"
     rf"|{BASIC}\"?|'[^'\n]*+'?|#[^\n]*+"
 )
-"""Matches a key of more than MAX_DEPTH parts. Also matches strings and comments as a whole, so that a similar text
-inside these is not taken for a key. Keys with so many parts are refused, because tomllib takes quadratic time in the
-number of parts. A string without an end is matched, too, so that the search takes linear time."""
+"""Matches a key of more than MAX_DEPTH parts, such as `a.b.c`. Such keys are refused, because tomllib takes quadratic
+time in the number of parts. Strings and comments are matched as a whole, so that a similar text inside them is not
+taken for a key. A string without an end is also matched, so that the search takes linear time."""
 
 TOML_HEADER = re.compile(r"[ \t]*(\[\[?)([^\[\]]+)\]")
 TOML_KEY = re.compile(r"[ \t]*([\w\"'.-]+(?:[ \t]*\.[ \t]*[\w\"'-]+)*)[ \t]*=")
 
 
 def read_text_file(path: Path, *, field: str, limit: int, what: str = "") -> str:
-    """Read a text file. Raises InvalidField, which names the file as `what`, if the file cannot be read, is not UTF-8
-    or has more than `limit` bytes."""
+    """Read a text file. Raises InvalidField if the file cannot be read, is not UTF-8, or has more than `limit` bytes.
+    The error calls the file `what`."""
     named = f"{what} {path}".strip()
     try:
         with path.open("rb") as file:
@@ -53,8 +53,7 @@ def read_text_file(path: Path, *, field: str, limit: int, what: str = "") -> str
 
 
 def read_toml_file(path: Path, *, field: str, limit: int = MAX_TOML, what: str = "") -> dict[str, Any]:
-    """Return the table in a TOML file. Raises InvalidField for the reasons of `read_text_file`, and for TOML that is
-    invalid or nested too deeply."""
+    """Read a TOML file. Raises InvalidField like `read_text_file`, and if the TOML is invalid or nested too deeply."""
     try:
         return parse_toml(read_text_file(path, field=field, limit=limit, what=what))
     except ValueError as error:
@@ -62,9 +61,9 @@ def read_toml_file(path: Path, *, field: str, limit: int = MAX_TOML, what: str =
 
 
 def toml_line(text: str, field: str) -> int | None:
-    """Return the number, from 1, of the line that sets `field` in valid TOML, alone or within an inline table. If there
-    is no such line, returns the number of the header of the field's table, or None without a header. `field` is a
-    dotted path, in which the tables of a list have numbers from 0."""
+    """Return the number, starting at 1, of the line that sets `field` in valid TOML, possibly within an inline table.
+    Without such a line, returns the line of the field's table header; without that, None. `field` is a dotted path, in
+    which tables of a list are numbered from 0."""
     counts: dict[str, int] = {}
     table, found = "", None
     for number, line in enumerate(text.split("\n"), 1):
@@ -89,7 +88,7 @@ def toml_line(text: str, field: str) -> int | None:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML. Raises ValueError with the fault and, if possible, its line."""
+    """Parse TOML. Raises ValueError that describes the problem and, if possible, names its line."""
     if found := next((found for found in LONG_KEY.finditer(text) if found["key"]), None):
         line = text.count("\n", 0, found.start()) + 1
         raise ValueError(f"a key of more than {MAX_DEPTH} parts (at line {line})")
@@ -102,8 +101,8 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def check_depth(value: Any, deepest: int = MAX_DEPTH) -> None:
-    """Raise ValueError for lists and tables nested deeper than `deepest`. The check goes level by level, without
-    recursion, so that the stack cannot overflow."""
+    """Raise ValueError for lists and tables that are nested deeper than `deepest`. The check is not recursive, so it
+    cannot overflow the stack."""
     level = [value]
     for _ in range(deepest + 1):
         below: list[Any] = []

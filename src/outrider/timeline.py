@@ -1,10 +1,10 @@
 """The timeline of an attempt: what happened, and when. Model calls that have a turn are left out, because the turn has
 their times.
 
-An attempt notes entries in a `Timeline`, and its node stores the new entries from time to time. All times are seconds
-since the epoch by the node's wall clock, like those of the turns. Invariants: a timeline has a bounded number of
-entries of each kind, and counts those that it leaves out; text of an entry has at most MOST_CHARACTERS characters, and
-none of the task's secrets.
+An attempt adds entries to a `Timeline`, and its node stores new entries from time to time. All times are seconds since
+the epoch by the node's wall clock, like those of turns. Invariants: a timeline has a bounded number of entries of each
+kind, and counts those that it leaves out; the text of an entry has at most MOST_CHARACTERS characters, and none of the
+task's secrets.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from outrider.errors import OutriderError, storable
 from outrider.redaction import redacted
 
 MOST_ENTRIES = 1000
-"""Maximum number of entries of each kind. An agent's programs choose how many commands and processes there are."""
+"""Maximum number of entries of each kind. A limit is needed, because an agent can start any number of commands and
+processes."""
 MOST_CHARACTERS = 200
 """Maximum number of characters of an entry's name."""
 MOST_BYTES = 8 << 20
-"""Maximum size of a `TimelinePart` in bytes. A part can hold the maximum number of entries of every kind, each with the
+"""Maximum bytes of a `TimelinePart`. This is enough for the maximum number of entries of every kind, each with the
 longest text."""
 MOST_PARTS = 500
-"""Maximum number of parts that one call stores."""
+"""Maximum number of parts that are stored in one call."""
 
 
 class EntryKind(StrEnum):
@@ -43,8 +44,8 @@ class EntryKind(StrEnum):
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One event or activity. `number` identifies the entry in the timeline: a later entry with the same number replaces
-    the earlier one. `end` is None while the activity goes on. `data` has more values, which depend on the kind."""
+    """An event or an activity. `number` identifies the entry in the timeline: a later entry with the same number
+    replaces it. `end` is None while the activity goes on. `data` has more values, which depend on the kind."""
 
     number: int
     kind: EntryKind
@@ -55,7 +56,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TimelinePart(msgspec.Struct, frozen=True, kw_only=True):
-    """Entries to store for an attempt: `entries` is the MessagePack of a list of `Entry`. Parts of an attempt are
+    """Entries to store for an attempt. `entries` is a list of `Entry` in MessagePack. The parts of an attempt are
     numbered from 0, and each is stored once."""
 
     session_id: str
@@ -65,7 +66,7 @@ class TimelinePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timeline:
-    """Notes the entries of one attempt. `secrets` are texts that no entry may contain. `first` is the number of the
+    """Collects the entries of one attempt. `secrets` are texts that no entry may contain. `first` is the number of the
     first entry and of the first part. If an attempt has two timelines, their numbers must not overlap."""
 
     def __init__(
@@ -93,28 +94,27 @@ class Timeline:
         self._left_out_changed = False
 
     def begin(self, kind: EntryKind, name: str, **data: Any) -> int:
-        """Note that something begins now. Returns the number for `end`."""
+        """Add an entry for something that begins now. Returns its number, for `end`."""
         return self.add(kind, name, self._clock(), None, **data)
 
     def end(self, number: int, *, at: float | None = None, **data: Any) -> None:
-        """Note the end of an entry that goes on, at the time `at` (default: now). A number that belongs to no such
-        entry is ignored."""
+        """End an entry at the time `at` (default: now). Does nothing if there is no open entry with this number."""
         if (entry := self._open.pop(number, None)) is not None:
             end = self._clock() if at is None else at
             self._changed[number] = msgspec.structs.replace(entry, end=end, data=entry.data | data)
 
     def update(self, number: int, **data: Any) -> None:
-        """Change the data of an entry that goes on."""
+        """Change the data of an open entry."""
         if (entry := self._open.get(number)) is not None:
             self._changed[number] = self._open[number] = msgspec.structs.replace(entry, data=entry.data | data)
 
     def rename(self, number: int, name: str) -> None:
-        """Change the name of an entry that goes on."""
+        """Change the name of an open entry."""
         if (entry := self._open.get(number)) is not None:
             self._changed[number] = self._open[number] = msgspec.structs.replace(entry, name=self._clean(name))
 
     def add(self, kind: EntryKind, name: str, start: float, end: float | None, **data: Any) -> int:
-        """Note an entry. Returns its number, or -1 if it is left out because there are too many of its kind."""
+        """Add an entry. Returns its number, or -1 if it is left out because there are too many of its kind."""
         self._counts[kind] += 1
         if self._counts[kind] > MOST_ENTRIES:
             self._left_out[kind] += 1
@@ -129,17 +129,17 @@ class Timeline:
         return number
 
     def note_failed_call(self, error: OutriderError, began: float, *, action: str, dialect: str, status: int) -> None:
-        """Note a model call that began at the time `began` and has failed now. `action` is the kind of the request,
-        such as "generate", and `status` the HTTP status of the reply."""
+        """Add an entry for a model call that began at the time `began` and failed now. `action` is the kind of request,
+        such as "generate", and `status` is the HTTP status of the reply."""
         about = {"action": action, "dialect": dialect, "status": status, "message": self._clean(error.message)}
         self.add(EntryKind.FAILED_CALL, error.code, began, self._clock(), **about)
 
     def note_stored(self, index: int, model: str | None) -> None:
-        """Note that a turn was stored now. `model` is the frozen model that sampled it, None for the policy."""
+        """Record that a turn was stored now. `model` is the frozen model that sampled it, None for the policy."""
         self._stored[f"{model or ''}/{index}"] = self._clock()
 
     def take(self) -> TimelinePart | None:
-        """Return the entries that changed since the last call as a part to store, or None if nothing changed."""
+        """Return the entries that changed since the last call, as a part to store; None if nothing changed."""
         found: list[Entry] = list(self._changed.values())
         if self._stored:
             times: Iterable[float] = self._stored.values()

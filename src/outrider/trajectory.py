@@ -1,8 +1,8 @@
 """The records of a rollout: turns, branch kinds, verdicts, training samples and session results.
 
-Token ids are packed little-endian int32 (`pack_ids`). Log-probabilities are packed float64: the natural log of the
-sampled token's probability, exactly as the engine reported it. The module does not sample, render or store. Invariant:
-a turn's prompt is its parent's prompt, its parent's output, then its own `prompt_delta`.
+Token ids are packed little-endian int32 (`pack_ids`). Log-probabilities are packed float64: the natural logarithm of
+the sampled token's probability, exactly as the engine reported it. The module does not sample, render or store.
+Invariant: a turn's prompt is its parent's prompt, then its parent's output, then its own `prompt_delta`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# The types are written as texts, and the functions below import numpy when they are called, because the import takes a
-# fifth of a second. Clients and the command line use the records of this module without numpy.
+# numpy is imported only inside functions, and types are written as strings, because the import takes a fifth of a
+# second. Clients and the command line use the records of this module without numpy.
 Ids: TypeAlias = "npt.NDArray[np.int32]"
 Logprobs: TypeAlias = "npt.NDArray[np.float64]"
 
@@ -53,61 +53,61 @@ def unpack_logprobs(packed: bytes) -> Logprobs:
 
 
 class JoinKind(StrEnum):
-    """The way in which a request joined its session's token tree (`tokens/tree/tree.py`)."""
+    """How a request was added to its session's token tree (`tokens/tree/tree.py`)."""
 
     ROOT = "root"  # shares no history with earlier requests
     APPEND = "append"  # a recorded conversation plus new messages
-    FORK = "fork"  # shares a history, but could not append to it
+    FORK = "fork"  # shares history with an earlier request, but could not be appended to it
     RETRY = "retry"  # the same request as before
 
 
 class ForkCause(StrEnum):
-    """The reason why a request that shares a history could not append to it."""
+    """Why a request that shares history with earlier ones could not be appended to it."""
 
     SIBLING = "sibling"  # the parent already has a different continuation; the parent's ids are kept
     HISTORY_REWRITTEN = "history_rewritten"  # the client changed or dropped messages the model saw or sampled
     TOOLS_CHANGED = "tools_changed"  # a recorded history continues with other tools
     SYSTEM_CHANGED = "system_changed"  # a recorded history continues with another system prompt
     TOOLS_AND_SYSTEM_CHANGED = "tools_and_system_changed"  # both, for example because another agent takes over
-    BRIDGE_REFUSED = "bridge_refused"  # the renderer cannot prove that the new messages only append
+    BRIDGE_REFUSED = "bridge_refused"  # the renderer cannot prove that the new messages only add ids at the end
     TEMPLATE_HISTORY = "template_history"  # history="template": the template drops earlier reasoning
-    CAPTURE_DRIFT = "capture_drift"  # capture mode: the prompt that the engine reports does not extend the record
+    CAPTURE_DRIFT = "capture_drift"  # capture mode: the reported prompt ids do not begin with the recorded ids
 
 
 HEAD_CHANGES = frozenset({ForkCause.TOOLS_CHANGED, ForkCause.SYSTEM_CHANGED, ForkCause.TOOLS_AND_SYSTEM_CHANGED})
-"""Causes of a fork in which a recorded history continues with other tools or another system prompt."""
+"""Causes of forks in which a recorded history continues with other tools or another system prompt."""
 
 
 class BranchKind(StrEnum):
-    """The purpose of a branch (`tokens/branches/classify.py` decides)."""
+    """The purpose of a branch, as determined by `tokens/branches/classify.py`."""
 
     MAIN = "main"  # the conversation that does the task's work
     SUBAGENT = "subagent"  # a conversation that another conversation started
     COMPACTION = "compaction"  # writes a summary of a history, or continues from a summary
-    UNSURE = "unsure"  # one question whose answer no later call shows: work of the task, or a side call
+    UNSURE = "unsure"  # one question whose answer appears in no later call: work of the task, or a side call
     AUXILIARY = "auxiliary"  # a call apart from the task's work, such as for a title
     RETRY = "retry"  # a reply that the agent did not use, because it sent the request again and used the other reply
     ABORTED = "aborted"  # a branch whose last turn the client cut off: the agent never saw the tokens
 
 
 class BranchPolicy(StrEnum):
-    """The treatment of the branches of a kind."""
+    """What happens to the branches of a kind."""
 
     TRAIN = "train"
-    MASK = "mask"  # delivered as a row in which nothing trains
+    MASK = "mask"  # delivered as a row in which nothing is trained on
     DROP = "drop"  # not delivered
 
 
 class TokenMode(StrEnum):
-    """The source of a turn's ids."""
+    """Where a turn's ids come from."""
 
     TOKENS = "tokens"  # the engine was given exactly the recorded ids
     CAPTURE = "capture"  # the engine was given text and reported its ids
-    TEXT = "text"  # no ids are available: never trained
+    TEXT = "text"  # no ids are available, so the turn is never trained on
 
 
 class LogprobKind(StrEnum):
-    """The distribution to which log-probabilities refer."""
+    """The distribution that log-probabilities refer to."""
 
     RAW = "raw"  # log-softmax of the logits, before temperature and truncation
     SAMPLING = "sampling"  # the distribution that was sampled from
@@ -115,7 +115,7 @@ class LogprobKind(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """The reason why a turn's generation ended."""
+    """Why a turn's generation ended."""
 
     STOP = "stop"  # a stop token or stop string
     LENGTH = "length"  # the token limit
@@ -131,7 +131,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 class ImageSpan(msgspec.Struct, frozen=True):
-    """The place of an image in a prompt: `length` placeholder ids from position `start` on. `digest` is the SHA-256
+    """The position of an image in a prompt: `length` placeholder ids, starting at `start`. `digest` is the SHA-256
     (hex) of the image's bytes, and `grid` has the numbers of its patches in time, vertically and horizontally."""
 
     digest: str
@@ -141,8 +141,8 @@ class ImageSpan(msgspec.Struct, frozen=True):
 
 
 class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of a turn by the wall clock, in seconds since the epoch. `joined` is the time at which the prompt's place
-    in the token tree was known; None in turns of earlier versions. `first_token` is None if no token was sampled."""
+    """Times of a turn by the wall clock, in seconds since the epoch. At `joined`, the prompt's position in the token
+    tree was known; None in turns of earlier versions. `first_token` is None if no token was sampled."""
 
     received: float
     joined: float | None = None
@@ -151,12 +151,12 @@ class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker's report of a call. The report is only stored and never trained on. `timing` are times in seconds since
-    the epoch, and durations in milliseconds where the name ends with `_ms`.
+    """What a worker reports about a call. It is only stored, never trained on. `timing` has times in seconds since the
+    epoch, and durations in milliseconds if the name ends with `_ms`.
 
-    output_ids, logprobs: the sampled ids (packed int32) and their log-probabilities (packed float64) of a reply without
-        the ids of its prompt. Such a turn has the mode TEXT and no ids of its own, because the ids of the reply alone
-        do not show what the model has read.
+    output_ids, logprobs: the sampled ids (packed int32) and their log-probabilities (packed float64) of a reply that
+        does not include the ids of its prompt. Such a turn has the mode TEXT and no ids of its own, because the reply's
+        ids alone do not show what the model has read.
     """
 
     worker_id: str | None = None
@@ -169,29 +169,30 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call. `index` counts a session attempt's turns in the order of their commits.
+    """One model call. `index` counts the turns of a session's attempt in the order in which they are committed.
 
-    parent: the turn whose prompt and output this turn's prompt begins with.
+    parent: the turn whose prompt and output are the beginning of this turn's prompt.
     step: the step of the task in which the turn was made, from 0.
-    conversation: 0 for the session's first conversation; 1, 2, ... for conversations that began independently of
-        earlier ones, or with other tools or another system prompt.
-    tools: a digest that distinguishes the tools of requests, empty without tools.
-    agent_id, parent_agent_id, purpose: the client's description of the caller.
-    declared, declared_label: the kind and the label of the turn's branch, if the client declares them.
-    forked_from: the turn whose request shares the longest history with this one; if the tools or the system prompt
-        changed, the turn whose history it continues.
-    prompt_delta, output_ids: packed int32. logprobs: packed float64, one per output id.
-    sampling: the sampling parameters that the engine was given, and whether the model was to think.
-    altered: true if more than temperature and truncation shaped the distribution of the sampled tokens (penalties, a
-        bias, a minimum length, a required form of the reply).
+    conversation: 0 for the session's first conversation; 1, 2, ... for later ones that share no history with earlier
+        ones, or have other tools or another system prompt.
+    tools: a digest of the request's tools, empty without tools.
+    agent_id, parent_agent_id, purpose: the caller, as described by the client.
+    declared, declared_label: the kind and label of the turn's branch, if the client declares them.
+    forked_from: the turn whose request shares the longest history with this one. If the tools or the system prompt
+        changed, it is the turn whose history this one continues.
+    prompt_delta, output_ids: packed int32.
+    logprobs: packed float64, one per output id.
+    sampling: the sampling parameters that the engine was given, and whether the model was asked to think.
+    altered: True if the sampled distribution was shaped by more than temperature and truncation: penalties, a bias, a
+        minimum length, or a required form of the reply.
     ignored: names of the request's fields and tools that had no effect.
-    messages: the messages that the request added to the conversation of the turn's parent; if the turn has no parent,
-        all messages.
-    images: the places of the images of `messages` in the turn's prompt, if the engine was given them with the ids.
-    reply: the message that the client was given; None if the client had hung up.
-    tool_specs: the tools of a turn without a parent; other turns have the tools of the turn that their conversation
-        begins with.
-    report: what the worker that made the reply has reported of the call; None for engines without such workers.
+    messages: the messages that the request added to the conversation of the turn's parent; all messages if there is no
+        parent.
+    images: the positions in the prompt of the images of `messages`, if the engine got them together with token ids.
+    reply: the message that the client received; None if it had hung up.
+    tool_specs: the tools of a turn without a parent. Other turns have the tools of the first turn of their
+        conversation.
+    report: what the worker that made the reply reports about it; None for engines without such workers.
     """
 
     index: int
@@ -233,14 +234,14 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prompt_of(path: Sequence[Turn]) -> bytes:
-    """Return the packed ids of the prompt of the path's last turn."""
+    """Return the packed ids of the prompt of the last turn in `path`, which starts at a root."""
     before = [ids for turn in path[:-1] for ids in (turn.prompt_delta, turn.output_ids)]
     return b"".join((*before, path[-1].prompt_delta))
 
 
 class TurnOutline(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a stored `Turn` from which the rows of a session are made if the session is one conversation. Half
-    of a stored turn is text, and reading the outline takes half the time of reading the whole turn."""
+    """The fields of a stored `Turn` that are needed to make the rows of a session with only one conversation. Half of a
+    stored turn is text, so the outline is read in half the time."""
 
     index: int
     parent: int | None
@@ -270,8 +271,8 @@ def path_to(turn: TurnType, turns: Sequence[TurnType]) -> list[TurnType]:
 
 
 def without_gaps(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns, numbered from 0 in the order of their index. `turns` must contain the parent of each turn. A
-    `forked_from` that names a turn outside of `turns` becomes None."""
+    """Return the turns with their indexes renumbered from 0, without gaps. `turns` must contain the parent of each
+    turn. If `forked_from` is not among `turns`, it becomes None."""
     places = {turn.index: place for place, turn in enumerate(turns)}
     return [
         msgspec.structs.replace(
@@ -285,9 +286,9 @@ def without_gaps(turns: Sequence[Turn]) -> list[Turn]:
 
 
 class GradedTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn as evaluators see it. `index`, `parent`, `messages` and `reply` are as in `Turn`; `kind`, `label` and
-    `depth` describe its branch. `row` is the number of the training row that trains the turn's tokens, or None if no
-    row trains them."""
+    """A turn as evaluators see it. `index`, `parent`, `messages` and `reply` are those of `Turn`. `kind`, `label` and
+    `depth` are those of its branch. `row` is the number of the training row in which the turn's tokens are trained on,
+    or None."""
 
     index: int
     parent: int | None
@@ -300,11 +301,11 @@ class GradedTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """An evaluator's result. All its numbers are finite.
+    """The result of an evaluator. All of its numbers are finite.
 
-    reward, metrics: of the session as a whole.
-    turns: rewards of single turns by their index (process rewards), in addition to `reward`.
-    rows: rewards of single training rows by their number (`Sample.row`), in place of `reward`.
+    reward, metrics: for the session as a whole.
+    turns: rewards of single turns by index (process rewards), added to `reward`.
+    rows: rewards of single training rows by number (`Sample.row`), used instead of `reward`.
     """
 
     reward: float
@@ -315,14 +316,14 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleImage(msgspec.Struct, frozen=True, kw_only=True):
-    """An image among a row's ids. `turn` is the turn that added it; `message` is the position of its message in the
-    conversation of the row's turns, from 0, replies included.
+    """An image in a training row. `turn` is the turn that added it. `message` is the index of its message in the
+    conversation of the row's turns, including replies.
 
-    `digest` is the SHA-256 (hex) of its `size` bytes, stored by the service. For an image that the client sent by
-    address, `url` is the address, `digest` is the digest of the address, and no bytes are stored.
+    `digest` is the SHA-256 (hex) of its `size` bytes, which the service stores. If the client sent only an address,
+    `url` is the address, `digest` is the digest of the address, and no bytes are stored.
 
     `span` has the positions [start, end) of the image's placeholders in the row's ids, and `grid` the numbers of its
-    patches in time, vertically and horizontally. Both are None if the engine made the ids of the prompt itself.
+    patches in time, vertically and horizontally. Both are None if the engine made the prompt's ids itself.
     """
 
     turn: int
@@ -336,20 +337,21 @@ class SampleImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a training row, except its tokens: the common part of `Sample` and `JsonSample`.
+    """The fields of a training row except its tokens, which `Sample` and `JsonSample` have in common.
 
     row, rows: the number of this row, from 0, and the number of the session's rows.
-    prompt_length: ids before the first sampled one.
+    prompt_length: the number of ids before the first sampled one.
     reward: the verdict's reward for this row, or else for the session. None if the session has no verdict, or if the
-        task does not train rows of this kind (`BranchPolicy`): such a row must not be trained on.
+        task does not train on rows of this kind (`BranchPolicy`). Such a row must not be trained on.
     turn_spans: for each of `turns`, the positions [start, end) of its sampled tokens in `ids`.
-    turn_rewards: for each of `turns`, the verdict's reward of the turn. None without such a reward, or if this row does
-        not train the turn's tokens: so each turn's reward is in one row at most.
-    parent: the turn that the branch forked from or was started by, None if there is none.
-    depth: 0 in the main conversation, one more for each sub-agent, side call or replaced history on the way.
+    turn_rewards: for each of `turns`, the verdict's reward of the turn. None if there is none, or if the turn's tokens
+        are not trained on in this row. So each turn's reward is in at most one row.
+    parent: the turn that the branch forked from, or that started it; None if there is none.
+    depth: 0 in the main conversation, plus 1 for each sub-agent, side call or replaced history on the way to the
+        branch.
     label: a more specific name than `kind`, such as "title".
     altered: the turns whose sampling was shaped by more than temperature and truncation (`Turn.altered`).
-    images: in the order in which the ids show them; an image shown twice is listed twice.
+    images: in the order in which they appear in the ids. An image that appears twice is listed twice.
     """
 
     group_id: str
@@ -379,14 +381,13 @@ class SampleFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(SampleFields, frozen=True, kw_only=True, dict=True):
-    """One training row. `ids`, `loss_mask`, `logprobs` and `versions` are read-only numpy arrays of equal length.
+    """One training row. `ids`, `loss_mask`, `logprobs` and `versions` are read-only numpy arrays of equal length. They
+    are made on first use, from the compact form in which a row is stored and sent:
 
-    The arrays are made when they are first used, from the short form in which a row is stored and sent:
-
-    packed_ids: all ids of the row, packed int32.
-    trained: the positions [start, end) of the ids that train, in order and without overlap.
-    packed_logprobs: the log-probabilities of the ids that train, packed float64.
-    version_spans: the policy versions of the ids that train, by their positions in the row.
+    packed_ids: all ids of the row, as packed int32.
+    trained: the positions [start, end) of the ids to train on, in order and without overlap.
+    packed_logprobs: the log-probabilities of the ids to train on, as packed float64.
+    version_spans: the policy versions of the ids to train on, by their positions in the row.
     """
 
     packed_ids: bytes
@@ -400,7 +401,7 @@ class Sample(SampleFields, frozen=True, kw_only=True, dict=True):
 
     @property
     def trained_tokens(self) -> int:
-        """The number of ids that train."""
+        """The number of ids to train on."""
         return sum(end - start for start, end in self.trained)
 
     @cached_property
@@ -410,7 +411,8 @@ class Sample(SampleFields, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def loss_mask(self) -> Ids:
-        """1 for the ids that train, 0 for the context and for sampled ids that this row does not train, as int32."""
+        """1 for the ids to train on; 0 for the context, and for sampled ids that are not trained on in this row. As
+        int32."""
         import numpy as np
 
         mask = np.zeros(len(self), dtype=np.int32)
@@ -421,7 +423,7 @@ class Sample(SampleFields, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def logprobs(self) -> Logprobs:
-        """The log-probabilities, as float64; 0.0 where the mask is 0."""
+        """The log-probabilities as float64, 0.0 where the mask is 0."""
         import numpy as np
 
         found, given = np.zeros(len(self)), unpack_logprobs(self.packed_logprobs)
@@ -434,7 +436,7 @@ class Sample(SampleFields, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def versions(self) -> Ids:
-        """The policy versions, as int32; -1 where the mask is 0."""
+        """The policy versions as int32, -1 where the mask is 0."""
         import numpy as np
 
         found = np.full(len(self), -1, dtype=np.int32)
@@ -444,11 +446,11 @@ class Sample(SampleFields, frozen=True, kw_only=True, dict=True):
         return found
 
     def token_rewards(self, length: int | None = None) -> list[float]:
-        """Return the rewards at their positions, one number for each of the first `length` ids (default: all). A turn's
-        reward is at the last of its sampled tokens, and the row's own reward at the last token that trains.
+        """Return one reward for each of the first `length` ids (default: all). A turn's reward is at the last of the
+        turn's sampled tokens, and the row's own reward at the last token to train on.
 
-        Rewards of turns that end after position `length` are left out. All numbers are zero for a row without a reward,
-        and if none of the ids trains.
+        Rewards of turns that end after position `length` are left out. All numbers are zero if the row has no reward,
+        or if none of the ids is to be trained on.
         """
         count = len(self) if length is None else min(length, len(self))
         placed = [0.0] * count
@@ -463,8 +465,8 @@ class Sample(SampleFields, frozen=True, kw_only=True, dict=True):
 
 
 class JsonSample(SampleFields, frozen=True, kw_only=True):
-    """A training row in JSON: `ids`, `loss_mask`, `logprobs` and `versions` are lists of equal length. Where the mask
-    is 0, the log-probability is 0.0 and the version -1."""
+    """A training row in JSON. `ids`, `loss_mask`, `logprobs` and `versions` are lists of equal length. Where the mask
+    is 0, the log-probability is 0.0 and the version is -1."""
 
     ids: list[int]
     loss_mask: list[int]
@@ -472,7 +474,7 @@ class JsonSample(SampleFields, frozen=True, kw_only=True):
     versions: list[int]
 
     def sample(self) -> Sample:
-        """Return the row as a `Sample`. Raises ValueError for lists of different lengths."""
+        """Convert the row to a `Sample`. Raises ValueError if the lists have different lengths."""
         trained: list[tuple[int, int]] = []
         spans: list[VersionSpan] = []
         logprobs: list[float] = []
@@ -499,7 +501,7 @@ class JsonSample(SampleFields, frozen=True, kw_only=True):
 
 
 def sample_json(sample: Sample) -> bytes:
-    """Return the JSON of a sample, in the form of `JsonSample`."""
+    """Return a sample as JSON, in the form of `JsonSample`."""
     import orjson
 
     row = {name: getattr(sample, name) for name in SampleFields.__struct_fields__}
@@ -508,13 +510,13 @@ def sample_json(sample: Sample) -> bytes:
 
 
 class ChatRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A training row as a conversation, in the form of Chat Completions that chat templates take.
+    """A training row as a conversation, in the form of Chat Completions that chat templates take. The fields that are
+    not listed are those of `Sample`.
 
-    messages: each reply that the model sampled has a `weight`, 1 if the row trains it, else 0. Arguments of tool calls
-        are objects if they are JSON objects. In a row with images, each `content` is a list of parts, and an image's
-        part has its `path` in an export, or its `url`.
-    tools: None if the service did not store them, as in versions before chat rows.
-    The other fields are those of the Sample.
+    messages: each sampled reply has a `weight`: 1 if it is trained on in this row, else 0. Arguments of tool calls are
+        objects if they are JSON objects. In a row with images, each `content` is a list of parts. An image's part has
+        its `path` in an export, or its `url`.
+    tools: None if the service did not store them, as in versions before chat rows existed.
     """
 
     messages: list[dict[str, Any]]
@@ -533,8 +535,9 @@ class ChatRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's sampled tokens: sampled = trained + masked + dropped. `unsure` counts the sampled tokens of turns of
-    the kind `unsure`. `drift` counts ids for which the engine reported other ids than were recorded."""
+    """The sampled tokens of a session: sampled = trained + masked + dropped. `unsure` is how many of them are in
+    branches of the kind `unsure`. `drift` is the number of ids for which the engine reported another id than was
+    recorded."""
 
     sampled: int = 0
     trained: int = 0
@@ -545,15 +548,15 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrozenUse(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's use of one frozen model: its turns and sampled tokens, none of which train."""
+    """A session's use of one frozen model: its turns and sampled tokens, which are never trained on."""
 
     turns: int = 0
     tokens: int = 0
 
 
 class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that a session spent in each stage. Waiting for a lane is counted apart from work in the lane; `stop`
-    includes collecting artifacts."""
+    """Seconds that a session spent in each stage. Waiting for a lane is counted separately from work in the lane.
+    `stop` includes collecting artifacts."""
 
     queued: float = 0.0
     init: float = 0.0
@@ -565,29 +568,29 @@ class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HarnessExit(msgspec.Struct, frozen=True, kw_only=True):
-    """The non-zero exit `code` of an agent program whose work went to grading all the same, and the end of the
-    program's output."""
+    """The non-zero exit `code` of an agent program whose work was graded nevertheless, and the end of the program's
+    output."""
 
     code: int
     log_tail: str
 
 
 class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a session; written once, never changed.
+    """The outcome of a session, which is written once and never changed.
 
-    policy: the task's policy for its branches; a missing kind has the default.
-    harness_exit: set if the agent program failed and its work went to grading all the same.
+    policy: the task's policy for branches. The default applies to a kind that is missing.
+    harness_exit: set if the agent program failed and its work was graded nevertheless.
     forks: the number of forks by cause.
-    ignored: for each request field or tool that had no effect, by name, the number of turns with it.
-    failed_calls: for each kind of model call that was answered with an error (`code: field`, or `code: METHOD path` if
-        nothing is served there), the number of calls. Calls before a restart of the service are not counted.
-    frozen: by name, the use of each frozen model; `turns`, `tokens`, `forks` and `ignored` are the policy's.
-    model_seconds: the time during which at least one model call of the session was under way, in seconds.
+    ignored: the request fields and tools that had no effect, each with the number of turns that had it.
+    failed_calls: the number of model calls that got an error reply, by `code: field`, or by `code: METHOD path` if
+        nothing is served there. Calls before a restart of the service are not counted.
+    frozen: the use of each frozen model, by name. `turns`, `tokens`, `forks` and `ignored` are the policy's.
+    model_seconds: the time during which at least one model call of the session was running, in seconds.
     artifact_bytes: the size of the artifacts that were kept.
     answer: the agent's answer, if the harness reports one.
-    carried: true if there is an artifact with the files that were carried to the grading.
+    carried: True if an artifact has the files that were carried to the grading.
     run_reason: if the grading failed, the reason why the agent's run had ended.
-    regrades: the session whose run was graded again; that session's turns are stored as this session's, too.
+    regrades: the session whose run was graded again. Its turns are also stored as this session's.
     """
 
     session_id: str
@@ -617,6 +620,6 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def run_ending(self) -> StopReason | None:
-        """The reason why the agent's run ended. None if the grading of the run never began, for example because the run
-        failed or was cancelled. Such a run has no outcome to grade."""
+        """The reason why the agent's run ended. None if grading never began, for example because the run failed or was
+        cancelled. There is no outcome to grade then."""
         return self.run_reason if self.verdict is None else self.stop_reason

@@ -1,9 +1,12 @@
-"""The interface of a dialect: a parser of requests in one wire format, and a writer of replies in the same format.
+"""The interface of a dialect, which parses requests in one wire format and writes replies in the same format.
 
-A dialect is pure: it converts bytes to bytes, without a clock, I/O or a tokenizer. Unknown request fields are tolerated
-and noted (`field_policy.py` lists the known fields). A known field with a wrong value raises `RequestError` with the
-field's name. Invariants: a streamed reply and a whole reply carry the same message; the data of a server-sent event is
-on one line, even for clients that split lines at Unicode line separators.
+A dialect converts bytes to bytes, without a clock, I/O or a tokenizer. A field that it does not know has no effect and
+is listed in `ModelRequest.ignored`. A known field with a wrong value raises `RequestError` with the field's name.
+
+Invariants:
+
+- A streamed reply and a whole reply carry the same message.
+- The data of a server-sent event is on one line, even for clients that split lines at Unicode line separators.
 
 Source: WHATWG HTML, section 9.2 "Server-sent events".
 """
@@ -23,14 +26,16 @@ from outrider.messages import Delta, Message, ToolSpec, WireMessages
 from outrider.trajectory import BranchKind, FinishReason, Ids, Logprobs
 
 Memory = dict[str, Any]
-"""A dialect's state between the requests of one session. Each session has one dictionary per dialect."""
+"""State that a dialect keeps between the requests of one session. Each session has one dictionary per dialect."""
 
 
 BRANCH_HEADER = b"x-outrider-branch"
-"""The header in which a client declares the branch of a call, as KIND or KIND/LABEL. A client that can set no headers
-declares the branch in the model's name, as in `MODEL@subagent/reviewer`."""
+"""The header in which a client declares the branch of a call, as KIND or KIND/LABEL. A branch is the main conversation
+or a side conversation, such as a sub-agent's. A client that cannot set headers appends the branch to the model's name,
+as in `MODEL@subagent/reviewer`."""
 DECLARABLE = (BranchKind.MAIN, BranchKind.SUBAGENT, BranchKind.COMPACTION, BranchKind.AUXILIARY)
-"""The kinds that a client can declare. The other kinds depend on what becomes of a reply."""
+"""The kinds that a client can declare. The other kinds cannot be known when the call is made. For example, a branch is
+ABORTED if the client later cuts off its last reply."""
 MAX_LABEL = 64
 """Maximum number of characters of a declared label."""
 
@@ -65,8 +70,8 @@ class WireCall(msgspec.Struct, frozen=True):
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """The calling agent, as the client names it, and the branch that the client declares for the call. A field is None
-    if the request does not have it."""
+    """The agent that made a call, as named by the client, and the branch that the client declares for the call. A field
+    that the request does not set is None, or "" for the label."""
 
     agent_id: str | None = None
     parent_id: str | None = None
@@ -76,8 +81,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """The sampling parameters in the client's request. A parameter is None, or empty, if the request does not set
-    it."""
+    """The sampling parameters that the client sent. A parameter that the client did not send is None or empty."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -97,13 +101,14 @@ class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A model call, independent of its dialect.
+    """A parsed request for a model call, in a form that is the same for all dialects.
 
-    `tools_raw` are bytes that determine `tools`, in any encoding (b"" for no tools). `tool_choice` restricts the calls
-    of the reply; None if the reply may call any tool or none. `ignored` names the request's fields and tools that have
-    no effect (`reading.bounded_notes`). `reply_context` is the dialect's own data for the writer of the reply.
-    `needs_images` is True if the agent cannot work without the images that its tools return. A model that reads no
-    images then refuses these images, too.
+    - `tools_raw`: bytes that are never equal for different `tools`; b"" for no tools.
+    - `tool_choice`: the restriction of the reply's tool calls; None for no restriction.
+    - `ignored`: the names of the request's fields and tools that have no effect (`reading.bounded_notes`).
+    - `needs_images`: True if the agent cannot work without the images that its tools return. A model that cannot read
+      images then refuses them, instead of reading a text in their place.
+    - `reply_context`: the dialect's own data for writing the reply.
     """
 
     model: str
@@ -125,8 +130,8 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """A finished model call.
 
-    `created` is in whole seconds since the epoch. `pieces` are the sampled tokens, each decoded separately; they are
-    set only if the request asks for log-probabilities. `stop_match` is the stop token or stop string that ended the
+    `created` is in whole seconds since the epoch. `pieces` are the sampled tokens, each decoded separately; the tuple
+    is empty unless the request asks for log-probabilities. `stop_match` is the stop token or stop string that ended the
     reply, if the engine reports it.
     """
 
@@ -156,12 +161,12 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamWriter(Protocol):
-    """Writer of one streamed reply. Call `open`, then `delta` any number of times, then `close` or `error`, and nothing
-    afterwards. `error` may be called without `open`.
+    """Writer of one streamed reply. Call `open`, then `delta` any number of times, then either `close` or `error`. No
+    calls may follow. `error` may also be called without `open`.
 
-    Each method returns the bytes to send, possibly none. `pieces` are the new tokens, each decoded separately; they are
-    set only if the request asks for log-probabilities. `ping` are bytes that keep an idle connection open. They may be
-    sent before the first result of a method, and between two results.
+    Each method returns the bytes to send, which may be empty. `pieces` are the new tokens, each decoded separately; the
+    tuple is empty unless the request asks for log-probabilities. `ping` is sent to keep an idle connection open. It may
+    come before the first result of a method and between two results.
     """
 
     content_type: str
@@ -174,9 +179,9 @@ class StreamWriter(Protocol):
 
 
 class Route(msgspec.Struct, frozen=True):
-    """One kind of calls of a dialect. `calls` is a regular expression for a call's whole method and path, such as "POST
-    /v1/messages". If `header` is set, only calls with a header of this name match. `action` is None for calls of the
-    dialect's API that are not served here; `hint` is then added to the error."""
+    """Maps calls to an operation. `calls` is a regular expression that must match the whole "METHOD /path", such as
+    "POST /v1/messages". If `header` is set, the call must also have a header of this name. `action` is None for a part
+    of the vendor's API that is not served here; the error reply then includes `hint`."""
 
     calls: str
     action: Action | None = None
@@ -189,17 +194,17 @@ def _uncounted(tokens: int) -> dict[str, Any]:
 
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
-    """One wire format. A dialect is stateless: its state for a session is in that session's `Memory`.
+    """One wire format. A dialect has no state of its own: its state for a session is in that session's `Memory`.
 
-    - `routes` are tried in order; the first route that matches a call determines the operation.
-    - `model` returns the name of the requested model without parsing the rest of the call. It returns None if the call
-      names no model or the body is unreadable; `parse` then refuses the body.
+    - `routes` are tried in order. The first route that matches a call determines the operation.
+    - `model` returns the name of the requested model without parsing the rest of the request. It returns None if the
+      request names no model or cannot be read; `parse` then raises the error.
     - `parse` parses the body of a GENERATE or COUNT_TOKENS call. Raises RequestError with the name of the wrong field.
-    - `reply` writes a whole reply, `stream` makes the writer of a streamed reply.
-    - `models` writes the reply to MODELS and MODEL. Its second argument maps the name of each model to the size of the
-      model's context in tokens, None if the size is unknown. Raises NotFound for a model missing from the mapping.
-    - `error` returns the JSON object of an error in the dialect's own shape.
-    - `count` returns the JSON object of the reply to COUNT_TOKENS, for a dialect that has such a route.
+    - `reply` writes a whole reply, and `stream` makes the writer of a streamed reply.
+    - `models` writes the reply to MODELS and MODEL. Its second argument maps each model's name to the size of its
+      context in tokens, None for an unknown size. Raises NotFound for a model missing from the mapping.
+    - `error` returns the JSON object of an error in the vendor's format.
+    - `count` returns the JSON object of the reply to COUNT_TOKENS, if the dialect has a route for it.
     """
 
     name: str
@@ -222,8 +227,8 @@ class Routed(msgspec.Struct, frozen=True):
 
 
 class RouteTable:
-    """The routes of several dialects. If a call matches routes of several dialects, the first of these dialects serves
-    the call."""
+    """Finds the dialect that serves a call. If routes of several dialects match a call, the first of these dialects
+    serves it."""
 
     def __init__(self, dialects: Sequence[Dialect]) -> None:
         self._routes = [
@@ -231,8 +236,8 @@ class RouteTable:
             for dialect in dialects
             for route in dialect.routes
         ]
-        # Most routes are literal texts, and their calls are found in this dictionary. A route is left out if an earlier
-        # route also matches its text, because the earlier route takes precedence.
+        # Most routes are plain strings without regular expressions. Their calls are looked up in this dictionary. A
+        # route is left out if an earlier route matches the same call, because the earlier route takes precedence.
         self._exact: dict[str, Routed] = {}
         for number, route in enumerate(route for dialect in dialects for route in dialect.routes):
             fits, header, routed = self._routes[number]
@@ -259,13 +264,14 @@ _encode = msgspec.json.Encoder().encode
 
 
 def event(fields: Any, name: bytes | None = None) -> bytes:
-    """Write one server-sent event with JSON data. `name` is the event's type; None for the default type, "message"."""
+    """Write one server-sent event with JSON data. `name` is the event's type; None means the default type,
+    "message"."""
     return b"data: %b\n\n" % line(fields) if name is None else b"event: %b\ndata: %b\n\n" % (name, line(fields))
 
 
 def line(value: Any) -> bytes:
     """Encode the value as JSON, with U+0085, U+2028 and U+2029 escaped. Some clients split streams with Python's
-    str.splitlines, which splits at these characters, although these characters do not end a line in the format."""
+    str.splitlines, which splits at these characters, although server-sent events do not."""
     data = _encode(value)
     if data.isascii():
         return data
@@ -275,16 +281,16 @@ def line(value: Any) -> bytes:
 
 
 def opencode_caller(call: WireCall) -> Caller:
-    """Return the caller named by the headers that OpenCode sends in each dialect: the ids of a sub-agent's session and
-    of its parent's session. A session without a parent belongs to the main agent; the caller's fields are then None."""
+    """Return the caller from the headers that OpenCode sends in every dialect: the session ids of a sub-agent and of
+    its parent. A call without a parent's id comes from the main agent; both fields are then None."""
     parent = call.header(b"x-parent-session-id")
     return Caller(agent_id=call.header(b"x-session-id"), parent_id=parent) if parent else Caller()
 
 
 def with_declaration(call: WireCall, request: ModelRequest) -> ModelRequest:
-    """Return the request with the branch that the client declares, or unchanged if it declares none. The header takes
-    precedence over the model's name. Raises RequestError for a malformed header. A model's name without a declaration
-    is only a name."""
+    """Return the request with the branch that the client declares in the header or else in the model's name. Without a
+    declaration the request is returned unchanged. Raises RequestError for a malformed header. A malformed suffix of the
+    model's name raises no error, because it may be a part of the name."""
     header = call.header(BRANCH_HEADER)
     if header is None:
         _, at, suffix = request.model.rpartition("@")

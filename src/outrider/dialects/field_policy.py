@@ -1,8 +1,8 @@
-"""Lists the treatment of every field that a client may send besides its messages, in one table for each dialect.
+"""Lists how every request field besides the messages is treated, in one table for each dialect.
 
-Each field has one of four treatments: passed on; without effect, and noted with the turn; refused; or, for a field that
-does not concern the reply, ignored without a note. The tables are applied in `reading.py`. Invariant: a field that is
-in no table is noted, and not dropped silently. docs/dialects.md has the same tables.
+A field is passed on, refused with an error, or ignored. An ignored field is recorded with the turn
+(`ModelRequest.ignored`) unless it does not concern the reply. `reading.py` applies the tables. Invariant: a field that
+is in no table is recorded, and not dropped silently. docs/dialects.md has the same tables.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Treatment(StrEnum):
 
 
 class FieldRule(msgspec.Struct, frozen=True):
-    """The treatment of one field. `name` is its path in the request. A field with a value in `neutral` requests
-    nothing, and is ignored without a note. Null and empty values are always neutral."""
+    """The treatment of one field. `name` is its path in the request. A value in `neutral` requests nothing, as `n: 1`
+    does, so such a field is ignored without a note. Null and empty values are always neutral."""
 
     name: str
     treatment: Treatment
@@ -69,8 +69,8 @@ SAMPLERS: Table = (
     *_refused("bad_words", "allowed_token_ids", reason="send logit_bias"),
     *_refused("logits_processors", "custom_logit_processor", reason=_NO_SAMPLER),
 )
-"""Sampling parameters of inference servers that are not part of the dialects' own APIs. Every dialect refuses these
-fields, because ignoring them would change what is sampled."""
+"""Sampling parameters of inference servers that are outside the vendors' own APIs. Every dialect refuses these fields,
+because ignoring them would change what is sampled."""
 
 SERVER_EXTENSIONS: Table = (
     *_passed("top_k", "min_p", "seed", "min_tokens", "stop_token_ids"),
@@ -80,8 +80,8 @@ SERVER_EXTENSIONS: Table = (
     *_noted("chat_template_kwargs", reason="all other keys: the template has no such variable"),
     *_noted("thinking_budget", "thinking_token_budget", reason=_BUDGET),
 )
-"""Fields that vLLM's and SGLang's servers accept in addition to a dialect's own fields. Chat, Responses and Messages
-accept these fields, too."""
+"""Fields that the servers of vLLM and SGLang accept besides OpenAI's own. Chat, Responses and Messages accept them,
+too."""
 
 CHAT: Table = (
     *_passed("model", "messages", "stream", "stream_options", "tools", "logprobs", "return_token_ids"),
@@ -160,7 +160,7 @@ _UNDERSCORE_LETTER = re.compile(r"_([a-z])")
 
 
 def camel_case(key: str) -> str:
-    """Return a snake_case key in camelCase, as Google writes keys; any other key unchanged."""
+    """Convert a snake_case key to camelCase, as Google writes keys. Any other key is returned unchanged."""
     return _UNDERSCORE_LETTER.sub(lambda found: found[1].upper(), key) if "_" in key else key
 
 

@@ -1,5 +1,5 @@
-"""Writes OpenAI's error object, for Chat Completions and Responses. The errors of Messages and Gemini are written in
-each dialect's `reply.py`.
+"""Writes OpenAI's error object, for Chat Completions and Responses. The other dialects write errors in their
+`reply.py`.
 
 Source: OpenAI API reference, "Error codes".
 """
@@ -14,10 +14,10 @@ _OPENAI_CODES = {ContextOverflow.code: "context_length_exceeded", Unauthorized.c
 
 
 def openai_error(error: OutriderError) -> dict[str, Any]:
-    """Return `{"error": {"message", "type", "param", "code"}}`, the shape of Chat Completions and Responses."""
+    """Return `{"error": {"message", "type", "param", "code"}}`."""
     status, text = error.http_status, error_text(error)
     if isinstance(error, ContextOverflow):
-        # Clients recognise an overflow by this text, not by the code, and then shorten their history.
+        # Clients recognise a context overflow by this text, not by the code, and then shorten their history.
         text = f"This model's maximum context length is exceeded: {text.rstrip('. ')}."
         text += " Please reduce the length of the messages."
     kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
@@ -26,8 +26,7 @@ def openai_error(error: OutriderError) -> dict[str, Any]:
             "message": text,
             "type": kind,
             "param": storable(error.field) if error.field else None,
-            # If OpenAI has a code for the error, OpenAI's code is sent instead of ours, because clients check for
-            # OpenAI's.
+            # If OpenAI has a code for the error, it replaces ours, because clients check for OpenAI's codes.
             "code": "rate_limit_exceeded" if status == 429 else _OPENAI_CODES.get(error.code, error.code),
         }
     }

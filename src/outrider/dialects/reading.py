@@ -1,11 +1,14 @@
-"""Parses the parts of a request that are the same in several dialects: JSON, the fields of a body, images, tools,
-sampling, thinking, and the form of the reply, which is a constraint such as a JSON schema.
+"""Parses the parts of a request that several dialects share: JSON, the fields of a body, images, tools, sampling,
+thinking, and the required form of the reply, such as a JSON schema.
 
-No image is fetched here. Invariants: wrong data raises `RequestError` with the name of the field, and no other error;
-the last value of a repeated key counts; a field that no type declares is skipped, and only its JSON syntax is checked;
-arguments that a client sends back unchanged are parsed as arguments that equal the sampled arguments (as
-`tokens/tree/canonical.py` compares them), although the JSON may be written differently; a request with more than one
-form of the reply is refused.
+No image is fetched here. Invariants:
+
+- Wrong data raises only `RequestError`, with the name of the field.
+- If a key is repeated, its last value is used.
+- A field that no struct declares is skipped, and only its JSON syntax is checked.
+- Arguments that a client sends back unchanged are equal to the sampled arguments after parsing (as
+  `tokens/tree/canonical.py` compares them), although the JSON may be written differently.
+- A request with more than one form of the reply is refused.
 
 Source: the OpenAI-compatible servers of vLLM and SGLang (sampling parameters, structured outputs, template arguments).
 """
@@ -34,10 +37,10 @@ T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 MAX_NOTES = 32
-"""Maximum number of notes of one request. Further notes are dropped."""
+"""Maximum number of notes of one request. A note names a part of the request that has no effect, such as an ignored
+field. Further notes are dropped."""
 MAX_NOTE = 64
-"""Maximum number of characters of a note. A longer note is cut, because a note may contain a name of any length from
-the client."""
+"""Maximum number of characters of a note. Longer notes are cut, because clients choose the names in them."""
 UNKNOWN = "unknown."
 """The prefix of the note for a field that is in no table of `field_policy.py`."""
 TOOL = "tools."
@@ -45,13 +48,13 @@ TOOL = "tools."
 HISTORY = "history."
 """The prefix of the note for a part of the history that the model does not see."""
 RESULT = "results."
-"""The prefix of the note for a file in a tool's result that the model reads as a text (`media.py`)."""
+"""The prefix of the note for a file in a tool's result that the model sees as a text instead (`media.py`)."""
 MAX_DEPTH = 64
 """Maximum depth of nested lists and objects in a schema. Chat templates and engines process schemas recursively, so a
-deeper schema could exceed a recursion limit."""
+deeper schema could exceed their recursion limit."""
 MAX_TOKENS = 1 << 24
-"""Maximum output limit in tokens; higher limits are lowered to this number. No context is this long, but clients send
-huge numbers for "no limit"."""
+"""The highest output limit, in tokens. A higher limit is lowered to this number. No model's context is this long, but
+clients send huge numbers to say "no limit"."""
 JSON_OBJECT = Constraint(ConstraintKind.JSON_OBJECT)
 
 
@@ -61,7 +64,7 @@ class _NamedModel(msgspec.Struct):
 
 _NAMED_MODEL = msgspec.json.Decoder(_NamedModel)
 
-# msgspec names the path of a wrong value only in the text of the error, so the path is read from the text.
+# msgspec reports the path of a wrong value only inside the error's text, so the path is extracted from the text.
 _PATH = re.compile(r" - at (?:`key` in )?`\$(.*)`$")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -70,19 +73,21 @@ _NULLS = frozenset({b"", b"null"})
 _STRING = msgspec.json.Decoder(str)
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _ABSENT = Raw()
-"""The value of a missing field. It must be compared by identity (`is`), because a client may send an equal value."""
+"""The value of a missing field. Compare it by identity (`is`), because a value from a client may be equal to it."""
 _LONGEST_NEUTRAL = 16
-"""Maximum length in bytes of a value that is compared with the neutral values. No table has a longer neutral value."""
+"""Maximum size in bytes of a value that is compared with `FieldRule.neutral`. No table has a longer neutral value."""
 _ASKS_NOTHING: tuple[Any, ...] = (None, "", [], {})
 _NAMES: msgspec.json.Decoder[dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw])
 # A data URL may have parameters between the media type and `base64`, such as a charset or a file name.
-# All repetitions are bounded: the search in a hostile address of 30 MB took 13 seconds, in which no other thread ran.
+# All repetitions are bounded, because an unbounded search in a malicious URL of 30 MB took 13 seconds and blocked all
+# other threads.
 _DATA_URL = re.compile(r"data:([\w.+-]{1,64}/[\w.+-]{1,64})?(?:;[^,;]{0,256}){0,16};base64,", re.ASCII)
 _NO_ADDRESS = "must be an http or https address, or a data URL of an image in base64"
 INVALID_JSON = "INVALID_JSON"
-"""In dialects that require the arguments of a call to be an object, arguments that are no JSON object are replaced by
-an object with this single key. The value is the text of the arguments. No tool accepts such an object, so the model
-gets an error from the tool. The key comes from Anthropic's documentation of fine-grained tool streaming."""
+"""The key that marks a call's arguments as invalid. Some dialects require arguments to be an object. Any other
+arguments are replaced by an object with this single key, whose value is their text. No tool accepts such an object, so
+the tool's error shows the model its mistake. The key comes from Anthropic's documentation of fine-grained tool
+streaming."""
 
 _MEMORY_KEY = "tools"
 
@@ -102,8 +107,7 @@ def decode(decoder: msgspec.json.Decoder[T], data: bytes | Raw, where: str = "")
         if missing := _MISSING.search(text):
             path = f"{path}.{missing[1]}"
         elif _SURROGATE_ESCAPE.search(bytes(data)) is not None:
-            # The decoder reports only a byte offset, but a person needs the name of the field. So the field is searched
-            # for.
+            # The decoder reports only a byte offset, so the name of the field is searched for.
             with suppress(ValueError, RecursionError):
                 surrogate = _find_surrogate(json.loads(bytes(data)), "")
                 if surrogate is not None:
@@ -112,7 +116,7 @@ def decode(decoder: msgspec.json.Decoder[T], data: bytes | Raw, where: str = "")
 
 
 def string(raw: Raw, where: str) -> str:
-    """Return the text of a field. Raises RequestError if the field is missing or is not a string."""
+    """Return the value of a string field. Raises RequestError if the field is missing or is not a string."""
     if not raw:
         refuse(where, "is missing")
     return decode(_STRING, raw, where)
@@ -132,12 +136,13 @@ def named_model(call: WireCall, body: bytes) -> str | None:
 
 
 def refuse(field: str, reason: str, cause: Exception | None = None) -> NoReturn:
-    """Raise RequestError about `field`, a path in the request ("" for the whole body)."""
+    """Raise RequestError for `field`, a path in the request ("" for the whole body)."""
     raise RequestError(f"{field or 'request body'}: {reason}", field=field or None) from cause
 
 
 def check_depth(value: Any, where: str) -> None:
-    """Raise RequestError if lists and objects nest more than MAX_DEPTH deep. The check itself does not recurse."""
+    """Raise RequestError if lists and objects are nested more than MAX_DEPTH deep. The check itself is not
+    recursive."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -152,7 +157,7 @@ def check_depth(value: Any, where: str) -> None:
 
 
 def quoted(text: str) -> str:
-    """Return a text from a client in a form for error messages: printable, in quotes, and cut after 40 characters."""
+    """Return a client's text for use in error messages: in quotes, with escapes, and cut after 40 characters."""
     return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
@@ -162,8 +167,8 @@ def is_absent(raw: bytes | Raw) -> bool:
 
 
 def _find_surrogate(value: Any, path: str) -> str | None:
-    """Return the path of the first string with an unpaired surrogate; None if there is none. `path` is the path of
-    `value`."""
+    """Return the path of the first string with an unpaired surrogate; None if there is none. `path` is where `value`
+    is."""
     if isinstance(value, str):
         return path if _SURROGATE.search(value) else None
     if isinstance(value, list):
@@ -176,8 +181,8 @@ def _find_surrogate(value: Any, path: str) -> str | None:
 
 
 class BodyReader(Generic[BodyT]):
-    """Parses a body into a struct of type `kind`. The dialect itself handles the fields that `kind` and its nested
-    structs declare. The reader applies the rules of `table` to all other fields."""
+    """Parses a body into a struct of type `kind`. The dialect handles the fields that `kind` and its nested structs
+    declare. The reader applies the rules of `table` to all other fields."""
 
     def __init__(self, kind: type[BodyT], table: Table) -> None:
         own = {field.encode_name for field in msgspec.structs.fields(kind)}
@@ -194,8 +199,8 @@ class BodyReader(Generic[BodyT]):
         self._inner = {
             name: {field.encode_name for field in msgspec.structs.fields(part)} for name, part in inner.items()
         }
-        # Nearly all bodies have known fields only and are parsed once, by the strict decoder. Finding the names of
-        # unknown fields takes further passes over the body.
+        # Nearly all bodies have only known fields, and the strict decoder parses them in one pass. Finding the names of
+        # unknown fields takes further passes.
         exact = [
             (name, msgspec.defstruct(part.__name__, [], bases=(part,), forbid_unknown_fields=True) | None, None)
             for name, part in inner.items()
@@ -208,11 +213,11 @@ class BodyReader(Generic[BodyT]):
         self._tolerant: msgspec.json.Decoder[BodyT] = msgspec.json.Decoder(tolerant)
 
     def read(self, body: bytes, notes: list[str]) -> BodyT:
-        """Parse the body. Fields without effect are added to `notes`. Raises RequestError."""
+        """Parse the body. The names of fields without effect are added to `notes`. Raises RequestError."""
         try:
             wire = self._strict.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            # The body has unknown fields, or it has an error, which the tolerant decoder raises.
+            # The body has either unknown fields or an error. For an error, the tolerant decoder raises RequestError.
             wire = decode(self._tolerant, body)
             sent = decode(_NAMES, body)
             notes += [UNKNOWN + name for name in sent if name not in self._known]
@@ -226,7 +231,7 @@ class BodyReader(Generic[BodyT]):
 
 
 def rules_by_name(table: Table, own: Iterable[str]) -> dict[str, FieldRule]:
-    """Return the rules of a table by field name, for `apply_rules`. The fields that the dialect itself handles (`own`)
+    """Return the rules of a table by field name, for `apply_rules`. Fields in `own`, which the dialect itself handles,
     are left out."""
     return {rule.name: rule for rule in table if rule.name not in own}
 
@@ -235,8 +240,8 @@ def apply_rules(
     sent: dict[str, Raw], rules: dict[str, FieldRule], own: Container[str], where: str, notes: list[str]
 ) -> None:
     """Apply the rules to the fields of an object. `where` is the object's path with a final dot ("" for the body). The
-    dialect itself handles the fields in `own`. Fields without effect are added to `notes`. Raises RequestError for a
-    refused field."""
+    dialect itself handles the fields in `own`. The names of fields without effect are added to `notes`. Raises
+    RequestError for a refused field."""
     for name, raw in sent.items():
         if name in rules:
             _apply(rules[name], raw, where, notes)
@@ -245,8 +250,8 @@ def apply_rules(
 
 
 def bounded_notes(notes: Iterable[str]) -> tuple[str, ...]:
-    """Return the notes in printable form. Repeated notes are left out. The length and the number of notes are limited,
-    because clients choose the names of fields and tools."""
+    """Return the notes in printable form, without repetitions. Their length and number are limited, because clients
+    choose the names of fields and tools."""
     shortened = (note[:MAX_NOTE] for note in notes)
     printable = (
         note if note.isprintable() else "".join(char if char.isprintable() else "?" for char in note)
@@ -260,7 +265,7 @@ def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
         return
     if len(memoryview(raw)) <= _LONGEST_NEUTRAL:
         value = decode(_ANY, raw, where + rule.name)
-        # If 1 is neutral, 1.0 and True are neutral, too, because `in` compares by equality.
+        # `in` compares by equality: if 1 is neutral, so are 1.0 and True.
         if value in _ASKS_NOTHING or value in rule.neutral:
             return
     if rule.treatment is Treatment.REFUSED:
@@ -269,9 +274,9 @@ def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
 
 
 def image_from_address(url: str, where: str) -> Image | Attachment:
-    """Return the image at an http(s) address, which the engine fetches later, or the image in a data URL. For a data
-    URL of another kind of file, and for an image without readable data, an attachment is returned. Raises RequestError
-    for any other address."""
+    """Return the image at an http(s) address, which the engine fetches later, or the image in a data URL. A data URL
+    with another type of file or without readable data becomes an `Attachment`. Raises RequestError for any other
+    address."""
     if url.startswith(("http://", "https://")):
         return image_from_url(url)
     if (head := _DATA_URL.match(url)) is None:
@@ -283,8 +288,8 @@ def image_from_address(url: str, where: str) -> Image | Attachment:
 
 
 def image_from_base64(media_type: str, data: str, where: str) -> Image | Attachment:
-    """Return the image in `data` (base64). An attachment is returned for data that is empty or not base64, and for a
-    media type that is not an image's."""
+    """Return the image in `data` (base64). Data that is empty, not base64, or not of an image's media type becomes an
+    `Attachment`."""
     if not media_type.startswith("image/"):
         reason = f"is of media type {quoted(media_type)}: the model reads text and images"
         return attachment(media_type, where, reason, size=encoded_size(data))
@@ -298,8 +303,8 @@ def image_from_base64(media_type: str, data: str, where: str) -> Image | Attachm
 
 
 def file_from_base64(media_type: str | None, data: str, where: str, reason: str, *, head: str = "") -> Attachment:
-    """Return the file in `data` (base64): a PDF document, or an attachment for any other type and for data that is not
-    base64. `head` is text about a document, for the model."""
+    """Return the file in `data` (base64). A PDF becomes a `Document`; any other type, and data that is not base64,
+    becomes a plain `Attachment`. `head` is text that the model sees before a document."""
     if (media_type or "").partition(";")[0].strip().lower() == PDF:
         try:
             return document(decode_base64(data), where, reason, head=head)
@@ -309,7 +314,7 @@ def file_from_base64(media_type: str | None, data: str, where: str, reason: str,
 
 
 def file_from_address(url: str | None, media_type: str | None, where: str, reason: str) -> Attachment:
-    """Return the attachment of a file. `url` is a data URL or the file's address, or None if the place of the file is
+    """Return the attachment for a file. `url` is a data URL or the file's address; None if the file's location is
     unknown."""
     if url is not None and (head := _DATA_URL.match(url)) is not None:
         return file_from_base64(head[1] or media_type, url[head.end() :], where, reason)
@@ -317,9 +322,9 @@ def file_from_address(url: str | None, media_type: str | None, where: str, reaso
 
 
 class DeclaredTools(msgspec.Struct, frozen=True):
-    """The tools of a request: `specs` in OpenAI's form for the model, `raw` the bytes from which the tools were parsed,
-    and `hosted` the kinds of the hosted tools. Hosted tools are tools that a vendor's servers would run; the model does
-    not see them."""
+    """The tools of a request. `specs` are the tools for the model, in OpenAI's form. `raw` are the bytes they were
+    parsed from. `hosted` are the types of the hosted tools, which a vendor's servers would run and the model does not
+    see."""
 
     specs: tuple[ToolSpec, ...] = ()
     raw: bytes = b""
@@ -336,7 +341,7 @@ ToolsT = TypeVar("ToolsT", bound=_FromBytes)
 
 def cached_tools(memory: dict[str, Any], raw: bytes, read: Callable[[], ToolsT]) -> ToolsT:
     """Return the tools that `raw` declares. Agents send the same tools, some tens of kilobytes, with every call. So
-    `read` is called only if `raw` differs from the `raw` of the session's previous call."""
+    `read` is called only if `raw` differs from that of the session's previous call."""
     tools: ToolsT | None = memory.get(_MEMORY_KEY)
     if tools is None or tools.raw != raw:
         tools = memory[_MEMORY_KEY] = read()
@@ -344,7 +349,7 @@ def cached_tools(memory: dict[str, Any], raw: bytes, read: Callable[[], ToolsT])
 
 
 def check_function(function: Any, where: str) -> None:
-    """Raise RequestError for a declaration whose name, description or parameters are of a wrong type."""
+    """Raise RequestError if the function's name, description or parameters have a wrong type."""
     if not isinstance(function, dict):
         refuse(where, "must be an object")
     if not isinstance(function.get("name"), str) or not function["name"]:
@@ -358,8 +363,8 @@ def check_function(function: Any, where: str) -> None:
 def tool_choice(
     names: Iterable[str] | None, tools: Sequence[ToolSpec], *, required: bool, single: bool = False, field: str
 ) -> ToolChoice | None:
-    """Return the choice of the tools in `names`, or of all tools if `names` is None. Returns None if the choice
-    restricts nothing. `field` is the path of the choice. Raises RequestError for a choice without tools."""
+    """Return a choice of the tools in `names`, or of all tools if `names` is None. Returns None if the choice restricts
+    nothing. `field` is the path of the choice in the request. Raises RequestError for a choice without tools."""
     every = dict.fromkeys(spec["function"]["name"] for spec in tools)
     chosen = every if names is None else dict.fromkeys(names)
     if not chosen:
@@ -370,8 +375,8 @@ def tool_choice(
 
 
 def arguments_from_text(raw: Raw, where: str) -> str:
-    """Return the arguments of a call in OpenAI's dialects: a string of JSON, "{}" if the field is absent. Some clients
-    send an object; its JSON is returned without white space and otherwise unchanged. Raises RequestError."""
+    """Return the arguments of a call in OpenAI's dialects, which are a string of JSON. A missing field becomes "{}".
+    For clients that send an object instead, the object's JSON is returned without white space. Raises RequestError."""
     if is_absent(raw):
         return "{}"
     value = decode(_ANY, raw, where)
@@ -383,7 +388,7 @@ def arguments_from_text(raw: Raw, where: str) -> str:
 
 
 def is_invalid_json_object(value: dict[str, Any]) -> bool:
-    """Return True for an object in which the text of invalid arguments is wrapped (see INVALID_JSON)."""
+    """Return True for an object that wraps arguments which are not a JSON object (see INVALID_JSON)."""
     return len(value) == 1 and isinstance(value.get(INVALID_JSON), str)
 
 
@@ -411,8 +416,8 @@ class _StructuredOutputs(msgspec.Struct):
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """The fields common to the bodies of Chat, Responses and Messages: fields of the dialects themselves, and further
-    fields that the servers of vLLM and SGLang accept."""
+    """Fields that the bodies of Chat, Responses and Messages have in common. Some belong to the vendors' APIs, and some
+    only to the servers of vLLM and SGLang."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -448,12 +453,12 @@ def read_sampling(
     thinking: bool | None,
     constraint: Constraint | None,
 ) -> RequestedSampling:
-    """Return all sampling parameters of a body. `constraint` is the form of the reply in the dialect's own field.
-    Raises RequestError for more than one form of the reply, and for a form that is not supported."""
+    """Return all sampling parameters of a body. `constraint` is the form of the reply that the dialect's own field
+    requests. Raises RequestError for an unsupported form, or for more than one form."""
     return RequestedSampling(
         temperature=body.temperature,
         top_p=body.top_p,
-        # vLLM's clients write 0 or -1 for "all tokens"; Outrider uses -1 only.
+        # vLLM's clients write 0 or -1 for "all tokens"; Outrider writes only -1.
         top_k=-1 if body.top_k == 0 else body.top_k,
         min_p=body.min_p,
         max_tokens=None if max_tokens is None else min(max_tokens, MAX_TOKENS),
@@ -471,11 +476,10 @@ def read_sampling(
 
 
 def read_thinking(body: SamplingFields, thinking: JsonObject | None, notes: list[str]) -> bool | None:
-    """Return True if the request turns thinking on, False if it turns thinking off, None if it leaves thinking to the
-    model.
+    """Return True if the request turns thinking on, False if it turns thinking off, and None if the model decides.
 
-    `thinking` is an object with a `type` (`enabled`, `disabled`, or another value that leaves thinking to the model),
-    as in the APIs of Anthropic and Z.ai. This object takes precedence over the variables of the chat template. Fields
+    `thinking` is an object with a `type`, as in the APIs of Anthropic and Z.ai. The types `enabled` and `disabled` take
+    precedence over the variables of the chat template. Any other type leaves the decision to those variables. Fields
     without effect are added to `notes`. Raises RequestError.
     """
     enabled = body.enable_thinking
@@ -502,9 +506,9 @@ def note_unknown(where: str, sent: JsonObject | None, known: Container[str], not
 
 
 def response_format(form: Any, where: str) -> Constraint | None:
-    """Return the constraint for a form of the reply; None for free text. `form` is an object with a `type`, as in the
-    APIs of OpenAI and Anthropic. A schema is in the object itself or in its `json_schema`. `where` is the object's path
-    in the request. Raises RequestError."""
+    """Return the constraint that `form` requests; None for free text. `form` is an object with a `type`, as in the APIs
+    of OpenAI and Anthropic. It has the schema in `schema` or in `json_schema.schema`. `where` is its path in the
+    request. Raises RequestError."""
     if form is None:
         return None
     if not isinstance(form, dict):
@@ -525,7 +529,7 @@ def response_format(form: Any, where: str) -> Constraint | None:
 
 
 def json_schema(schema: Any, where: str) -> Constraint:
-    """Return the constraint for a schema, which is given as an object or as JSON text. Raises RequestError."""
+    """Return the constraint for a schema, which is an object or JSON text. Raises RequestError."""
     if isinstance(schema, str):
         schema = decode(_ANY, schema.encode(), where)
     if not isinstance(schema, dict):
@@ -538,16 +542,15 @@ def json_schema(schema: Any, where: str) -> Constraint:
 
 
 def one_of(choices: list[str]) -> Constraint:
-    """Return the constraint that a reply is exactly one of the texts, as a regular expression."""
-    # `re.escape` is not used, because `re.escape` also escapes spaces and dashes, and the engines' regular expressions
-    # differ from Python's.
+    """Return the constraint that a reply is exactly one of `choices`, as a regular expression."""
+    # `re.escape` is not used: it also escapes spaces and dashes, and engines do not use Python's regular expressions.
     escaped = ["".join(f"\\{char}" if char in _REGEX_SPECIAL else char for char in choice) for choice in choices]
     return Constraint(ConstraintKind.REGEX, f"({'|'.join(escaped)})")
 
 
 def _only_constraint(body: SamplingFields, own: Constraint | None) -> Constraint | None:
-    """Return the form of the reply, from the dialect's own field (`own`) or from one of the fields of vLLM and SGLang;
-    None for free text. Raises RequestError for more than one form."""
+    """Return the form of the reply from the dialect's own field (`own`) or from a field of vLLM or SGLang; None for
+    free text. Raises RequestError for more than one form."""
     found = [] if own is None else [own]
     structured = body.structured_outputs or _StructuredOutputs()
     if structured.structural_tag is not None:

@@ -1,4 +1,5 @@
-"""The OpenAI Chat Completions dialect, with and without streaming. A session's `Memory` holds the parsed tools."""
+"""The OpenAI Chat Completions dialect, with and without streaming. Its `Memory` for a session caches the parsed
+tools."""
 
 from __future__ import annotations
 

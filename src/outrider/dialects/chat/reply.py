@@ -1,10 +1,10 @@
 """Writes the replies of Chat Completions: whole replies, streams of server-sent events, and the list of models.
 
-Invariants: a streamed reply and a whole reply carry the same message; for `return_token_ids` and `logprobs`, the reply
-has the engine's own numbers, one for each token.
+Invariants: a streamed reply and a whole reply carry the same message; token ids and log-probabilities, if the client
+requests them, are those of the engine, one for each token.
 
-Source: OpenAI API reference, "The chat completion object" and "The chat completion chunk object"; `prompt_token_ids`,
-`token_ids` and `max_model_len` as vLLM serves them.
+Source: OpenAI API reference, "The chat completion object" and "The chat completion chunk object"; vLLM's server for
+`prompt_token_ids`, `token_ids` and `max_model_len`.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
 
 
 def finish_reason(completion: Completion) -> str:
-    """Return `tool_calls`, `stop` or `length`. The reason is `length` for a reply that was cut off by its limit or by
-    an abort, even if the reply has complete calls: the dialect has no value for an abort, and clients take a reply with
-    `stop` for complete."""
+    """Return `tool_calls`, `stop` or `length`. A reply that a token limit or an abort cut off has the reason `length`,
+    even if it contains complete calls. The dialect has no value for an abort, and `stop` would tell clients that the
+    reply is complete."""
     if completion.finish is not FinishReason.STOP:
         return "length"
     return "tool_calls" if completion.reply.tool_calls else "stop"
 
 
 def usage(completion: Completion) -> dict[str, Any]:
-    """Return the token counts. Reasoning tokens are not counted separately, so their number is given only for a reply
-    without reasoning, as 0."""
+    """Return the token counts. Reasoning tokens are not counted separately, so `reasoning_tokens` is set, to 0, only
+    for a reply without reasoning."""
     return {
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": completion.completion_tokens,
@@ -92,7 +92,7 @@ def usage(completion: Completion) -> dict[str, Any]:
 
 
 def message_object(message: Message) -> dict[str, Any]:
-    """Return a message of a request, without its images and its reasoning."""
+    """Return a message in OpenAI's form, without its images and its reasoning."""
     found: dict[str, Any] = {"role": message.role.value, "content": message.content}
     if message.tool_calls:
         found["tool_calls"] = [*map(tool_call_object, message.tool_calls)]
@@ -110,8 +110,8 @@ def tool_call_object(call: ToolCall) -> dict[str, Any]:
 def logprob_entries(
     ids: Iterable[int] | None, logprobs: Iterable[float], pieces: Sequence[bytes]
 ) -> list[dict[str, Any]]:
-    """Return the value of `logprobs.content`: one entry for each token. If the texts of the tokens (`pieces`) are
-    unknown, each entry has the token's id as text; if the ids are also unknown, the texts are empty.
+    """Return the value of `logprobs.content`, with one entry for each token. If the tokens' texts (`pieces`) are
+    unknown, the text of each entry is `token_id:ID`, or empty if the ids are also unknown.
 
     `top_logprobs` is always empty, because engines return the log-probability of the sampled token only.
     """
@@ -132,8 +132,8 @@ def ids_json(ids: Ids | None) -> msgspec.Raw | None:
     """Encode token ids as a JSON array. Returns None if the ids are unknown."""
     if ids is None:
         return None
-    # orjson encodes the array directly, because a prompt has too many ids to convert them to a list of Python integers
-    # first.
+    # orjson encodes the numpy array directly. A prompt has so many ids that converting them to Python integers first
+    # would be slow.
     packed = np.ascontiguousarray(ids, dtype=np.int32)
     return msgspec.Raw(orjson.dumps(packed, option=orjson.OPT_SERIALIZE_NUMPY))
 
@@ -144,8 +144,8 @@ class ChatStream:
     content_type = EVENT_STREAM
     ping = COMMENT
 
-    # The bytes around a delta's text are the same within a stream. `open` makes them once, which saves encoding a
-    # dictionary for every token.
+    # The bytes before and after a delta's text are the same in all chunks. `open` makes them once, so that `delta` does
+    # not encode a dictionary for every token.
     _head: bytes
     _content_head: bytes
     _reasoning_head: bytes
@@ -182,8 +182,8 @@ class ChatStream:
             if delta.text:
                 written += self._content_head + line(delta.text) + self._content_tail
             return written
-        # If log-probabilities or ids were requested, one chunk has all tokens of the delta, even if these tokens add no
-        # text yet.
+        # If log-probabilities or ids were requested, the chunk lists all tokens of the delta, even if they add no text
+        # yet.
         fields: dict[str, Any] = {}
         if delta.reasoning:
             fields["reasoning_content"] = delta.reasoning
@@ -202,7 +202,7 @@ class ChatStream:
             for index, call in enumerate(completion.reply.tool_calls)
         ]
         chunks.append(self._chunk({}, finish=finish_reason(completion)))
-        if self._usage:  # a separate chunk without choices has the usage, as documented for `stream_options`
+        if self._usage:  # as documented for `stream_options`, the usage has a separate chunk without choices
             chunks.append(self._head + b'],"usage":' + line(usage(completion)) + b"}\n\n")
         chunks.append(DONE)
         return b"".join(chunks)
@@ -219,7 +219,7 @@ class ChatStream:
         ids: list[int] | None = None,
         after: bytes = b"",
     ) -> bytes:
-        """Write one chunk event. `after` is encoded JSON that follows the chunk's choices."""
+        """Write one chunk event. `after` is JSON text that is inserted after the chunk's choices."""
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         if ids is not None:
             choice["token_ids"] = ids

@@ -1,14 +1,12 @@
 """Parses a Chat Completions request body into a `ModelRequest`.
 
-Invariant: reading a request costs one scan of its bytes, because only needed data is decoded. Messages are decoded
-later, by `ChatMessages.parse`.
+Invariant: the body is scanned once, and only needed data is decoded. `ChatMessages.parse` decodes messages later.
 
-A tool of the type `custom` is refused: the client would run the tool, but a Chat reply could not call it. A tool of any
-other type but `function` is hosted: nothing here runs such a tool, so its type is noted and the model does not see the
-tool.
+A tool of the type `custom` is refused, because a Chat reply cannot call it. A tool of any other type than `function` is
+a hosted tool, which OpenAI's servers would run. It is listed in `ModelRequest.ignored`, and the model does not see it.
 
-Source: OpenAI API reference, "Create chat completion"; `reasoning` in messages and `return_token_ids` from vLLM,
-`reasoning` and `thinking` of the request from OpenRouter and Z.ai.
+Source: OpenAI API reference, "Create chat completion"; vLLM for `reasoning` in messages and `return_token_ids`;
+OpenRouter and Z.ai for the request's `reasoning` and `thinking`.
 """
 
 from __future__ import annotations
@@ -83,8 +81,8 @@ class _ImageUrl(msgspec.Struct, gc=False):
 
 
 class _File(msgspec.Struct, gc=False):
-    """A file in a message. The contents are in `file_data` or `data`; if both are missing, the client has uploaded the
-    file before. `format` is the end of an audio file's media type, such as `wav`."""
+    """A file in a message. The contents are in `file_data` or `data`; if both are missing, the client uploaded the file
+    earlier. `format` is the second part of an audio file's media type: `wav` for `audio/wav`."""
 
     file_data: str | None = None
     data: str | None = None
@@ -133,8 +131,7 @@ _MESSAGE = msgspec.json.Decoder(_Message)
 _HEAD = msgspec.json.Decoder(_Head)
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
-# `developer` is OpenAI's newer name for `system`. `function` was the role of a function's result before OpenAI's API
-# had tools.
+# `developer` is OpenAI's newer name for `system`. `function` is the older name for `tool`.
 _ROLES = {
     "system": Role.SYSTEM,
     "developer": Role.SYSTEM,
@@ -144,13 +141,14 @@ _ROLES = {
     "function": Role.TOOL,
 }
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-"""Types of text parts. Clients that also use the Responses API send the types of that API in Chat requests, too."""
+"""Types of text parts. `input_text` and `output_text` belong to the Responses API, but clients of both APIs also send
+them in Chat requests."""
 _TOOL_CHOICES = frozenset({"none", "auto", "required"})
 _REASONING_KEYS = frozenset({"effort", "enabled", "max_tokens", "exclude", "summary"})
 
 
 def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
-    """Parse the request in `body`. Raises RequestError. A malformed message raises RequestError later, when the message
+    """Parse the request in `body`. Raises RequestError. A malformed message raises RequestError only when that message
     is parsed."""
     notes: list[str] = []
     wire = _BODY.read(body, notes)
@@ -160,8 +158,8 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     notes += [TOOL + kind for kind in tools.hosted]
     choice = _read_tool_choice(wire, tools.specs, notes)
     told = tools.specs and wire.tool_choice != "none"
-    # Clients switch thinking on or off by different fields. If fields disagree, `reasoning.enabled` takes precedence
-    # over an effort of `none`, and an effort of `none` takes precedence over `thinking` and the template's variables.
+    # Clients turn thinking on or off with different fields. If they disagree, the first of these counts:
+    # `reasoning.enabled`, the effort `none`, `thinking`, the variables of the chat template.
     thinking = read_thinking(wire, wire.thinking, notes)
     reasoning = wire.reasoning or {}
     note_unknown("reasoning", reasoning, _REASONING_KEYS, notes)
@@ -174,7 +172,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
         notes.append("reasoning.max_tokens")
     if isinstance(enabled := reasoning.get("enabled"), bool):
         thinking = enabled
-    # `max_tokens` is deprecated: if a client sends both fields, the newer one counts.
+    # `max_tokens` is deprecated. If a client sends both fields, `max_completion_tokens` takes precedence.
     limit = wire.max_tokens if wire.max_completion_tokens is None else wire.max_completion_tokens
     sampling = read_sampling(
         wire,
@@ -200,8 +198,8 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
 
 
 def _read_tools(raw: bytes) -> DeclaredTools:
-    """Parse the tools into OpenAI's form, with the keys in the client's order. A function that the client sends alone
-    is put into an object `{"type": "function", "function": …}`."""
+    """Parse the tools into OpenAI's form, with the keys in the client's order. A bare function is wrapped in `{"type":
+    "function", "function": …}`."""
     specs: list[ToolSpec] = []
     hosted: list[str] = []
     sent = decode(_TOOLS, raw, "tools") if raw else None
@@ -227,7 +225,8 @@ def _read_tools(raw: bytes) -> DeclaredTools:
 
 def _read_tool_choice(wire: _Body, tools: tuple[ToolSpec, ...], notes: list[str]) -> ToolChoice | None:
     """Return the choice of tools that restricts the reply; None for `auto` and `none`. Raises RequestError for an
-    unknown choice. `parallel_tool_calls` is noted if no call is forced."""
+    unknown choice. `parallel_tool_calls: false` can only be enforced if a call is forced; otherwise it is added to
+    `notes`."""
     choice, single = wire.tool_choice, wire.parallel_tool_calls is False
     chosen = None
     if choice == "required":
@@ -242,7 +241,7 @@ def _read_tool_choice(wire: _Body, tools: tuple[ToolSpec, ...], notes: list[str]
 
 
 def _read_named_tools(choice: dict[str, Any], tools: tuple[ToolSpec, ...], *, single: bool) -> ToolChoice | None:
-    """Read a choice of one function, or of a list of allowed functions. Raises RequestError."""
+    """Read a choice that names one function or lists the allowed functions. Raises RequestError."""
     known = {spec["function"]["name"] for spec in tools}
     if choice.get("type") == "allowed_tools":
         at, allowed = "tool_choice.allowed_tools", choice.get("allowed_tools")
@@ -276,7 +275,7 @@ def _function_name(entry: Any) -> str | None:
 
 
 class ChatMessages:
-    """Implements `WireMessages` with the raw JSON of each message."""
+    """Implements `WireMessages` over the raw JSON of each message."""
 
     __slots__ = ("_raws", "_roles")
 
@@ -326,8 +325,8 @@ def parse_message(raw: Raw | bytes, where: str) -> Message:
     return Message(
         role=role,
         content=joined_text(parts),
-        # Clients send reasoning back in the field that they support: `reasoning_content`, as in our replies, or vLLM's
-        # newer `reasoning`.
+        # Clients send reasoning back in one of two fields: `reasoning_content`, as in our replies, or vLLM's newer
+        # `reasoning`.
         reasoning=wire.reasoning_content or wire.reasoning or None,
         tool_calls=_tool_calls(wire, where),
         name=wire.name,
@@ -368,7 +367,7 @@ def _part(part: _Part, where: str) -> Part:
 
 
 def _tool_calls(wire: _Message, where: str) -> tuple[ToolCall, ...]:
-    # `function_call` is the field from before OpenAI's API had tools: a single call without an id.
+    # `function_call` is a single call without an id, from the time before OpenAI's API had tools.
     if wire.function_call is not None and not wire.tool_calls:
         arguments = arguments_from_text(wire.function_call.arguments, f"{where}.function_call.arguments")
         return (ToolCall("", wire.function_call.name, arguments),)

@@ -1,14 +1,13 @@
-"""Parses one `Content` of the Google dialect: the text, images, calls and tool results in its parts.
+"""Parses one `Content` of a Google request: the text, images, calls and tool results in its parts.
 
-The parser sees one content at a time; `history.py` assigns each tool result to its call. Invariant: a part that cannot
-be shown to the model raises RequestError. The only exceptions are parts with work of tools on Google's own servers
-(`WirePart.hosted`), which are left out; their kinds are added to the request's notes.
+Each content is parsed by itself; `history.py` assigns tool results to calls. Invariant: a part that cannot be shown to
+the model raises RequestError. The only exceptions are parts written by tools on Google's own servers
+(`WirePart.hosted`). These parts are left out, and the names of their fields are added to the request's notes.
 
-The model sees a tool's result as text. `response` is an object on the wire, and clients whose tools return text put the
-text under a single key. So if an object has only the key `output`, `result` or `content` (and perhaps `name` with the
-tool's own name), the model sees the value of this key: a string unchanged, any other value as JSON. The model sees
-every other object whole, as JSON. So an object `{"error": ...}` is shown with its key, which marks the text as an
-error.
+The model sees a tool's result as text, but `response` is an object on the wire. Clients whose tools return text put the
+text under a single key. So if an object has only the key `output`, `result` or `content` (and perhaps the key `name`
+with the tool's name), the model sees the value of this key: a string unchanged, any other value as JSON. Every other
+object, such as `{"error": ...}`, is shown whole, as JSON.
 
 Source: Google AI API reference, "Content", "Part", "FunctionCall", "FunctionResponse".
 """
@@ -39,15 +38,15 @@ from outrider.media import attachment
 from outrider.messages import Attachment, Image, Message, Part, Role, Text, ToolCall, image_from_url, message_of_parts
 
 SIGNED = b"outrider:"
-"""The prefix of our thought signatures. After the prefix, a signature has the id of its call."""
+"""The prefix of thought signatures that Outrider makes. The id of the signed call follows the prefix."""
 
-# A content without a role is the user's. Older clients use `function` as the role of tool results.
+# A content without a role comes from the user. Older clients give tool results the role `function`.
 _ROLES = {None: Role.USER, "": Role.USER, "user": Role.USER, "function": Role.USER, "model": Role.ASSISTANT}
 _TEXT_KEYS = frozenset({"output", "result", "content"})
 _SNAKE_CASE_KEY = re.compile(rb'_(?:signature|call|response|data|type|uri|code|result)"')
-"""Matches the end of a part's key in snake_case. Most contents have no such key, and are decoded in one pass."""
+"""Matches the end of a snake_case key of a part. Most contents have only camelCase keys and are decoded in one pass."""
 _INVALID_KEY = b'{"' + INVALID_JSON.encode()
-_LONGEST_KEY = len(_INVALID_KEY) * len("\\u0041")  # this length suffices even if each letter is written as an escape
+_LONGEST_KEY = len(_INVALID_KEY) * len("\\u0041")  # long enough even if every letter is written as an escape
 _URLSAFE = bytes.maketrans(b"-_", b"+/")
 
 
@@ -93,7 +92,7 @@ class WirePart(msgspec.Struct, frozen=True, rename="camel", gc=False):
 
     @property
     def hosted(self) -> tuple[str, ...]:
-        """The names of the part's fields that hold work of a tool on Google's servers."""
+        """The names of the fields that tools on Google's servers wrote in this part."""
         if not (self.executable_code or self.code_execution_result or self.tool_call or self.tool_response):
             return ()
         sent = {
@@ -106,8 +105,9 @@ class WirePart(msgspec.Struct, frozen=True, rename="camel", gc=False):
 
     @property
     def kinds(self) -> int:
-        """The number of kinds of data in the part (text, call, tool result, inline data, file), without hosted work. A
-        part of more than one kind is refused. A part with only a signature has 0 kinds."""
+        """The number of kinds of data in the part: text, call, tool result, inline data and file. A part with more than
+        one kind is refused. Fields in `hosted` do not count, so a part with only a signature or hosted fields has 0
+        kinds."""
         others = (self.function_call, self.function_response, self.inline_data, self.file_data)
         return (1 if self.text else 0) + len(others) - others.count(None)
 
@@ -158,7 +158,7 @@ def parts_of(raw: Raw, where: str) -> list[WirePart]:
 
 
 def system_message(raw: Raw, where: str) -> Message:
-    """Return the system message for an instruction that is a text, a Content (of any role), or a list of parts. Raises
+    """Return the system message for an instruction: a string, a Content of any role, or a list of parts. Raises
     RequestError."""
     if is_text(raw):
         return Message(role=Role.SYSTEM, content=decode(_STRING, raw, where))
@@ -178,15 +178,15 @@ def system_message(raw: Raw, where: str) -> Message:
 
 
 def user_message(parts: Sequence[WirePart], where: str, start: int = 0) -> Message:
-    """Return the user message in `parts`. The first of these parts is part number `start` of the content at the path
-    `where`. Raises RequestError."""
+    """Return the user message that consists of `parts`. `start` is the index of the first of them in the content at the
+    path `where`. Raises RequestError."""
     read: list[Part] = []
     for index, part in enumerate(parts, start):
         at = f"{where}.parts[{index}]"
         if part.function_call is not None:
             refuse(f"{at}.functionCall", "only a content of role 'model' has function calls")
-        # `history.py` searches the content's bytes for the key of tool results, and makes separate messages of the
-        # results. If a result appears only here, its key is written with escapes, and the search missed the key.
+        # `history.py` searches the content's bytes for tool results and makes each a separate message. A tool result
+        # can only get here if the search missed it, because its key is written with escapes.
         if part.function_response is not None:
             refuse(f"{at}.functionResponse", "has a key that is written with escapes: write it in plain letters")
         if part.hosted:
@@ -209,7 +209,7 @@ def tool_message(part: WirePart, where: str, call_id: str | None) -> Message:
         value: Any = decode(_OBJECT, answer.response, f"{at}.response")
         name = answer.name
         keys = [key for key, inner in value.items() if inner is not None and not (key == "name" and inner == name)]
-        # An object with a single such key comes from a tool that returns text (see the module's heading).
+        # An object with only one of these keys comes from a tool that returns text (see the module's docstring).
         if len(keys) == 1 and keys[0] in _TEXT_KEYS:
             value = value[keys[0]]
         read.append(Text(value if isinstance(value, str) else msgspec.json.encode(value).decode()))
@@ -233,7 +233,7 @@ def check_model_parts(parts: Sequence[WirePart], where: str) -> None:
 
 
 def model_message(parts: Sequence[WirePart], ids: Sequence[str]) -> Message:
-    """Return the assistant message of the model's parts; `ids` are the ids of its calls, in order."""
+    """Return the assistant message made of the model's parts. `ids` are the ids of its calls, in order."""
     calls = [part.function_call for part in parts if part.function_call is not None]
     return Message(
         role=Role.ASSISTANT,
@@ -251,20 +251,20 @@ def reply_text(parts: Sequence[WirePart]) -> str:
 
 
 def arguments_on_wire(arguments: str) -> bytes:
-    """Return a call's arguments as a JSON object, which the dialect requires. Text that is no JSON object is wrapped in
-    an object with the key INVALID_JSON, and `arguments_from_wire` unwraps the text. An object that looks like such a
-    wrapper is wrapped, too."""
+    """Return a call's arguments as a JSON object, which the dialect requires. Text that is not a JSON object is wrapped
+    in an object with the key INVALID_JSON; `arguments_from_wire` unwraps it. An object that already looks like such a
+    wrapper is wrapped again, so that unwrapping restores it."""
     try:
         if not is_invalid_json_object(_OBJECT.decode(arguments)):
             return msgspec.json.format(arguments, indent=-1).encode()
     except (msgspec.DecodeError, ValueError, RecursionError):
-        pass  # arguments that are no JSON object are wrapped below
+        pass  # not a JSON object: wrapped below
     return msgspec.json.encode({INVALID_JSON: arguments.encode("utf-8", "replace").decode()})
 
 
 def arguments_from_wire(args: Raw) -> str:
-    """Return a call's arguments as JSON text, without white space and otherwise unchanged. A wrapped text is
-    unwrapped."""
+    """Return a call's arguments as JSON text, without white space and otherwise unchanged. Text that
+    `arguments_on_wire` wrapped is unwrapped."""
     if is_absent(args):
         return "{}"
     compact = msgspec.json.format(bytes(args), indent=-1)
@@ -278,14 +278,14 @@ def arguments_from_wire(args: Raw) -> str:
 
 
 def signature(call_id: str) -> str:
-    """Return a thought signature (base64) that contains the call's id, for clients that send signatures back and drop
-    ids."""
+    """Return a thought signature (base64) that contains the call's id, because some clients send signatures back but
+    drop ids."""
     return base64.b64encode(SIGNED + call_id.encode("utf-8", "replace")).decode()
 
 
 def signed_id(sent: str | None) -> str | None:
-    """Return the call's id that a signature contains, or None for a signature that is not ours. Accepts both alphabets
-    of base64."""
+    """Return the call's id in a signature; None if Outrider did not make the signature. Accepts both alphabets of
+    base64."""
     if not sent:
         return None
     try:
@@ -312,8 +312,8 @@ def _refuse_mixed_part(where: str) -> None:
 
 
 def _image(part: WirePart, where: str) -> Image | Attachment | None:
-    """Return the image or the other file of a part; None for a part without a file. Raises RequestError for a file that
-    was uploaded before."""
+    """Return the image or other file of a part; None if the part has no file. Raises RequestError for a file that the
+    client uploaded to Google earlier."""
     if (blob := part.inline_data) is not None:
         at = f"{where}.inlineData"
         # ProtoJSON accepts both alphabets of base64, with and without padding.

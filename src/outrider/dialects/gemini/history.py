@@ -1,28 +1,27 @@
-"""Parses the contents of a Google request into messages, and assigns ids to calls whose ids the client changed or
-dropped.
+"""Parses the contents of a Google request into messages, and restores the ids of calls if the client changed or dropped
+them.
 
-A content is read once per session. If a user's content has no tool results, only its role is decoded at this point.
+A content is read once per session. If a user's content has no tool results, reading it decodes only its role.
 Invariants: a call from one of our replies keeps its original id, even if the client changes or drops the id; `raw(i)`
 contains the ids with which message `i` is parsed.
 
 One content can become several messages, because each tool result becomes a message. Adjacent contents of role `model`
-become one message, because some clients store the chunks of a stream as separate contents and send them back in this
-form.
+become one message, because some clients store each chunk of a stream as a separate content and send the chunks back.
 
-Clients send our ids back unchanged, put the tool's name before an id, or drop or replace ids. So the id of a call is
-the first of these ids that exists:
+Clients send our ids back unchanged, put the tool's name before an id, or drop or replace ids. So a call gets the first
+of these ids that exists:
 
 1. the id in the request, if it is one of ours;
 2. the id in the call's thought signature;
-3. the id recorded for our reply at the same position of the history. A position is identified by the digest of the
-   message and of everything before the message, without ids and thoughts;
-4. if no call of the message has an id in the request: the id in an earlier reply with the same text and calls. The ids
-   of one reply are used for one message of the request only;
+3. the id recorded for our reply at the same position of the history. A position is identified by a digest of the
+   message and everything before it, without ids and thoughts;
+4. if no call of the message has an id in the request: the id from an earlier reply with the same text and calls. Each
+   earlier reply is used for only one message of the request;
 5. the id in the request, even if it is not one of ours;
 6. `call_` and a number.
 
-The ids chosen at a position do not change later. A tool result belongs to the call with the same id; without such a
-call, to the first call of the same name that has no result yet.
+The ids chosen at a position do not change later. A tool result belongs to the call with the same id. If no call has
+this id, it belongs to the first call of the same function that has no result yet.
 """
 
 from __future__ import annotations
@@ -54,23 +53,23 @@ from outrider.media import check_attachments
 from outrider.messages import Message, Role
 
 EXACT_INTEGER = 2**53
-"""The largest integer up to which 3.0 and 3 count as the same number, because a client may send 3.0 back as 3. Up to
-this integer, floats represent integers exactly."""
+"""Up to this integer, whole floats are treated as integers, because a client may send 3.0 back as 3. Floats represent
+integers exactly up to this one."""
 
 KEPT_READERS = 64
-"""Maximum number of readers stored for a session, for the latest requests of the agent and its sub-agents. If a request
-continues the history of a stored reader, only the request's new contents are read."""
+"""Maximum number of readers stored for a session, for the latest requests of the agent and its sub-agents. A request
+that continues the history of a stored reader reads only its new contents."""
 
 _FUNCTION = (b"unction", rb"\u006", rb"\u007")
-"""A content without any of these byte strings has no tool result. The first string is part of the keys
-`functionResponse` and `function_response`; the others are the beginnings of JSON escapes of letters, because a key may
-be written with escapes."""
+"""A content without any of these byte strings has no tool result. The first is a part of the keys `functionResponse`
+and `function_response`. The other two begin JSON escapes of lower-case letters, because a client may write a key with
+escapes."""
 
 digest = xxhash.xxh3_128_digest
 
 
 class _Call(msgspec.Struct, frozen=True, gc=False):
-    """A call in the history. `signed` is the id in the call's thought signature. `arguments` are in the form of
+    """A call in the history. `signed` is the id in the call's thought signature. `arguments` are normalized by
     `_one_spelling`."""
 
     name: str
@@ -80,8 +79,8 @@ class _Call(msgspec.Struct, frozen=True, gc=False):
 
 
 class _PartRange(msgspec.Struct, frozen=True, gc=False):
-    """The parts [start, stop) of a user's content, which become one message; `stop` is None for the end of the content.
-    `is_answer` is True for a tool result, whose function name and call id are `name` and `id`."""
+    """A range of a user's parts, [start, stop), that becomes one message. `stop` is None for the end of the content. If
+    `is_answer` is True, the message is a tool result, and `name` and `id` are those of the answered call."""
 
     start: int
     stop: int | None = None
@@ -91,9 +90,9 @@ class _PartRange(msgspec.Struct, frozen=True, gc=False):
 
 
 class _ReadContent(msgspec.Struct, frozen=True, gc=False):
-    """The stored data of a content: `ranges` for a user's content, the fields after `ranges` for a content of the
-    model. `said` is the digest of the model's text and calls, without ids and thoughts. `hosted` names the work of
-    tools on Google's servers."""
+    """What is stored about a content: `ranges` for a content of the user, and the fields after it for a content of the
+    model. `said` is the digest of the model's text and calls, without ids and thoughts. `hosted` names the fields that
+    tools on Google's servers wrote."""
 
     role: Role
     digest: bytes
@@ -105,9 +104,14 @@ class _ReadContent(msgspec.Struct, frozen=True, gc=False):
 
 
 class HistoryMemory:
-    """The stored history of one session: the ids of calls (`given_ids`: all ids in our replies; `ids_by_path`: by
-    position; `ids_by_reply`: by the reply's text and calls), the data of each content by its digest, and the readers of
-    the latest requests by the digest of their contents."""
+    """The stored history of one session.
+
+    - `contents`: what was read from each content, by the content's digest.
+    - `given_ids`: all ids of calls in our replies.
+    - `ids_by_path`: the ids of the calls at a position of the history, by the position's digest.
+    - `ids_by_reply`: the ids of the calls in our replies, by the digest of the reply's text and calls.
+    - `readers`: the readers of the latest requests, by the digest of their contents.
+    """
 
     def __init__(self) -> None:
         self.contents: dict[bytes, _ReadContent] = {}
@@ -118,9 +122,9 @@ class HistoryMemory:
 
 
 class _Span(msgspec.Struct, frozen=True, gc=False):
-    """The position of a message in the request: `contents` are indexes of contents, and [start, stop) is the range of
-    parts. `ids` are the ids of the message's calls; for a tool result, the id of the call that the result belongs to.
-    `key` determines how the message is parsed."""
+    """The position of a message in the request: `contents` are the indexes of its contents, and [start, stop) is its
+    range of parts. `ids` are the ids of the message's calls, or the id of the call that a tool result answers. Messages
+    with equal `key` are parsed to equal messages."""
 
     key: bytes
     role: Role
@@ -131,9 +135,9 @@ class _Span(msgspec.Struct, frozen=True, gc=False):
 
 
 class GeminiHistory:
-    """Implements `WireMessages` for a system instruction (b"" for none) and contents. `hosted` names the work of tools
-    on Google's servers, which the model does not see. Raises RequestError for errors in new contents. If a user's
-    content has no tool results, its parts are checked later, by `parse`."""
+    """Implements `WireMessages` for a system instruction (b"" for none) and contents. `hosted` names the fields that
+    tools on Google's servers wrote, which the model does not see. Raises RequestError for errors in new contents. The
+    parts of a user's content without tool results are checked only by `parse`."""
 
     __slots__ = ("_contents", "_decoded", "_memory", "_place", "_spans", "_system", "hosted")
 
@@ -176,8 +180,7 @@ class GeminiHistory:
             return system_message(self._system, "systemInstruction")
         parts: list[WirePart] = []
         for at in span.contents:
-            # The content that was decoded last is stored, because each of its tool results is parsed by a separate call
-            # of this method.
+            # The last decoded content is cached, because this method is called once for each of its tool results.
             if self._decoded[0] != at:
                 self._decoded = (at, parts_of(self._contents[at], f"contents[{at}]"))
             parts += self._decoded[1]
@@ -206,14 +209,14 @@ class GeminiHistory:
 
 
 class _WaitingCall(msgspec.Struct, gc=False):
-    """A call whose result was not read yet."""
+    """A call whose result has not been read yet."""
 
     name: str
     id: str
 
 
 class _HistoryReader:
-    """Reads contents in order, and makes a span for each message. `place` is the digest of all contents read so far,
+    """Reads contents in order, and makes a `_Span` for each message. `place` is the digest of all contents read so far,
     without the ids and thoughts of the model's contents."""
 
     def __init__(self, memory: HistoryMemory) -> None:
@@ -230,8 +233,8 @@ class _HistoryReader:
 
     @classmethod
     def read(cls, memory: HistoryMemory, contents: Sequence[Raw]) -> _HistoryReader:
-        """Return the reader at the end of `contents`. Reading starts from a copy of the stored reader that covers the
-        most contents. Raises RequestError."""
+        """Return a reader that has read all of `contents`. It continues from a copy of the stored reader that covers
+        the most of them. Raises RequestError."""
         digests = [digest(raw) for raw in contents]
         paths = list(accumulate(digests, lambda path, one: digest(path + one)))
         start = next((done for done in range(len(paths), 0, -1) if paths[done - 1] in memory.readers), 0)
@@ -250,8 +253,8 @@ class _HistoryReader:
         if reader._model_run:
             reader._end_model_run(len(contents))
         else:
-            # Removing and inserting moves the latest request to the end of the dictionary. So the first entry is the
-            # oldest, and is dropped if there are too many.
+            # Removing and reinserting moves the entry to the end of the dictionary. So the first entry is always the
+            # oldest.
             memory.readers.pop(paths[-1], None)
             memory.readers[paths[-1]] = reader._copy()
             if len(memory.readers) > KEPT_READERS:
@@ -259,8 +262,8 @@ class _HistoryReader:
         return reader
 
     def _copy(self) -> _HistoryReader:
-        """Return an independent copy. Must be called only directly after a user's content, because a copy has no open
-        run of the model's contents."""
+        """Return an independent copy. Call this only directly after a user's content: `_model_run` is not copied, and
+        is empty only there."""
         other = _HistoryReader(self._memory)
         other.place, other._calls = self.place, self._calls
         other.spans, other._waiting = list(self.spans), list(self._waiting)
@@ -269,8 +272,8 @@ class _HistoryReader:
         return other
 
     def _end_model_run(self, stop: int) -> None:
-        """End the open run of adjacent model contents, if any, and treat the run as one message. `stop` is the index of
-        the first content after the run."""
+        """Turn the current run of adjacent model contents, if any, into one message. `stop` is the index of the first
+        content after the run."""
         if not self._model_run:
             return
         run, self._model_run = self._model_run, []
@@ -292,11 +295,11 @@ class _HistoryReader:
         self.spans.append(_Span(key, Role.ASSISTANT, tuple(range(stop - len(run), stop)), ids=ids))
 
     def _ids_of(self, calls: Sequence[_Call], said: bytes) -> tuple[str, ...]:
-        """Return the ids of a message's calls, by the order in the module's heading. `said` is the digest of the
-        message."""
+        """Return the ids of a message's calls, chosen in the order that the module's docstring lists. `said` is the
+        digest of the message."""
         memory = self._memory
         ours = [call.id if call.id in memory.given_ids else call.signed for call in calls]
-        # A client may attach the first call's signature to all calls of a reply, so a repeated id counts only once.
+        # A client may attach the first call's signature to all calls of a reply, so only the first use of an id counts.
         ours = [None if call_id in ours[:index] else call_id for index, call_id in enumerate(ours)]
         if None not in ours:
             return tuple([call_id for call_id in ours if call_id is not None])
@@ -306,7 +309,7 @@ class _HistoryReader:
         ids: list[str] = []
         for index, (call, own) in enumerate(zip(calls, ours, strict=True)):
             found = own or (recorded[index] if recorded is not None else call.id)
-            if not found:  # the number must differ from the numbers of all other calls in this history
+            if not found:  # the number must not be used by any other call in this history
                 number = self._calls + index
                 while f"call_{number}" in self._taken or f"call_{number}" in [*ours, *ids]:
                     number += 1
@@ -316,7 +319,7 @@ class _HistoryReader:
         return tuple(ids)
 
     def _add_user(self, content: _ReadContent, index: int) -> None:
-        """Make the messages of a user's content, which is content number `index`."""
+        """Make the messages of a user's content. `index` is the content's index in the request."""
         self.place = digest(self.place + content.digest)
         for one in content.ranges:
             if not one.is_answer:
@@ -388,8 +391,8 @@ _NUMBERS: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, 
 
 
 def _one_spelling(arguments: Raw, where: str) -> bytes:
-    """Return arguments in a canonical form, with sorted keys and numbers written in one way, because clients may change
-    both. Raises RequestError if the arguments are not an object."""
+    """Return the arguments as JSON with sorted keys and whole numbers as integers. Clients may change the order of keys
+    and write 3.0 as 3. Raises RequestError if the arguments are not an object."""
     if is_absent(arguments):
         return b"{}"
     value = decode(_NUMBERS, arguments, where)

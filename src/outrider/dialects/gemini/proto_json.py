@@ -1,5 +1,5 @@
-"""Decodes JSON objects as Google's clients write them: with keys in camelCase or snake_case, and perhaps with a bare
-item in place of a list of one item.
+"""Decodes JSON objects that Google's clients send. Their keys are in camelCase or snake_case, and a list of one item
+may be sent as the bare item.
 
 The conversion needs no list of field names. It converts the keys of one object only, and leaves nested objects
 unchanged. Invariant: both spellings of a key have the same result.
@@ -27,14 +27,14 @@ _ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")
 
 
 def fields(raw: bytes | Raw, where: str = "") -> Fields:
-    """Return the object's fields by their camelCase names, without null fields. Raises RequestError."""
+    """Return the object's fields by camelCase name, without fields that are null. Raises RequestError."""
     return {camel_case(key): value for key, value in decode(_FIELDS, raw, where).items() if not is_absent(value)}
 
 
 def decode_object(decoder: msgspec.json.Decoder[T], raw: bytes | Raw, where: str = "") -> T:
-    """Decode the object in `raw` with a decoder of camelCase keys. Raises RequestError."""
+    """Decode the object in `raw` with a decoder that expects camelCase keys. Raises RequestError."""
     data = bytes(raw)
-    # Converting the keys costs a second pass, so only data that may have a key in snake_case is converted.
+    # Converting keys costs a second pass, so it is done only if the data may have a snake_case key.
     if b"_" in data or has_escaped_letters(data):
         named = decode(_FIELDS, raw, where)
         if any("_" in key for key in named):
@@ -53,8 +53,8 @@ def items(raw: bytes | Raw, where: str = "") -> list[Raw]:
 
 
 def has_escaped_letters(data: bytes) -> bool:
-    """Return True if letters or underscores are written as escapes. A search of the bytes for a key may then miss the
-    key."""
+    """Return True if letters or underscores may be written as escapes. A search of the bytes for a key can then miss
+    the key."""
     return b"\\u00" in data and _ESCAPED_LETTER.search(data) is not None
 
 

@@ -1,7 +1,7 @@
 """Writes the replies of Google's API: whole replies, streams, errors, and the list of models.
 
 Invariants: a streamed reply and a whole reply carry the same message; a reply has at least one part, and no part is an
-empty object, because clients discard a turn without parts or with an empty part.
+empty object, because clients discard a reply without parts or with an empty part.
 
 Source: Google AI API reference, "GenerateContentResponse", "Model", "Status"; google.rpc.Code for the names of errors.
 """
@@ -36,8 +36,8 @@ _STATUS = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
-"""Google's name of an error by HTTP status. Any other status below 500 is `INVALID_ARGUMENT`, and from 500 on
-`INTERNAL`."""
+"""Google's names of errors by HTTP status. Any other status is `INVALID_ARGUMENT` below 500 and `INTERNAL` from 500
+on."""
 
 
 def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
@@ -54,7 +54,8 @@ def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
 
 
 def chunk_object(completion: Completion, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a whole reply, or the last chunk of a stream: the parts, the finish reason, and the token counts."""
+    """Return a whole reply, or the last chunk of a stream. It has the parts, the finish reason, and the token
+    counts."""
     return {
         "candidates": [
             {
@@ -70,21 +71,20 @@ def chunk_object(completion: Completion, parts: list[dict[str, Any]]) -> dict[st
 
 
 def call_part(call: ToolCall) -> dict[str, Any]:
-    """Return the reply's part for a tool call. The part's signature repeats the call's id, because many clients return
-    signatures and drop ids."""
+    """Return the part of the reply for a tool call. Its signature contains the call's id, because many clients return
+    signatures but drop ids."""
     function = {"id": call.id, "name": call.name, "args": msgspec.Raw(arguments_on_wire(call.arguments))}
     return {"functionCall": function, "thoughtSignature": signature(call.id)}
 
 
 def finish_reason(completion: Completion) -> str:
-    """Return `STOP`, with and without calls, or `MAX_TOKENS` for a reply that was cut off by its limit or by an
-    abort."""
+    """Return `MAX_TOKENS` for a reply that a token limit or an abort cut off, else `STOP`, with or without calls."""
     return "STOP" if completion.finish is FinishReason.STOP else "MAX_TOKENS"
 
 
 def usage(completion: Completion) -> dict[str, int]:
-    """Return the token counts. `candidatesTokenCount` includes the tokens of thoughts, which are not counted
-    separately. So `thoughtsTokenCount` is given only for a reply without thoughts, as 0."""
+    """Return the token counts. The tokens of thoughts are not counted separately and are included in
+    `candidatesTokenCount`. So `thoughtsTokenCount` is set, to 0, only for a reply without thoughts."""
     counts = {
         "promptTokenCount": completion.prompt_tokens,
         "candidatesTokenCount": completion.completion_tokens,
@@ -100,7 +100,7 @@ def error_object(error: OutriderError) -> dict[str, Any]:
     """Return the object `{"error": {"code", "message", "status", "details"}}`."""
     status, message = error.http_status, error_text(error)
     if isinstance(error, ContextOverflow):
-        # Clients recognise an overflow by this text, not by the code.
+        # Clients recognise a context overflow by this text, not by the code.
         message = f"The input token count exceeds the maximum number of tokens allowed: {message}"
     details: list[dict[str, Any]] = [{"@type": f"{TYPES}ErrorInfo", "reason": error.code.upper(), "domain": DOMAIN}]
     if error.field:
@@ -111,11 +111,11 @@ def error_object(error: OutriderError) -> dict[str, Any]:
 
 
 class GeminiStream:
-    """`StreamWriter` of streamGenerateContent. Writes server-sent events for `alt=sse`, else one JSON array, item by
-    item. A call of `delta` before `open` raises AttributeError."""
+    """Implements `StreamWriter` for streamGenerateContent. It writes server-sent events if the query has `alt=sse`.
+    Otherwise it writes one JSON array, item by item. Calling `delta` before `open` raises AttributeError."""
 
-    # An empty line is white space in a JSON array, and is skipped in an event stream. A comment, which the other
-    # dialects send, does not work here: Google's Python client parses the comment as JSON and fails.
+    # An empty line is white space in a JSON array, and event streams skip it. The comment that the other dialects send
+    # does not work here: Google's Python client tries to parse it as JSON and fails.
     ping = b"\n"
 
     _text_head: bytes
@@ -128,7 +128,7 @@ class GeminiStream:
         self._begun = False
 
     def open(self, opening: Opening) -> bytes:
-        # The bytes around a delta's text are the same for all deltas of a stream, so they are made once.
+        # The bytes before and after a delta's text are the same in all chunks, so they are made once.
         about = line({"modelVersion": opening.model, "responseId": opening.id})
         tail = b'}],"role":"model"},"index":0}],' + about[1:]
         self._text_head = b'{"candidates":[{"content":{"parts":[{"text":'
@@ -157,7 +157,7 @@ class GeminiStream:
         return written if self._context.events else written + b"]"
 
     def _framed(self, chunk: bytes) -> bytes:
-        """Write a chunk, which is JSON on one line, as an event or as the array's next item."""
+        """Return a chunk (JSON on one line) as a server-sent event or as the next item of the array."""
         if self._context.events:
             return b"data: " + chunk + b"\n\n"
         before = b",\n" if self._begun else b"["

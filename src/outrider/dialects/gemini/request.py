@@ -1,8 +1,8 @@
 """Parses the body of a generateContent, streamGenerateContent or countTokens call into a `ModelRequest`.
 
-This module parses the settings, `tools.py` the tools and `history.py` the contents. Invariant: contents that are known
-from earlier requests are scanned, not decoded. So reading a request costs one pass over its bytes, and the decoding of
-its new contents. Only `GeminiHistory.parse` decodes messages.
+This module parses the settings, `tools.py` the tools and `history.py` the contents. Invariant: contents that earlier
+requests also had are scanned, not decoded. So reading a request costs one pass over its bytes, plus decoding its new
+contents. Only `GeminiHistory.parse` decodes messages.
 
 `field_policy.GEMINI_BODY` and `GEMINI_GENERATION` list the treatment of each field.
 
@@ -56,8 +56,8 @@ class _Thinking(msgspec.Struct, rename="camel"):
 
 
 class _Generation(msgspec.Struct, rename="camel"):
-    """The generation settings. `topK` and `maxOutputTokens` are floats here, because Google's clients write a whole
-    number as 64 or as 64.0."""
+    """The generation settings. `topK` and `maxOutputTokens` are floats here, because Google's clients may write 64 as
+    64.0."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -74,8 +74,8 @@ class _Generation(msgspec.Struct, rename="camel"):
 
 
 class GeminiContext(msgspec.Struct, frozen=True):
-    """The request's data for the writer of the reply: the history, whether the reply shows thoughts, and whether a
-    stream consists of server-sent events (otherwise of one JSON array)."""
+    """What the writer of the reply needs from the request. `thoughts` is True if the reply shows thoughts. `events` is
+    True if a stream consists of server-sent events, and False for one JSON array."""
 
     history: GeminiHistory
     thoughts: bool = False
@@ -92,8 +92,7 @@ _THINKING = msgspec.json.Decoder(_Thinking)
 
 
 def resource_of(call: WireCall) -> str:
-    """Return the model in the path of a call, with the method after a colon if there is one. Some clients write
-    `models/` twice."""
+    """Return MODEL or MODEL:METHOD from the path of a call. Some clients write `models/` twice."""
     resource = call.path.partition("/models/")[2]
     return resource.removeprefix("models/")
 
@@ -103,7 +102,7 @@ def model_of(call: WireCall) -> str:
 
 
 def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
-    """Parse a request to generate or to count tokens. Raises RequestError."""
+    """Parse a request that generates a reply or counts tokens. Raises RequestError."""
     if call.path.endswith(":countTokens"):
         return _parse_count(call, body, memory)
     notes: list[str] = []
@@ -121,7 +120,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     sampling = RequestedSampling(
         temperature=generation.temperature,
         top_p=generation.top_p,
-        top_k=None if top_k is None else (int(top_k) or -1),  # 0 means "all tokens"; Outrider uses -1
+        top_k=None if top_k is None else (int(top_k) or -1),  # 0 means "all tokens", which Outrider writes as -1
         max_tokens=None if limit is None else int(min(limit, MAX_TOKENS)),
         seed=generation.seed,
         stop=tuple(generation.stop_sequences or ()),
@@ -149,13 +148,13 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
 
 
 def _parse_count(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
-    """Parse a request to count tokens. Its body has either only contents or a whole request to generate. Raises
+    """Parse a request that counts tokens. Its body has either contents or a whole request to generate. Raises
     RequestError."""
     wire = fields(body)
     if "generateContentRequest" in wire:
         wire = fields(wire["generateContentRequest"], "generateContentRequest")
     history = GeminiHistory(wire.get("systemInstruction", Raw()), _contents(wire), memory)
-    notes: list[str] = []  # notes are dropped, because no turn is stored for a token count
+    notes: list[str] = []  # notes are dropped: they are stored with a turn, and a token count makes no turn
     chosen = read_tools(wire, memory, notes)
     thinking = _read_thinking(_read_generation(wire, notes), notes)
     return ModelRequest(
@@ -201,15 +200,14 @@ def _read_thinking(generation: _Generation, notes: list[str]) -> _Thinking:
 
 
 def _thinking_switch(thinking: _Thinking) -> bool | None:
-    """Return False for a budget of 0, which turns thinking off. Returns None for any other budget, which leaves
-    thinking to the model."""
+    """Return False for a thinking budget of 0, which turns thinking off. Return None otherwise: the model decides."""
     return False if thinking.thinking_budget == 0 else None
 
 
 def _constraint(generation: _Generation) -> Constraint | None:
-    """Return the constraint for the requested form of the reply. For text/x.enum, the reply is one of the schema's
-    values. For any other schema, and for application/json, the reply is JSON. Returns None if the request sets no form.
-    Raises RequestError."""
+    """Return the constraint for the requested form of the reply; None if the request sets no form. For the type
+    text/x.enum, the reply must be one of the schema's values. For any other schema, and for application/json, the reply
+    must be JSON. Raises RequestError."""
     schema, mime = generation.response_schema, generation.response_mime_type
     if mime == _ENUM and schema is not None:
         values = schema.get("enum")

@@ -1,14 +1,16 @@
 """Converts Google's tool declarations to OpenAI's form.
 
 Invariant: the model sees the tools as the client declared them. `parametersJsonSchema` is passed on unchanged.
-`parameters`, Google's own dialect of OpenAPI, becomes JSON schema: types are in lower case, `nullable` becomes the type
-`null` beside the other types, counts become numbers, and keys that only Google's servers use are dropped
-(`propertyOrdering`, the format `enum`, unspecified types).
+`parameters` is written in Google's dialect of OpenAPI and is converted to JSON schema: types become lower case,
+`nullable` becomes the type `null`, counts in strings become numbers, and keys that only Google's servers use are
+dropped (`propertyOrdering`, the format `enum`, unspecified types).
 
-Tools that Google's servers would run (search, code execution, URL context) are noted and not passed to the model,
-because nothing here can run them. The tool `computerUse` becomes the functions that Google documents, because clients
-run their calls. The mode NONE hides all tools. The mode ANY and a list of allowed functions restrict
-the reply. The mode VALIDATED without such a list is noted as without effect.
+Tools that Google's servers would run (search, code execution, URL context) are not passed to the model; their names are
+added to the request's notes. The tool `computerUse` becomes the functions that Google documents, because clients run
+their calls.
+
+`functionCallingConfig.mode` has these effects: NONE hides all tools. ANY, and a list of allowed functions, restrict the
+reply. VALIDATED without a list has no effect and is added to the notes.
 
 Source: Google AI API reference, "Tool", "FunctionDeclaration", "Schema", "FunctionCallingConfig".
 """
@@ -63,8 +65,8 @@ class _Calling(msgspec.Struct, rename="camel"):
 
 
 class _ComputerUse(msgspec.Struct, rename="camel"):
-    """The declaration of the tool `computerUse`. Its field `environment` is not read, because all environments have the
-    same functions."""
+    """The declaration of the tool `computerUse`. The field `environment` is not read, because the tool's functions are
+    the same in all environments."""
 
     excluded_predefined_functions: list[str] | None = None
 
@@ -76,16 +78,15 @@ _CALLING = msgspec.json.Decoder(_Calling)
 
 
 class ChosenTools(msgspec.Struct, frozen=True):
-    """The tools that the model sees, and the choice that restricts the reply; None if nothing restricts the reply."""
+    """The tools that the model sees, and the choice of tools that restricts the reply, if any."""
 
     tools: DeclaredTools
     choice: ToolChoice | None = None
 
 
 def read_tools(body: Fields, memory: Memory, notes: list[str]) -> ChosenTools:
-    """Return the declared tools and the choice of tools; no tools if the mode is NONE. Adds the names of tools and
-    choices that have no effect to `notes`. Raises RequestError for a tool, a mode or an allowed function that cannot be
-    read."""
+    """Return the declared tools and the choice of tools. There are no tools if the mode is NONE. Tools and choices
+    without effect are added to `notes`. Raises RequestError for an invalid tool, mode or allowed function."""
     raw = bytes(body.get("tools", b""))
     tools = cached_tools(memory, raw, lambda: _read_tools(raw))
     notes += [TOOL + name for name in tools.hosted]
@@ -148,7 +149,7 @@ def from_google_schema(schema: Any) -> Any:
     named: dict[str, Any] = {}
     for key, value in schema.items():
         spelled = camel_case(key)
-        named[spelled if spelled in _TWO_SPELLINGS else key] = value  # a key of JSON schema may itself have underscores
+        named[spelled if spelled in _TWO_SPELLINGS else key] = value  # keys of JSON schema keep their underscores
     converted = {key: _converted(key, value) for key, value in named.items() if key not in _GOOGLE_ONLY}
     if str(named.get("type")).upper() == "TYPE_UNSPECIFIED":
         del converted["type"]
@@ -166,7 +167,7 @@ def from_google_schema(schema: Any) -> Any:
 
 
 def _converted(key: str, value: Any) -> Any:
-    """Convert the value of a key from the form of Google's Schema to the form of JSON schema."""
+    """Convert the value of the key `key` from Google's Schema to JSON schema."""
     if key == "type":
         return _lower(value)
     if key in _SCHEMAS_BY_NAME and isinstance(value, dict):

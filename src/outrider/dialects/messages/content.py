@@ -1,18 +1,21 @@
 """Parses the messages of an Anthropic request, block by block, into our `Message`.
 
-The parser stores the raw JSON of each block's relevant fields. The other fields (`cache_control`, `signature`,
-`citations`) are neither parsed nor compared, so a moved cache marker does not change the bytes of a message (`raw`).
-Invariant: no content for the model is left out silently. An unsupported kind of block is a 400 with the name of the
-kind. The only exceptions are blocks of the kinds in HOSTED_BLOCKS, which are left out; their kinds are added to the
-request's notes.
+The parser reads only the raw JSON of each block's relevant fields. The other fields (`cache_control`, `signature`,
+`citations`) are not part of the bytes that identify a message (`raw`). So a message stays the same if the client moves
+its cache marker.
 
-One message on the wire can become several of our messages: each tool result in a user message becomes a separate
-message, in the order of the blocks. Adjacent assistant messages become one message.
+Invariant: no content for the model is left out silently. A block of an unsupported type is refused with status 400.
+Only blocks of the types in HOSTED_BLOCKS are left out, and their types are added to the request's notes.
 
-The model sees: the text blocks of one message, joined without a separator; the text blocks of a system prompt on
-separate lines; a document as its text between `<document>` tags; a tool result with `is_error` unchanged, with
-`TOOL_ERROR` on a line at its end. The model does not see redacted thinking, because it was not written by a model that
-is served here.
+Each tool result in a user message becomes a separate message, in the order of the blocks. Adjacent assistant messages
+become one message.
+
+How the model sees the content:
+
+- The text blocks of one message are joined without a separator, those of a system prompt with line breaks.
+- A document is shown as its text between `<document>` tags.
+- A tool result with `is_error` ends with an extra line, `TOOL_ERROR`.
+- Redacted thinking is not shown, because no model that is served here wrote it.
 
 Source: Anthropic API reference, "Create a Message".
 """
@@ -43,8 +46,8 @@ from outrider.messages import Message, Part, Role, Text, ToolCall, image_from_ur
 TOOL_ERROR = "[tool error]"
 """The line that the model sees at the end of a tool result with `is_error`."""
 BILLING = "x-anthropic-billing-header:"
-"""The beginning of an accounting line that Claude Code puts before its system prompt. The line is removed, because it
-differs between Claude Code's agents, and their system prompts would otherwise never be equal."""
+"""The beginning of a billing line that Claude Code puts before its system prompt. The line is removed, because it
+differs between Claude Code's agents. Otherwise no two of their system prompts would be equal."""
 
 _ROLES = {"system": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 _IMAGE_TYPES = frozenset({"image/jpeg", "image/png", "image/gif", "image/webp"})
@@ -62,8 +65,8 @@ HOSTED_BLOCKS = frozenset(
         "container_upload",
     }
 )
-"""Kinds of blocks with the work of tools on Anthropic's servers, or with files for these tools. Histories that began at
-another service can contain such blocks; the model does not see these blocks."""
+"""Types of blocks that tools on Anthropic's servers wrote, or that hold files for these tools. A history that began at
+Anthropic's service can contain such blocks. The model does not see them."""
 
 
 class Block(msgspec.Struct, gc=False):
@@ -108,8 +111,8 @@ class _Source(msgspec.Struct):
 
 
 class _Span(msgspec.Struct, gc=False):
-    """The position of one of our messages on the wire. It is made from the wire's messages [first, last); within a user
-    message, only from the blocks [start, stop)."""
+    """The position of one of our messages in the request: the request's messages [first, last). If it is only a part of
+    a user message, it has the blocks [start, stop) of that message."""
 
     role: Role
     first: int
@@ -127,8 +130,8 @@ _BYTES_OF: dict[str, Callable[[Block], tuple[bytes | Raw, ...]]] = {
     "document": lambda block: (b'"document"', block.source, block.title, block.context),
     "tool_reference": lambda block: (b'"tool_reference"', block.tool_name),
 }
-"""For each kind of block, the bytes that determine how a block is parsed: the kind as JSON, then the raw JSON of the
-kind's relevant fields. The number of values is the same for all blocks of a kind."""
+"""For each type of block, the bytes that determine how the block is parsed: the type as JSON, then the raw JSON of the
+relevant fields. All blocks of one type have the same number of values."""
 
 _ROLE_BYTES = {role: role.encode() for role in Role}
 _NULLABLE = msgspec.json.Decoder(str | None)
@@ -140,7 +143,7 @@ _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 class MessagesHistory:
     """Implements `WireMessages` for the messages on the wire, with the system prompt as first message. `hosted` are the
-    kinds of the blocks that were left out (HOSTED_BLOCKS). Raises RequestError for an unknown role, and for a system
+    types of the blocks that were left out (HOSTED_BLOCKS). Raises RequestError for an unknown role, and for a system
     prompt that is not text."""
 
     __slots__ = ("_has_system", "_spans", "_wire", "hosted")
@@ -176,7 +179,7 @@ class MessagesHistory:
         return b"\n".join(self._pieces(self._spans[index]))
 
     def head(self, count: int) -> bytes:
-        # All pieces are joined at once, because this method runs over the whole history at every call.
+        # All pieces are joined at once, because each call of the model runs this method over the whole history.
         return b"\n".join([piece for span in self._spans[:count] for piece in self._pieces(span)])
 
     def role(self, index: int) -> Role:
@@ -207,12 +210,12 @@ class MessagesHistory:
                 return _tool_message(blocks[0])
 
     def _pieces(self, span: _Span) -> list[bytes | Raw]:
-        """Return the bytes that determine a message: its role, then JSON values. No JSON value here equals a role, so
-        the pieces of several messages can be joined."""
+        """Return the bytes that determine a message: its role, then JSON values. The role is not valid JSON, so it
+        marks the beginning of a message even if the pieces of several messages are joined."""
         pieces: list[bytes | Raw] = [_ROLE_BYTES[span.role]]
         for message in self._wire[span.first : span.last]:
             content = message.content
-            # a string gets the same bytes as a list of one text block, because clients switch between the two forms
+            # a string gets the same bytes as a list of one text block, because clients switch between the two
             if isinstance(content, str):
                 pieces += (b'"text"', msgspec.json.encode(content))
                 continue
@@ -236,8 +239,7 @@ def _spans_of_user(index: int, content: list[Block]) -> Iterator[_Span]:
 
 
 def _placed(content: Content | None, where: str, start: int = 0, stop: int | None = None) -> list[_PlacedBlock]:
-    """Return the blocks [start, stop) of a content at the path `where`. A string is one text block; an absent content
-    has no blocks."""
+    """Return the blocks [start, stop) of a content at the path `where`. A string becomes one text block."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -246,8 +248,8 @@ def _placed(content: Content | None, where: str, start: int = 0, stop: int | Non
 
 
 def _system_text(blocks: Sequence[_PlacedBlock]) -> str:
-    """Return the text of a system prompt, without the billing line. Raises RequestError for a block that is not
-    text."""
+    """Return the text of a system prompt, without the line that starts with BILLING. Raises RequestError for a block
+    that is not text."""
     texts = []
     for at in blocks:
         if at.block.type != "text":
@@ -258,7 +260,7 @@ def _system_text(blocks: Sequence[_PlacedBlock]) -> str:
 
 
 def _assistant_message(blocks: Sequence[_PlacedBlock]) -> Message:
-    """Return the message of a reply in a client's history. Raises RequestError."""
+    """Return the assistant message made of the blocks of an earlier reply. Raises RequestError."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -285,9 +287,8 @@ def _assistant_message(blocks: Sequence[_PlacedBlock]) -> Message:
 
 
 def _arguments(raw: Raw, where: str) -> str:
-    """Return a call's arguments as JSON text. If the model wrote arguments that are no JSON object, the reply wrapped
-    their text in an object with the key INVALID_JSON. The text in such an object is returned as the model wrote it.
-    Raises RequestError."""
+    """Return a call's arguments as JSON text. The reply wrapped arguments that are not a JSON object in an object with
+    the key INVALID_JSON; these are returned as the model wrote them. Raises RequestError."""
     if is_absent(raw):
         return "{}"
     value = decode(_ANY, raw, where)
@@ -310,7 +311,7 @@ def _tool_message(at: _PlacedBlock) -> Message:
 
 
 def _part(at: _PlacedBlock) -> Part:
-    """Return the text or image for a block of a user message or a tool result. Raises RequestError."""
+    """Return the text, image or file for a block of a user message or a tool result. Raises RequestError."""
     block, where = at.block, at.where
     match block.type:
         case "text":
@@ -333,8 +334,8 @@ def _part(at: _PlacedBlock) -> Part:
             return image_from_url(source.url)
         case "document":
             return _document(block, where)
-        # a reference to a tool that the client found by its own tool search; the tool's name is enough, because the
-        # model sees all tools
+        # A reference to a tool that the client found with its own tool search. The tool's name is enough, because the
+        # model sees all tools.
         case "tool_reference":
             return Text(string(block.tool_name, f"{where}.tool_name"))
         case _:
@@ -342,9 +343,8 @@ def _part(at: _PlacedBlock) -> Part:
 
 
 def _document(block: Block, where: str) -> Text:
-    """Return the text of a document for the model: the title and the context, if there are any, then the document's
-    text, between `<document>` tags. A PDF in base64 becomes a `Document`, and a document in another form an attachment.
-    Raises RequestError."""
+    """Return a document as the model sees it. A document of text is shown between `<document>` tags, after its title
+    and context. A PDF in base64 becomes a `Document`, and any other file an `Attachment`. Raises RequestError."""
     source, at = _source(block, where), f"{where}.source"
     if source.type == "text":
         if source.data is None:

@@ -1,9 +1,11 @@
 """Writes the replies of Anthropic Messages: whole replies, streams of server-sent events, errors, and the list of
 models.
 
-Invariants: a streamed reply and a whole reply carry the same message; a reply that a client sends back is parsed as the
-same reply, whatever text the model wrote as tool arguments; a stream has at most one open block, and the indexes of its
-blocks increase.
+Invariants:
+
+- A streamed reply and a whole reply carry the same message.
+- A reply that a client sends back is parsed to the original reply, whatever text the model wrote as tool arguments.
+- A stream has at most one open block, and the indexes of its blocks increase.
 
 Source: Anthropic API reference, "Create a Message", "Streaming Messages", "List Models" and "Errors".
 """
@@ -27,7 +29,7 @@ from outrider.trajectory import FinishReason
 MODELS = "/v1/models"
 
 UNKNOWN_TIME = "1970-01-01T00:00:00Z"
-"""The value of `created_at` for a model with an unknown release date, as documented by the API."""
+"""The value of `created_at` that the API documents for a model with an unknown release date."""
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -38,15 +40,15 @@ ERROR_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-"""Anthropic's error types by HTTP status. Any other status below 500 is `invalid_request_error`, and from 500 on
-`api_error`."""
+"""Anthropic's error types by HTTP status. Any other status is `invalid_request_error` below 500 and `api_error` from
+500 on."""
 
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 class Signer:
-    """Makes the signature of a thinking block from the block's text, which is added whole or in pieces. The signature
-    proves nothing: clients expect one and send it back, and the request parser ignores it."""
+    """Makes the signature of a thinking block from the block's text, which may be added in pieces. The signature proves
+    nothing. It exists because clients expect one; the request parser ignores it."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=24)
@@ -78,14 +80,14 @@ def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
 
 
 def message_head(id: str, model: str) -> dict[str, Any]:
-    # The API's ids begin with `msg_`.
+    # Anthropic's ids begin with `msg_`.
     return {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": model}
 
 
 def stopped(request: ModelRequest, completion: Completion) -> dict[str, str | None]:
-    """Return the fields for the reason why the reply ended. An aborted reply also has the reason `max_tokens`, because
-    the dialect has no value for an abort, and clients take a reply with `end_turn` for complete. If the engine does not
-    report which stop sequence ended the reply, the reason is `end_turn`."""
+    """Return `stop_reason` and `stop_sequence`. An aborted reply has the reason `max_tokens`: the dialect has no value
+    for an abort, and `end_turn` would tell clients that the reply is complete. If the engine does not report which stop
+    sequence ended the reply, the reason is `end_turn`."""
     reason, sequence = "end_turn", None
     if completion.finish is not FinishReason.STOP:
         reason = "max_tokens"
@@ -97,8 +99,8 @@ def stopped(request: ModelRequest, completion: Completion) -> dict[str, str | No
 
 
 def usage(completion: Completion) -> dict[str, int]:
-    """Return the token counts. As in the API, `input_tokens` excludes cached tokens, so the sum of the three input
-    counts is the length of the prompt."""
+    """Return the token counts. As in Anthropic's API, `input_tokens` excludes cached tokens, so the three input counts
+    add up to the length of the prompt."""
     return usage_object(completion.prompt_tokens, completion.completion_tokens, cached=completion.cached_tokens)
 
 
@@ -124,17 +126,17 @@ def tool_use_object(call: ToolCall, input: msgspec.Raw) -> dict[str, Any]:
 
 
 def input_json(arguments: str) -> str:
-    """Return a call's arguments as a JSON object, which the dialect requires: an object unchanged, `{}` for no text,
-    and any other text as an object with the text under `INVALID_JSON`. The request parser converts such an object back
-    to the text."""
+    """Return a call's arguments as a JSON object, which the dialect requires. An object is returned unchanged, and
+    empty text becomes `{}`. Any other text is wrapped in an object with the key INVALID_JSON, which the request parser
+    unwraps."""
     if not arguments.strip():
         return "{}"
     try:
         value = _ANY.decode(arguments)
     except (msgspec.DecodeError, ValueError, RecursionError):
         value = None
-    # If the model itself wrote an object that looks like the wrapper, this object is wrapped again. Otherwise the
-    # request parser would unwrap it.
+    # If the model itself wrote an object that looks like the wrapper, it is wrapped again. Otherwise the request parser
+    # would unwrap it.
     if isinstance(value, dict) and not is_invalid_json_object(value):
         return arguments
     return msgspec.json.encode({INVALID_JSON: arguments}).decode()
@@ -145,7 +147,7 @@ def error_object(error: OutriderError) -> dict[str, Any]:
     have no ids here."""
     status, message = error.http_status, error_text(error)
     if isinstance(error, ContextOverflow):
-        # Clients recognise an overflow by this text, and read the two numbers from the text.
+        # Clients recognise a context overflow by this text, and read the two numbers from it.
         if error.overflow is not None:
             message = f"{error.overflow.prompt_tokens} tokens > {error.overflow.context_tokens} maximum"
         message = f"prompt is too long: {message}"
@@ -154,7 +156,7 @@ def error_object(error: OutriderError) -> dict[str, Any]:
 
 
 class _BlockKind(Enum):
-    """The kinds of blocks. A kind's value is the type of its deltas without the ending `_delta`."""
+    """The kinds of blocks in a stream. The type of a block's deltas is the value plus `_delta`."""
 
     THINKING = "thinking"
     TEXT = "text"
@@ -206,7 +208,7 @@ class MessagesStream:
         return event(error_object(error), b"error")
 
     def _more(self, kind: _BlockKind, text: str) -> bytes:
-        """Add text to the open block if this block is of kind `kind`, else to a new block of this kind."""
+        """Add text to the open block if it is of this kind, else to a new block."""
         started = b""
         if self._open is not kind:
             thinking = kind is _BlockKind.THINKING

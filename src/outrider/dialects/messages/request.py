@@ -1,12 +1,12 @@
 """Parses an Anthropic Messages request body into a `ModelRequest`.
 
 This module parses the settings and the tools, and `content.py` the messages. Invariant: one scan of the body finds each
-message and the fields of each message. Only `MessagesHistory.parse` decodes messages.
+message and its fields. Only `MessagesHistory.parse` decodes messages.
 
-Tools that Anthropic's servers run are noted and not passed to the model. Some tools that the client runs are declared
-by their type only, because Anthropic's models were trained on the tools' schemas. If such a tool is in `CLIENT_TOOLS`,
-or is a computer, the model is shown a function with the parameters from Anthropic's documentation. All other tools that
-are declared by type are noted and left out.
+Tools that Anthropic's servers run are not passed to the model; their types are added to the request's notes. Some tools
+that the client runs are declared only by their type, because Anthropic's models were trained on their schemas. If such
+a tool is in `CLIENT_TOOLS` or is a computer, the model sees a function with the parameters from Anthropic's
+documentation. All other tools declared by type are treated like those of Anthropic's servers.
 
 Source: Anthropic API reference, "Create a Message" and "Count tokens in a Message".
 """
@@ -82,11 +82,12 @@ CLIENT_TOOLS: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""Tools that clients of Anthropic run and declare by type. A key is the type without its date: `bash_20250124` is
-listed as `bash`. All versions of a tool get these parameters, although older text editors also have the command
-`undo_edit`. Source: Anthropic documentation, "Bash tool" and "Text editor tool"."""
+"""Tools that the client runs and declares by type. A key is the type without its date: `bash` for `bash_20250124`. All
+versions of a tool get these parameters, although older text editors also have the command `undo_edit`. Source:
+Anthropic documentation, "Bash tool" and "Text editor tool"."""
 _COMPUTER = "computer"
-"""The type, without its date, of the tool whose function depends on its declaration (`computer_tools.py`)."""
+"""The type, without its date, of the tool that controls a desktop. Its function depends on its declaration, so
+`computer_tools.py` makes it."""
 
 
 class _ToolChoice(msgspec.Struct):
@@ -124,8 +125,8 @@ _TOOLS: msgspec.json.Decoder[list[_Tool] | None] = msgspec.json.Decoder(list[_To
 
 
 def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
-    """Parse the body of a request to generate a reply or to count tokens. Raises RequestError. Most errors in a message
-    are raised later, when the message is parsed."""
+    """Parse a request that generates a reply or counts tokens. Raises RequestError. Most errors in a message are raised
+    only when that message is parsed."""
     notes: list[str] = []
     wire = _BODY.read(body, notes)
     if not wire.messages:
@@ -198,7 +199,8 @@ def _read_tools(raw: bytes) -> DeclaredTools:
 
 def _read_tool_choice(choice: _ToolChoice | None, tools: tuple[ToolSpec, ...], notes: list[str]) -> ToolChoice | None:
     """Return the choice of tools that restricts the reply; None for `auto` and `none`. Raises RequestError for an
-    unknown choice. `disable_parallel_tool_use` is noted if no call is forced."""
+    unknown choice. `disable_parallel_tool_use` can only be enforced if a call is forced; otherwise it is added to
+    `notes`."""
     if choice is None:
         return None
     if choice.type not in _TOOL_CHOICES:

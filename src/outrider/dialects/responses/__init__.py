@@ -1,7 +1,7 @@
-"""The OpenAI Responses dialect, with and without streaming. A session's `Memory` holds the stored responses and the
+"""The OpenAI Responses dialect, with and without streaming. Its `Memory` for a session has the stored responses and the
 parsed tools.
 
-A stored response can be continued (`previous_response_id`); it cannot be fetched or deleted.
+A client can continue a stored response (`previous_response_id`), but cannot fetch or delete it.
 """
 
 from __future__ import annotations

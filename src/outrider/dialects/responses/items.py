@@ -1,12 +1,14 @@
 """Parses the items of a Responses conversation into our `Message`.
 
-Invariant: one scan of the body finds the relevant fields of each item. Only `ResponsesHistory.parse` decodes messages.
-The ids and states of items are not part of a message's bytes, except the ids that connect a call with its output. No
-content for the model is left out silently: an unsupported item or part is a 400 with its kind. The only exceptions are
-items of the kinds in HOSTED_ITEMS, which are left out; their kinds are added to the request's notes.
+Invariants:
+
+- One scan of the body finds the relevant fields of each item. Only `ResponsesHistory.parse` decodes messages.
+- The ids and states of items are not part of a message's bytes, except the ids that connect a call with its output.
+- No content for the model is left out silently. An unsupported item or part is refused with status 400. Only items of
+  the types in HOSTED_ITEMS are left out, and their types are added to the request's notes.
 
 Items are smaller than messages: the reasoning, the text and each call of a reply are separate items. Adjacent items of
-the assistant become one message, whose texts are joined without a separator.
+the assistant become one message, and their texts are joined without a separator.
 
 Source: OpenAI API reference, "Create a model response", input items.
 """
@@ -42,7 +44,7 @@ from outrider.media import attachment, check_attachments, encoded_size
 from outrider.messages import Attachment, Image, Message, Part, Role, Text, ToolCall, joined_text, message_of_parts
 
 STORED = -1
-"""The `position` of an item that comes from a stored response and not from `input`."""
+"""The `position` of an item that comes from a stored response instead of from `input`."""
 
 _ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
@@ -62,8 +64,8 @@ HOSTED_ITEMS = frozenset(
         "tool_search_output",
     }
 )
-"""Kinds of items with the work of tools on OpenAI's servers. Histories that began at another service can contain such
-items; the model does not see these items."""
+"""Types of items that tools on OpenAI's servers wrote. A history that began at OpenAI's service can contain such items.
+The model does not see them."""
 
 
 class Item(msgspec.Struct, gc=False):
@@ -89,14 +91,14 @@ class Item(msgspec.Struct, gc=False):
         return self.type or ("item_reference" if self.role is None else "message")
 
     def pieces(self) -> tuple[bytes | Raw, ...]:
-        """Return the JSON values that determine how the item is parsed: its kind, then the kind's relevant fields. The
-        number of values is the same for all items of a kind."""
+        """Return the JSON values that determine how the item is parsed: its type, then the relevant fields. All items
+        of one type have the same number of values."""
         kind = self.kind()
         bytes_of = _BYTES_OF.get(kind)
         return (msgspec.json.encode(kind),) if bytes_of is None else bytes_of(self)
 
     def copy(self) -> Item:
-        """Return an equal item without references to the request body."""
+        """Return a copy that does not keep the request body in memory."""
         fields = msgspec.structs.asdict(self).items()
         own: dict[str, Any] = {name: value.copy() if isinstance(value, Raw) else value for name, value in fields}
         return Item(**own)
@@ -116,8 +118,8 @@ _BYTES_OF: dict[str, Callable[[Item], tuple[bytes | Raw, ...]]] = {
     "local_shell_call_output": lambda item: (b'"local_shell_call_output"', item.call_id, item.id, item.output),
     "additional_tools": lambda item: (b'"additional_tools"', item.tools),
 }
-"""For each kind of item, the JSON values that determine how an item is parsed (`Item.pieces`). All these kinds are
-messages or parts of messages, except `additional_tools`."""
+"""For each type of item, the JSON values that determine how the item is parsed (`Item.pieces`). All of these types
+except `additional_tools` are messages or parts of messages."""
 
 
 class PlacedItem(msgspec.Struct, frozen=True, gc=False):
@@ -159,7 +161,7 @@ class _Screenshot(msgspec.Struct):
 
 
 class _ShellAction(msgspec.Struct):
-    """The action of a shell call. The model does not see fields that are not declared here."""
+    """The action of a shell call. The model does not see any other fields of the action."""
 
     command: list[str]
     env: dict[str, str] | None = None
@@ -169,7 +171,8 @@ class _ShellAction(msgspec.Struct):
 
 
 class _Span(msgspec.Struct, gc=False):
-    """The range of items [first, last) that become one message. The instructions are an empty range."""
+    """The range of items [first, last) that become one message. The range is empty for the message with the
+    instructions."""
 
     role: Role
     first: int
@@ -187,7 +190,7 @@ _SHELL_ACTION = msgspec.json.Decoder(_ShellAction)
 
 class ResponsesHistory:
     """Implements `WireMessages` for the items of a conversation, with the instructions as first message. `items` must
-    not contain hosted items or additional tools. Raises RequestError for an item of an unknown kind or role."""
+    not contain hosted items or additional tools. Raises RequestError for an unknown type of item or an unknown role."""
 
     __slots__ = ("_instructions", "_items", "_spans")
 
@@ -210,15 +213,14 @@ class ResponsesHistory:
     def raw(self, index: int) -> bytes:
         span = self._spans[index]
         if span.first == span.last:
-            # The prefix keeps instructions distinct from an item of an unknown kind, whose bytes are the name of its
-            # kind.
+            # The prefix distinguishes instructions from an item of an unknown type, whose only bytes are its type.
             return b"i" + msgspec.json.encode(self._instructions)
         return b"\n".join([piece for at in self._items[span.first : span.last] for piece in at.item.pieces()])
 
     def head(self, count: int) -> bytes:
         if count == 0:
             return b""
-        # All pieces are joined at once, because this method runs over the whole history at every call.
+        # All pieces are joined at once, because each call of the model runs this method over the whole history.
         instructions = [self.raw(0)] if self._instructions else []
         items = self._items[: self._spans[count - 1].last]
         return b"\n".join(instructions + [piece for at in items for piece in at.item.pieces()])
@@ -249,8 +251,8 @@ class ResponsesHistory:
 
 
 def _role(at: PlacedItem) -> Role:
-    """Return the role of the message that the item belongs to. Raises RequestError for an item that cannot be shown to
-    the model."""
+    """Return the role of the message that the item becomes part of. Raises RequestError for an item that cannot be
+    shown to the model."""
     kind = at.kind
     if kind == "message":
         role = _ROLES.get(at.item.role or "")
@@ -259,7 +261,7 @@ def _role(at: PlacedItem) -> Role:
         return role
     if kind in _ASSISTANT_ITEMS:
         return Role.ASSISTANT
-    if kind == "agent_message":  # Codex sends a message from another agent; the message's text names that agent
+    if kind == "agent_message":  # Codex passes on another agent's message; the text names that agent
         return Role.USER
     if kind in _BYTES_OF:
         return Role.TOOL
@@ -267,7 +269,7 @@ def _role(at: PlacedItem) -> Role:
 
 
 def _assistant_message(items: Iterable[PlacedItem]) -> Message:
-    """Return the message of a reply in a client's history. Raises RequestError."""
+    """Return the assistant message made of the items of an earlier reply. Raises RequestError."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -291,8 +293,8 @@ def _assistant_message(items: Iterable[PlacedItem]) -> Message:
 
 
 def _reasoning(at: PlacedItem) -> str:
-    """Return an item's reasoning: the reasoning in our `encrypted_content`, else the item's text, else the item's
-    summary. Reasoning that another provider encrypted is left out, because no model here wrote it."""
+    """Return an item's reasoning: from `encrypted_content` if Outrider wrote it, else from the item's text, else from
+    its summary. Content that another provider encrypted cannot be read."""
     item, where = at.item, at.where
     sealed = optional(_NULLABLE, item.encrypted_content, f"{where}.encrypted_content")
     if sealed is not None and (own := unseal(sealed)) is not None:
@@ -339,7 +341,7 @@ def _tool_message(at: PlacedItem) -> Message:
 
 
 def _computer_action(at: PlacedItem) -> dict[str, Any]:
-    """Return the action of a `computer_call`: the value of `action`, or the only item of `actions`. Raises
+    """Return the action of a `computer_call`, which is in `action` or is the only entry of `actions`. Raises
     RequestError."""
     item, where = at.item, at.where
     single: dict[str, Any] | None = optional(_MAYBE_OBJECT, item.action, f"{where}.action")
@@ -354,7 +356,7 @@ def _computer_action(at: PlacedItem) -> dict[str, Any]:
 
 
 def _screenshot(raw: Raw, where: str) -> Part:
-    """Return the image of a computer's output. Raises RequestError."""
+    """Return the screenshot in the output of a computer call. Raises RequestError."""
     if not raw:
         refuse(where, "is missing")
     output = decode(_OUTPUT, raw, where)
@@ -364,13 +366,14 @@ def _screenshot(raw: Raw, where: str) -> Part:
 
 
 def _shell_call_id(at: PlacedItem) -> str:
-    # A shell call has its id in `call_id`. The output of the call may repeat this id in `id` instead.
+    # A shell call has its id in `call_id`. Its output may have the same id in `id` instead.
     call_id = optional(_NULLABLE, at.item.call_id, f"{at.where}.call_id")
     return call_id if call_id is not None else string(at.item.id, f"{at.where}.id")
 
 
 def _parts(raw: Raw, where: str) -> list[Part]:
-    """Return the text and images of a content, which may be a string, a list of parts, or null. Raises RequestError."""
+    """Return the text, images and files of a content, which is a string, a list of parts, or null. Raises
+    RequestError."""
     if not raw:
         refuse(where, "is missing")
     content = decode(_CONTENT, raw, where)
@@ -386,8 +389,8 @@ def _parts(raw: Raw, where: str) -> list[Part]:
         elif part.type == "refusal":
             parts.append(Text(part.refusal or ""))
         elif part.type == "encrypted_content":
-            # Codex passes text between agents in this field. OpenAI's servers encrypt such text; the text from this
-            # service is plain.
+            # Codex passes text between agents in this field. OpenAI's servers encrypt the text, but this service does
+            # not.
             parts.append(Text(part.encrypted_content or ""))
         elif part.type == "input_image":
             if part.image_url is None:

@@ -1,13 +1,13 @@
-"""Writes the replies of the Responses API: whole replies, and streams of typed server-sent events with increasing
-sequence numbers.
+"""Writes the replies of the Responses API: whole replies, and streams of server-sent events with increasing sequence
+numbers.
 
-Invariant: an item is the same in a streamed and in a whole reply, and parsing the items returns exactly the model's
+Invariant: a streamed reply and a whole reply have the same items, and parsing the items returns exactly the model's
 reply.
 
-The items of a response are its reasoning, its text and its calls, in this order. A reply without calls has a text item
-even if the text is empty: a client that drops reasoning then still has an item to send back. `reasoning_tokens` is
-always 0, although reasoning tokens are not counted, because the API requires a number and clients with strict types
-refuse a usage without it. In the other dialects the number is null or left out.
+The items of a response are its reasoning, its text and its calls, in this order. A reply without calls always has a
+text item, even an empty one, so that a client that drops reasoning has an item to send back. `reasoning_tokens` is
+always 0, although reasoning tokens are not counted, because the API requires a number and strict clients refuse a usage
+without it.
 
 Source: OpenAI API reference, "The response object" and "Streaming events".
 """
@@ -28,15 +28,16 @@ from outrider.messages import Delta, ToolCall
 from outrider.trajectory import FinishReason
 
 _PREFIX = "resp_"
-"""The prefix of a response's id, as in the API."""
+"""The prefix of response ids in OpenAI's API."""
 
 
 class ResponsesContext(msgspec.Struct, frozen=True, kw_only=True):
-    """The request's data for the writer of the reply.
+    """What the writer of the reply needs from the request.
 
-    `echo` are the fields of the request that the response repeats, ready to encode. `table` has the tools by the
-    model's names. `keep` is a function that stores the response, given the response's id and items; None if the request
-    has `store: false`. `summary` and `encrypted` select the forms of the reasoning (see `reasoning_item`).
+    - `echo`: the request's fields that the response repeats, ready to encode.
+    - `table`: the tools by the names that the model sees.
+    - `keep`: stores the response, given its id and its items; None if the request has `store: false`.
+    - `summary`, `encrypted`: the forms in which the reasoning is written (see `reasoning_item`).
     """
 
     echo: dict[str, Any]
@@ -47,7 +48,7 @@ class ResponsesContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a response that changes while the response is made: its status, and the results so far."""
+    """The part of a response object that changes while the reply is generated: its status, and the results so far."""
 
     status: str = "in_progress"
     output: list[dict[str, Any]] = []
@@ -65,7 +66,7 @@ def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
 
 
 def response_object(context: ResponsesContext, about: Opening | Completion, outcome: ResponseOutcome) -> dict[str, Any]:
-    """Return the response object in the state `outcome`, ready to encode."""
+    """Return the response object with the status and results in `outcome`, ready to encode."""
     return {
         "id": response_id(about.id),
         "object": "response",
@@ -82,8 +83,9 @@ def response_object(context: ResponsesContext, about: Opening | Completion, outc
 
 
 def finished(completion: Completion, output: list[dict[str, Any]]) -> ResponseOutcome:
-    """Return the outcome of a response whose call ended. An aborted response is `incomplete` with the reason
-    `max_output_tokens`: the dialect has no value for an abort, and clients take a `completed` response for complete."""
+    """Return the outcome of a finished model call. An aborted reply is `incomplete` with the reason
+    `max_output_tokens`: the dialect has no value for an abort, and `completed` would tell clients that the reply is
+    complete."""
     whole = completion.finish is FinishReason.STOP
     return ResponseOutcome(
         status="completed" if whole else "incomplete",
@@ -106,8 +108,8 @@ def output_items(context: ResponsesContext, completion: Completion) -> list[dict
 
 
 def reasoning_item(context: ResponsesContext, id: str, text: str) -> dict[str, Any]:
-    """Return the reasoning item. The text is in `summary` if the request has `reasoning.summary`, and in `content` if
-    it does not. The item also has the text as `encrypted_content` if the request includes this field."""
+    """Return the reasoning item. The text is in `summary` if the request has `reasoning.summary`, else in `content`. If
+    the request includes `encrypted_content`, the item also has the text in this field."""
     item: dict[str, Any] = {"id": id, "type": "reasoning", "summary": []}
     if context.summary:
         item["summary"] = [{"type": "summary_text", "text": text}]
@@ -123,20 +125,19 @@ def message_item(id: str, text: str, status: str) -> dict[str, Any]:
 
 
 def message_status(completion: Completion) -> str:
-    """Return the status of the text item: `incomplete` for a reply that was cut off and has no calls, else
-    `completed`."""
+    """Return the status of the text item: `incomplete` for a reply without calls that was cut off, else `completed`."""
     cut = completion.finish is not FinishReason.STOP and not completion.reply.tool_calls
     return "incomplete" if cut else "completed"
 
 
 def text_part(text: str) -> dict[str, Any]:
-    # The official client's type for text requires the field `annotations`.
+    # OpenAI's client requires the field `annotations` in a text part.
     return {"type": "output_text", "annotations": [], "logprobs": [], "text": text}
 
 
 def call_item(context: ResponsesContext, completion_id: str, index: int, call: ToolCall) -> dict[str, Any]:
-    """Return the item of a tool call. The item has the client's name of the tool, or the name that the model wrote if
-    the tool is unknown. A call of the computer whose arguments are not an action is a `function_call`."""
+    """Return the item of a tool call. The item has the client's name of the tool. For an unknown tool it has the name
+    that the model wrote. A computer call whose arguments are not an action becomes a `function_call`."""
     tool = context.table.get(call.name)
     if tool is not None and tool.custom:
         sent = custom_call(call)
@@ -172,8 +173,7 @@ def call_item(context: ResponsesContext, completion_id: str, index: int, call: T
 
 
 def response_id(completion_id: str) -> str:
-    """Return the response's id. The prefix is not added to an id that already has it, because engines that serve this
-    API send such ids."""
+    """Return the response's id. The id of an engine that serves the Responses API already has the prefix."""
     return completion_id if completion_id.startswith(_PREFIX) else _PREFIX + completion_id
 
 
@@ -193,8 +193,8 @@ def usage(completion: Completion) -> dict[str, Any]:
 
 
 def failure(error: OutriderError) -> dict[str, Any]:
-    """Return the `error` of a failed response. Clients react to the code: after an overflow they shorten their history,
-    and after a server's error they try again."""
+    """Return the `error` of a failed response. Clients react to its code: they shorten their history after a context
+    overflow, and retry after a server error."""
     if isinstance(error, ContextOverflow):
         code = "context_length_exceeded"
     elif error.http_status == 429:
@@ -205,11 +205,11 @@ def failure(error: OutriderError) -> dict[str, Any]:
 
 
 _UNOPENED = Opening(id="unopened", created=0, model="")
-"""The opening used for the response of a stream that fails before `open`."""
+"""Stands in for the opening of a stream that fails before `open` is called."""
 
 
 class _ItemForm(msgspec.Struct, frozen=True):
-    """The form of one kind of items in a stream: the prefix of the ids, the key of a part's index, and the names of the
+    """How one kind of item is streamed: the prefix of its ids, the key of a part's index, and the names of its
     events."""
 
     id_prefix: str
@@ -227,7 +227,7 @@ _SUMMARY = _ItemForm("rs", "summary_index", "reasoning_summary_part", "response.
 
 
 class _OpenItem(msgspec.Struct, frozen=True):
-    """The open item of a stream. `said` are the pieces of the item's text so far."""
+    """The item that a stream is writing. `said` are the pieces of its text so far."""
 
     form: _ItemForm
     id: str
@@ -235,15 +235,15 @@ class _OpenItem(msgspec.Struct, frozen=True):
     said: list[str]
 
     def place(self) -> dict[str, Any]:
-        """Return the position fields of the item's events."""
+        """Return the fields of an event that locate the item and its part."""
         return {"item_id": self.id, "output_index": self.index, self.form.index_key: 0}
 
     def text_place(self) -> dict[str, Any]:
-        """Return the position fields of events that carry a part of the item's text."""
+        """Return the same fields as `place`, for an event that carries text of the item."""
         return {**self.place(), "logprobs": []} if self.form is _TEXT else self.place()
 
     def delta_head(self) -> bytes:
-        """Return the beginning of a delta event, up to the delta's text."""
+        """Return the bytes of a delta event that come before the delta's text."""
         name = f"{self.form.delta}.delta"
         return b'event: %b\ndata: %b,"delta":' % (name.encode(), line({"type": name, **self.text_place()})[:-1])
 
@@ -276,7 +276,7 @@ class ResponsesStream:
     def close(self, completion: Completion) -> bytes:
         status, calls = message_status(completion), completion.reply.tool_calls
         written = b""
-        # A reply without calls has a text item, even if the text is empty (see the module's heading).
+        # A reply without calls has a text item, even an empty one (see the module's docstring).
         if not calls and (self._open is None or self._open.form is not _TEXT):
             written += self._begin_item(_TEXT)
         written += self._end_item(status)
@@ -288,8 +288,8 @@ class ResponsesStream:
         return written + self._event(f"response.{outcome.status}", whole)
 
     def error(self, error: OutriderError) -> bytes:
-        """Write two events: an `error`, at which the official clients raise an exception, and the failed response,
-        which Codex reads."""
+        """Write two events: `error`, for which OpenAI's clients raise an exception, and `response.failed`, which Codex
+        reads."""
         told = openai_error(error)["error"]
         flat = {"code": told["code"], "message": told["message"], "param": told["param"]}
         outcome = ResponseOutcome(status="failed", output=self._items, error=failure(error))
@@ -297,7 +297,7 @@ class ResponsesStream:
         return self._event("error", {**flat, "error": told}) + self._event("response.failed", failed)
 
     def _say(self, form: _ItemForm, text: str) -> bytes:
-        """Add text to the open item if this item has the form `form`, else to a new item of this form."""
+        """Add text to the open item if it has the form `form`, else to a new item."""
         before = b"" if self._open is not None and self._open.form is form else self._begin_item(form)
         item = self._open
         assert item is not None
@@ -306,7 +306,7 @@ class ResponsesStream:
         return b'%b%b%b,"sequence_number":%d}\n\n' % (before, self._delta_head, line(text), number)
 
     def _begin_item(self, form: _ItemForm) -> bytes:
-        """End the open item and begin an item of `form`."""
+        """End the open item, if any, and begin an item of the form `form`."""
         written = self._end_item("completed")
         index = len(self._items)
         id = item_id(form.id_prefix, self._about.id, index)
@@ -320,7 +320,7 @@ class ResponsesStream:
         return written + self._event(form.part_event(done=False), {**item.place(), "part": _part(form, "")})
 
     def _end_item(self, status: str) -> bytes:
-        """End the open item, if there is one; `status` is the status of a text item."""
+        """End the open item, if any. `status` is used only for a text item."""
         item, self._open = self._open, None
         if item is None:
             return b""
@@ -334,7 +334,7 @@ class ResponsesStream:
         )
 
     def _call(self, call: ToolCall) -> bytes:
-        """Write all events of one call. All are sent together, because the arguments are known only when the call is
+        """Write all events of one call. They are sent together, because the arguments are known only when the call is
         complete."""
         index = len(self._items)
         item = call_item(self._context, self._about.id, index, call)

@@ -1,12 +1,12 @@
 """Parses a Responses request body into a `ModelRequest`.
 
-This module parses the settings, `items.py` the items and `tools.py` the tools. Invariant: reading a request costs one
-scan of its bytes, because only needed data is decoded. Messages are decoded later, by `ResponsesHistory.parse`.
+This module parses the settings, `items.py` the items and `tools.py` the tools. Invariant: the body is scanned once, and
+only needed data is decoded. `ResponsesHistory.parse` decodes messages later.
 
 `instructions` become the first system message, for this request only: a later request with `previous_response_id` does
-not inherit them. Features of OpenAI's servers that have no counterpart here (background work, stored conversations and
-stored prompts) are refused. Hosted tools, and the results of hosted tools in the history, are noted and not passed to
-the model.
+not inherit them. Background work, stored conversations and stored prompts are refused, because only OpenAI's servers
+have them. Hosted tools and their results in the history are not passed to the model; their types are added to the
+request's notes.
 
 Source: OpenAI API reference, "Create a model response".
 """
@@ -89,8 +89,8 @@ _TURN_METADATA = msgspec.json.Decoder(_TurnMetadata)
 
 
 def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
-    """Parse the request in `body`, to generate or to count tokens. Raises RequestError. Most errors in an item are
-    raised later, when the item is parsed."""
+    """Parse a request that generates a reply or counts tokens. Raises RequestError. Most errors in an item are raised
+    only when the item's message is parsed."""
     notes: list[str] = []
     wire = _BODY.read(body, notes)
     if call.path != COUNT and wire.model is None:
@@ -98,7 +98,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     include = wire.include or ()
     if _LOGPROBS in include:
         refuse("include", "log-probabilities are served by Chat Completions only")
-    sent = wire.input or []  # `input` may be left out: a stored conversation can be continued without a new item
+    sent = wire.input or []  # `input` may be missing: a stored conversation can be continued without a new item
     if isinstance(sent, str):
         sent = [Item("message", "user", content=Raw(msgspec.json.encode(sent)))]
     store = store_of(memory)
@@ -159,7 +159,8 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
 
 
 def _echo(wire: _Body, text: _TextFormat, reasoning: _Reasoning, tools: Raw) -> dict[str, Any]:
-    """Return the fields of the request that the response repeats, with the default values of this service."""
+    """Return the fields of the request that the response repeats. Fields that the client did not send have this
+    service's default values."""
     form = text.format or {"type": "text"}
     choice = "auto" if wire.tool_choice is None else wire.tool_choice
     for name, value in (("text.format", form), ("tool_choice", choice)):
@@ -187,13 +188,13 @@ def _echo(wire: _Body, text: _TextFormat, reasoning: _Reasoning, tools: Raw) -> 
 
 
 def _caller(call: WireCall) -> Caller:
-    """Return the caller named by the headers of Codex or OpenCode: the ids of the agent and of its parent agent, and
-    the purpose of a call that is not an ordinary turn."""
+    """Return the caller from the headers of Codex or OpenCode: the ids of the agent and of its parent, and the purpose
+    of a call that is not an ordinary turn, such as a compaction."""
     opencode = opencode_caller(call)
     parent = call.header(b"x-codex-parent-thread-id") or opencode.parent_id
     own = call.header(b"thread-id") or opencode.agent_id
     purpose = call.header(b"x-openai-subagent")
-    if not purpose:  # Codex sends the purpose in one of two headers; the second is JSON
+    if not purpose:  # Codex sends the purpose in this header or in another one, as JSON
         try:
             purpose = _TURN_METADATA.decode(call.header(b"x-codex-turn-metadata") or "{}").request_kind
         except (msgspec.DecodeError, UnicodeError, RecursionError):

@@ -1,8 +1,8 @@
 """Stores the responses of a session, so that later requests can refer to a response (`previous_response_id`) or to an
 item.
 
-This module handles no messages and no tokens. Invariant: equal items, and equal beginnings of conversations, are stored
-once, so storing a response costs only memory for its new items.
+Invariant: equal items, and equal beginnings of conversations, are stored once. So storing a response takes memory only
+for its new items.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _STRING = msgspec.json.Decoder(str)
 _ITEM = msgspec.json.Decoder(Item)
 
 MAX_STORED = 64 << 20
-"""Maximum number of bytes stored for a session. Above this size everything is dropped. Only a session with an unusually
-large number of new items reaches this size."""
+"""Maximum number of bytes stored for a session. If more would be stored, everything stored so far is dropped. Only a
+session with an unusually large number of new items reaches this limit."""
 
 ENTRY_BYTES = 256
-"""Approximate memory, in bytes, of one entry in a dictionary of the store, without the item's JSON."""
+"""Approximate memory, in bytes, of one dictionary entry of the store, without the item's JSON."""
 
 
 class PreviousResponseNotFound(RequestError):
-    """The response is not stored. Possible reasons: the response was not made in this session, its request had
-    `store: false`, the response did not finish, or it was dropped at MAX_STORED."""
+    """The response is not stored. Either it was not made in this session, its request had `store: false`, it did not
+    finish, or it was dropped at MAX_STORED."""
 
     code = "previous_response_not_found"
 
 
 class StoredConversation(NamedTuple):
-    """A stored conversation: `item` is its last item, and `before` is the conversation up to that item, None if there
-    is none. `digest` determines all items."""
+    """A stored conversation, as a linked list: `item` is the last item, and `before` is the conversation before it,
+    None if it is the first. `digest` identifies the whole list of items."""
 
     before: StoredConversation | None
     item: Item
@@ -55,8 +55,8 @@ class StoredConversation(NamedTuple):
 
 
 class ResponseStore:
-    """The stored responses of one session. A response can be stored even if everything was dropped while the response
-    was being made, because the caller of `keep` has the response's conversation."""
+    """The stored responses of one session. A request holds its own conversation until it calls `keep`. So its response
+    can be stored even if everything is dropped in the meantime."""
 
     def __init__(self) -> None:
         self._responses: dict[str, StoredConversation] = {}
@@ -69,16 +69,15 @@ class ResponseStore:
     def conversation(
         self, previous: str | None, items: Sequence[Item], *, stored: bool
     ) -> tuple[list[PlacedItem], StoredConversation | None]:
-        """Return the whole conversation of a request: the previous response's conversation, then the new items, with
-        each reference replaced by its item. If `stored` is True, the second value is the same conversation for a later
-        call of `keep`; otherwise it is None. Raises RequestError."""
+        """Return the whole conversation of a request: the previous response's conversation, then the new items.
+        References are replaced by the items they refer to. The second value is the conversation in the form that `keep`
+        takes, or None if `stored` is False. Raises RequestError."""
         placed: list[PlacedItem] = []
         known: StoredConversation | None = None
         if previous is not None:
             known = self._responses.get(previous)
             if known is None:
-                # The error has OpenAI's message and code, because clients check for these texts, and then send the
-                # whole conversation.
+                # The error has OpenAI's message and code. Clients check for them, and then send the whole conversation.
                 raise PreviousResponseNotFound(
                     f"Previous response with id {quoted(previous)} not found.", field="previous_response_id"
                 )
@@ -102,7 +101,7 @@ class ResponseStore:
         return placed, known if stored else None
 
     def keep(self, conversation: StoredConversation | None, response_id: str, output: Iterable[dict[str, Any]]) -> None:
-        """Store a response. `conversation` is the conversation before the response, and `output` are the response's own
+        """Store a response. `conversation` is the conversation before the response. `output` are the response's own
         items, at least one."""
         references: dict[str, Item] = {}
         for item in output:
@@ -115,7 +114,7 @@ class ResponseStore:
         self._responses[response_id] = conversation
 
     def _extended(self, before: StoredConversation | None, item: Item) -> StoredConversation:
-        """Return the stored conversation `before` plus `item`. Stores the conversation if it is not stored yet."""
+        """Return the stored conversation that is `before` plus `item`. Stores it if necessary."""
         raw = b",".join(item.pieces())
         key = xxhash.xxh3_128_digest(raw)
         digest = key if before is None else xxhash.xxh3_128_digest(before.digest + key)
@@ -130,7 +129,7 @@ class ResponseStore:
         return known
 
     def _make_room(self, size: int) -> None:
-        """Count `size` bytes that will be stored. If the total then exceeds MAX_STORED, drops everything stored so
+        """Count `size` bytes that are about to be stored. If the total exceeds MAX_STORED, drop everything stored so
         far."""
         self._size += size
         if self._size > MAX_STORED:
@@ -142,6 +141,6 @@ class ResponseStore:
 
 
 def store_of(memory: Memory) -> ResponseStore:
-    """Return the session's store. It is made at the session's first request."""
+    """Return the session's store. The session's first request creates it."""
     store: ResponseStore = memory.setdefault(_KEY, ResponseStore())
     return store

@@ -1,20 +1,18 @@
-"""Converts the tools of a Responses request to the model's form, and maps the model's names for tools back to the
-tools.
+"""Converts the tools of a Responses request to the model's form, and maps the model's names of tools back to the
+client's tools.
 
-Invariant: the client runs every tool in the table (`Tools.table`), and no two tools in the table have the same name for
-the model.
+Invariant: the client runs every tool in the table (`Tools.table`), and no two of them have the same name for the model.
 
 - A function is passed to the model in the nested form of Chat Completions, with its keys in the client's order.
-- A custom tool, whose call on the wire is one string and not JSON, is passed as a function with the single parameter
-  `input`. If the tool has a grammar, the grammar is put into the parameter's description; nothing enforces the grammar.
-- The model's name for a tool of a namespace is the namespace's name followed by the tool's name. The namespace's
-  description is put before the description of the namespace's first tool.
-- A computer (`computer_use_preview`, `computer`) is passed as a function with the parameters that OpenAI documents for
-  an action of a `computer_call`.
-- All other tools are hosted: OpenAI's servers would run them, or only OpenAI's models were trained on their form (a
-  shell, patches without a schema). Hosted tools are not passed to the model, and their kinds are added to
-  the request's notes. The reply's field `tools`, which lists the tools in force, does not contain hosted tools. A
-  request that chooses a hosted tool is refused with status 400.
+- A custom tool, whose call takes one string and not JSON, is passed as a function with the single parameter `input`. If
+  the tool has a grammar, the parameter's description contains it; nothing enforces the grammar.
+- A tool in a namespace is passed under the namespace's name followed by the tool's name. The description of the
+  namespace's first tool begins with the description of the namespace.
+- A computer (`computer_use_preview`, `computer`) is passed as a function. Its parameters are those that OpenAI
+  documents for an action of a `computer_call`.
+- All other tools are hosted: OpenAI's servers would run them, or only OpenAI's models were trained to use them (a
+  shell, patches without a schema). They are not passed to the model, and their types are added to the request's notes.
+  The field `tools` of the reply does not list them. A request that chooses a hosted tool is refused with status 400.
 
 Source: OpenAI API reference, "Create a model response", tools.
 """
@@ -34,19 +32,20 @@ from outrider.dialects.responses.round_trip import INPUT, flat_name
 from outrider.messages import ToolSpec
 
 _COMPUTERS = {"computer_use_preview": "action", "computer": "actions"}
-"""The types of computer tools, and the field of a `computer_call` that has the action, or the list of actions."""
+"""The types of computer tools. The value is the field of a `computer_call` that has the action or the list of
+actions."""
 _SUPPORTED = frozenset({"function", "custom", "namespace", *_COMPUTERS})
 _CHOICES = frozenset({"none", "auto", "required"})
 _NOT_TOLD = frozenset({"type", "defer_loading", "strict"})
-"""Keys of a function declaration that are removed before the model sees the function, because only servers use these
-keys. (`strict` would guarantee that arguments follow the schema, but nothing here enforces it.)"""
+"""Keys of a function declaration that the model does not see, because they address OpenAI's servers. (`strict`
+guarantees that arguments follow the schema there, but nothing here enforces it.)"""
 
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
 
 class ResponsesTool(msgspec.Struct, frozen=True):
-    """One tool: the specification for the model, and the client's name and namespace. `custom` is True for a custom
-    tool. `action_field` is set for a computer only: the field of a `computer_call` that has the action."""
+    """One tool: its specification for the model, and the client's name and namespace. `custom` is True for a custom
+    tool. `action_field` is set only for a computer, to the field of a `computer_call` that has the action."""
 
     spec: ToolSpec
     name: str
@@ -60,9 +59,13 @@ class ResponsesTool(msgspec.Struct, frozen=True):
 
 
 class Tools(msgspec.Struct, frozen=True):
-    """A request's tools. `table` has the tools by the model's names. `raw` are the bytes that determine the tools.
-    `in_force` is the JSON of the request's own list (`ToolList.top`) without hosted tools, which the reply repeats.
-    `hosted` are the kinds of the hosted tools."""
+    """A request's tools.
+
+    - `table`: the tools by the names that the model sees.
+    - `raw`: the bytes that the tools were parsed from.
+    - `in_force`: the JSON of the request's field `tools` without hosted tools, which the reply repeats.
+    - `hosted`: the types of the hosted tools.
+    """
 
     table: dict[str, ResponsesTool] = {}
     raw: bytes = b""
@@ -74,7 +77,7 @@ class Tools(msgspec.Struct, frozen=True):
 
 
 class ToolList(msgspec.Struct, frozen=True):
-    """One list of tools on the wire and its path. `top` is True for the request's field `tools`, and False for a list
+    """One list of tools in a request, and its path. `top` is True for the request's field `tools`, and False for a list
     in an item of the input."""
 
     raw: msgspec.Raw
@@ -90,7 +93,7 @@ def read_tools(lists: list[ToolList], memory: Memory) -> Tools:
 
 def read_tool_choice(choice: str | dict[str, Any] | None, tools: Tools, *, single: bool) -> ToolChoice | None:
     """Return the choice of tools that restricts the reply; None for `auto` and `none`. `single` is True if the client
-    allows one call at most. Raises RequestError for an unknown choice."""
+    allows at most one call. Raises RequestError for an unknown choice."""
     if choice in (None, "none", "auto"):
         return None
     if isinstance(choice, str):
@@ -111,8 +114,8 @@ def read_tool_choice(choice: str | dict[str, Any] | None, tools: Tools, *, singl
 
 
 def _read_allowed_tools(choice: dict[str, Any], tools: Tools, *, single: bool) -> ToolChoice | None:
-    """Read a list of allowed tools. A hosted tool in the list is skipped, because the model does not see hosted tools.
-    Raises RequestError."""
+    """Read a list of allowed tools. Hosted tools in the list are skipped, because the model does not see them. Raises
+    RequestError."""
     mode, listed = choice.get("mode", "auto"), choice.get("tools")
     if mode not in ("auto", "required"):
         refuse("tool_choice.mode", "must be 'auto' or 'required'")
@@ -136,7 +139,8 @@ def _read_allowed_tools(choice: dict[str, Any], tools: Tools, *, single: bool) -
 
 
 def _names_in_table(name: Any, tools: Tools) -> list[str]:
-    """Return the model's names of the tools that the client calls `name`. The name may be in several namespaces."""
+    """Return the model's names of all tools that the client calls `name`. Tools in different namespaces may share a
+    name."""
     return [flat for flat, tool in tools.table.items() if name in (tool.name, flat)]
 
 
@@ -157,7 +161,7 @@ def _read(lists: list[ToolList], raw: bytes) -> Tools:
                 continue
             if part.top:
                 in_force.append(spec)
-            # A list in an item may declare a tool of the request again. The last declaration of a tool counts.
+            # A list in an input item may declare a tool again. The last declaration is used.
             for tool in _tools_of(spec, where):
                 flat = tool.spec["function"]["name"]
                 known = table.get(flat)
@@ -170,8 +174,7 @@ def _read(lists: list[ToolList], raw: bytes) -> Tools:
 
 
 def _tools_of(spec: dict[str, Any], where: str) -> Iterator[ResponsesTool]:
-    """Yield the tools of one entry: the entry itself, or the tools of the namespace that it declares. Raises
-    RequestError."""
+    """Yield the tools that one entry declares: a single tool, or all tools of a namespace. Raises RequestError."""
     if (kind := spec.get("type")) in _COMPUTERS:
         for key in ("display_width", "display_height"):
             if not isinstance(spec.get(key), int | None):
@@ -210,7 +213,7 @@ def _tool(spec: dict[str, Any], namespace: str | None, where: str) -> ResponsesT
         return ResponsesTool({"type": "function", "function": function}, spec["name"], namespace, custom=False)
     text = {"type": "string"}
     form, at = spec.get("format"), f"{where}.format"
-    if form is not None and form != {"type": "text"}:  # a tool that takes free text needs no description of its input
+    if form is not None and form != {"type": "text"}:  # free text needs no description of its format
         if not isinstance(form, dict) or form.get("type") != "grammar":
             refuse(f"{at}.type", "must be 'text' or 'grammar'")
         for key in ("syntax", "definition"):

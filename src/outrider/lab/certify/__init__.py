@@ -1,2 +1,2 @@
-"""Certifies one harness against this build: a scripted model makes the harness carry out small tasks, and the records
-of the sessions are checked. `task_check.py` checks tasks with their known solutions."""
+"""Certifies that a harness works with this build. A scripted model makes the harness carry out small tasks, and the
+records of these sessions are checked. `task_check.py` checks tasks by means of their known solutions."""

@@ -1,7 +1,7 @@
-"""A tap between sandboxes and the model gateway: forwards all bytes, and searches the bytes sent to clients for given
-words.
+"""A proxy between sandboxes and the model gateway. It forwards all bytes, and searches the bytes sent to clients for
+given words.
 
-The module is independent of HTTP. Invariant: no byte is delayed or changed.
+The proxy does not parse HTTP. Invariant: no byte is delayed or changed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 16
 KEPT = 256
-"""Number of bytes that are kept from the end of the previous piece, because a word may be split between two pieces."""
+"""Number of bytes kept from the end of the received data, because a word may be split between two reads."""
 
 WAIT_SECONDS = 5.0
-"""Maximum seconds to wait until a word is sent. The time runs out for a harness that does not stream, because no word
+"""Maximum seconds to wait until a word is sent. The wait times out if the harness does not stream, because then no word
 is sent before the reply is complete."""
 
 EVENT_STREAM = b"text/event-stream"
 
 
 class GatewayTap:
-    """Forwards each accepted connection to the socket `behind`. `in_time` has the `words` for which `wait_until_sent`
-    has returned True. `streams` is True once any reply was an event stream."""
+    """Forwards each accepted connection to the Unix socket `behind`. `in_time` has the words for which
+    `wait_until_sent` has returned True. `streams` is True as soon as any reply is an event stream."""
 
     def __init__(self, behind: Path, words: Iterable[str]) -> None:
         self.streams = False
@@ -38,7 +38,7 @@ class GatewayTap:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def wait_until_sent(self, word: str) -> bool:
-        """Return True if the word has been sent to a client, or is sent within WAIT_SECONDS."""
+        """Return True if the word has been sent to a client or is sent within WAIT_SECONDS, else False."""
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 await self._words[word].wait()
@@ -84,9 +84,9 @@ class GatewayTap:
 
 @asynccontextmanager
 async def tapped(node: LocalNode, words: Iterable[str]) -> AsyncIterator[GatewayTap]:
-    """Put a tap in front of a served node's gateway, for sandboxes started from now on."""
+    """Put a `GatewayTap` in front of a node's gateway, for sandboxes that start within the block."""
     socket = node.gateway_socket
-    # Sandboxes use the path of the socket, so the gateway's own socket gets another path.
+    # Sandboxes connect to this path, so the gateway's socket moves to another path and the tap takes its place.
     behind = socket.with_name(f"behind-{socket.name}")
     await asyncio.to_thread(socket.rename, behind)
     tap = GatewayTap(behind, words)
@@ -109,4 +109,4 @@ async def _pass_requests(reader: asyncio.StreamReader, writer: asyncio.StreamWri
     while data := await reader.read(CHUNK):
         writer.write(data)
         await writer.drain()
-    writer.transport.abort()  # the client has gone, so the gateway must stop generating its reply
+    writer.transport.abort()  # the client has disconnected, so the gateway must stop generating

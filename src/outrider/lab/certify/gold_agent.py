@@ -1,7 +1,8 @@
-"""The agent of a task check. In each step, the agent carries out a known solution, or nothing, and answers with the
-model's reply.
+"""The agent that checks a task. In each step it carries out the known solution or does nothing. Then it calls the
+model, and the model's reply is its answer.
 
-The module is independent of the task. Invariant: the agent calls the model once in each step, as every agent must.
+The module does not depend on the task. Invariant: the agent calls the model once in each step, because every agent
+must.
 """
 
 from __future__ import annotations
@@ -18,10 +19,16 @@ from outrider.spec import Write
 
 
 class GoldAgent:
-    """The agent. The option `steps` has for each step of the task: `patch`, a diff of the working directory; `run`, a
-    command for the sandbox, with the variables `env`; `files`, prepare steps that write, carried out before the
-    command; `ask`, a message for which the scripted model has a reply. `seconds` is the time limit of each command.
-    `desktop` has the options of the task's own desktop, which is opened after the first step's `files` are written."""
+    """The agent, with these options:
+
+    - `steps`: one entry for each step of the task.
+        - `patch`: a diff to apply to the working directory.
+        - `files`: prepare steps of the type `Write`, carried out after the patch and before the command.
+        - `run`: a command to run in the sandbox, with the variables `env`.
+        - `ask`: a message to the scripted model, which has a reply for it.
+    - `seconds`: the time limit of each command.
+    - `desktop`: the options of the task's own desktop. It is opened after the first step's files are written.
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._seconds: float = options["seconds"]
@@ -30,7 +37,7 @@ class GoldAgent:
         self._desktop = None if desktop is None else DesktopOptions.model_validate(desktop)
 
     async def init(self, context: HarnessContext) -> None:
-        """Do nothing: `run` opens the desktop, because the first step's files must be written before."""
+        """Do nothing. `run` opens the desktop, because the first step's files must exist before."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         step = next(self._steps)

@@ -1,7 +1,8 @@
-"""Judges a row: compares the records of the row's session with the scripted model's own input and output.
+"""Judges one row of a certificate: compares the records of the row's session with what the scripted model received and
+sampled.
 
-The module is pure, and independent of the code that makes training samples. Invariant: a row holds only if every
-trained id has the model's log-probability, and follows exactly the ids from which the model sampled the trained id.
+The module shares no code with the one that makes training samples. Invariant: a row holds only if each trained token id
+has the model's log-probability, and the ids before it are exactly those from which the model sampled it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ Word = Literal["holds", "does not hold", "not tried"]
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """The subject of a certificate: a harness and a runtime in the form of a task's fields, the dialect that the
-    harness must use (None for any), and the preset's hint about the harness's tools."""
+    """What a certificate is about: a harness and a runtime, both as fields of a task. `dialect` is the dialect that the
+    harness must use, None for any. `hint` is what the preset declares about the harness's tools."""
 
     name: str
     harness: HarnessSpec
@@ -42,15 +43,19 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of a certificate.
+    """The result of one row of a certificate.
 
-    `required` is true if the certificate needs the row. `reason` is the reason why the row does not hold or was not
-    tried, or a remark. `turns` is the number of model calls. `forks` counts, by cause, how often the harness sent a
-    changed history. `branches` counts the branches of each kind; `labels` are the labels of the branches. `streamed` is
-    true if the program requests streamed replies. `ignored` counts turns, by the part of their request that had no
-    effect. `tools` has the outcomes of a `SubagentTrial`, by tool. `found` is what the rows `image` and `sub-agent`
-    establish about the program; None if the row does not hold, and for other rows. `log_tail` is the end of the
-    program's output, if the row does not hold.
+    - `required`: True if the row must be tried for the certificate to hold.
+    - `reason`: why the row does not hold or was not tried; for a row that holds, a remark.
+    - `turns`: the number of model calls.
+    - `forks`: how often the harness sent a changed history, by cause.
+    - `branches`, `labels`: the number of branches of each kind, and the labels of all branches.
+    - `streamed`: True if the program requests streamed replies.
+    - `ignored`: the parts of requests that had no effect, each with the number of turns that had it.
+    - `tools`: the outcomes of a `SubagentTrial`, by tool.
+    - `found`: whether the program sends images to the model (row `image`) or has a tool that starts sub-agents (row
+      `sub-agent`). None for other rows, and if the row does not hold.
+    - `log_tail`: the end of the program's output, if the row does not hold.
     """
 
     row: str
@@ -74,7 +79,7 @@ class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdicts, in the order of the rows. `ok` is the result of `holds`."""
+    """The verdicts on a harness, in the order of the rows. `ok` is the result of `holds`."""
 
     harness: str
     dialect: str | None
@@ -85,17 +90,19 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def holds(rows: Sequence[RowVerdict]) -> bool:
-    """Return True if a certificate of these rows holds: at least one row was tried, every tried row holds, and every
-    required row was tried."""
+    """Return True if at least one row was tried, every row that was tried holds, and every required row was tried."""
     tried = [row for row in rows if row.verdict != "not tried"]
     untried = [row for row in rows if row.verdict == "not tried" and row.required]
     return bool(tried) and not untried and all(row.verdict == "holds" for row in tried)
 
 
 class RowEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """The records of a row's session. `streams` is true if the harness requests streamed replies. `in_time` is true if
-    the first word of a reply was sent to the harness before the rest of the reply was sampled. `tried` has the outcomes
-    of the trial of tools, by tool, for the row that needs a sub-agent."""
+    """The records of a row's session.
+
+    - `streams`: True if the harness requests streamed replies.
+    - `in_time`: True if the first word of a reply reached the harness before the rest of the reply was sampled.
+    - `tried`: the outcomes of the `SubagentTrial`, by tool, for the row that needs a sub-agent.
+    """
 
     result: SessionResult
     samples: Sequence[Sample]
@@ -113,7 +120,7 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
     declared = [tool for call in evidence.calls for tool in call.state.tools]
     tools = find_tools(declared, hint)
     word: Word = "not tried"
-    # A harness that failed before its first call has declared no tools. Its failure is reported in a branch below.
+    # A harness that failed before its first model call has declared no tools. `_failures` reports it below.
     if row.needs == "mcp" and result.error is not None and (result.error.field or "").startswith(MCP_SERVERS):
         reason = result.error.message  # the MCP server cannot start, because the sandbox has no Python
     elif evidence.calls and row.needs == "mcp" and tools.noter is None and result.error is None:
@@ -173,7 +180,7 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
 
 
 def _failures(row: CertificationRow, evidence: RowEvidence, dialect: str | None) -> Iterator[str]:
-    """Yield the faults of a session, the most informative first."""
+    """Yield what is wrong with a session, the most informative problem first."""
     result, tokens = evidence.result, evidence.result.tokens
     if result.error is not None:
         yield f"{result.error.code}: {'; '.join(filter(None, (result.error.message, result.error.hint)))}"
@@ -216,7 +223,7 @@ def _failures(row: CertificationRow, evidence: RowEvidence, dialect: str | None)
 
 
 def sample_faults(samples: Sequence[Sample], calls: Sequence[ScriptedCall]) -> list[str]:
-    """Return the faults of one session's samples, as text. `calls` are all generations of the session."""
+    """Return what is wrong with the samples of one session, as texts. `calls` are all generations of the session."""
     found = []
     for sample in samples:
         ids, mask = sample.ids, sample.loss_mask.astype(bool)

@@ -1,6 +1,6 @@
-"""An MCP server with one tool: python3 note_server.py FILE. The tool writes its text into FILE.
+"""An MCP server with one tool, which writes a text into FILE. Usage: python3 note_server.py FILE
 
-The program runs inside a sandbox and needs only Python. The transport is stdio, with one JSON-RPC message a line.
+The program runs inside a sandbox and needs only Python. The transport is stdio, with one JSON-RPC message per line.
 """
 
 import json
@@ -9,8 +9,7 @@ import time
 from typing import Any
 
 START_SECONDS = 3
-"""Seconds for which the server waits before it answers, to imitate a busy machine: some programs do not wait for their
-MCP servers."""
+"""Seconds before the server answers anything, as on a busy machine. Some programs do not wait for their MCP servers."""
 TOOL: Any = {
     "name": "leave_note",
     "description": "Leaves a note for the user.",

@@ -1,7 +1,7 @@
-"""The rows of a certificate, as data: for each row a scripted task, and the check that the task must pass.
+"""The rows of a certificate, as data. Each row has a scripted task, and a check that the task must pass.
 
-The rows are the same for all harnesses, because rows name actions and not tools. Invariant: the first action of every
-row writes a file, so that a harness that fails at a later step differs from a harness that runs nothing.
+All harnesses have the same rows, because a row names actions and not tools. Invariant: the first action of every row
+writes a file. So a harness that fails at a later step can be told from one that runs nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Literal
 import msgspec
 
 MARK = "outrider-check/"
-"""Prefix of the row's name in the instruction. The scripted model finds the row of a prompt by this prefix."""
+"""Precedes the name of the row, which is one test of a certificate, in a task's instruction. The scripted model finds
+the row in a prompt by this text."""
 
 SUBAGENT_MARK = "outrider-helper/"
-"""Prefix of the row's name in the task of a sub-agent."""
+"""Precedes the row's name in the task of a sub-agent."""
 
 FIRST_WORD = "zqfirstwordqz"
-"""The word that the model sends before the pause in the streaming row. No other row contains this word."""
+"""The word that the model sends before it pauses in the row `streaming`. No other row contains it."""
 
 ACCENTS = "héllo wörld ✓ 日本語 🙂 e\u0301 \u05e9\u05dc\u05d5\u05dd"
 LONG = "".join(f"line {number} of a long result, and on it goes\n" for number in range(4000))
@@ -35,15 +36,15 @@ PNG = b64decode(
 SERVER = "outrider_check"
 """Name of the MCP server of the row `mcp`."""
 NOTE = "zqnoteqz"
-"""The text that the model gives to the server's tool."""
+"""The text that the model passes to the MCP server's tool."""
 NOTE_FILE = "note.txt"
 SKILLS = "/tmp/outrider-check-skills"
-"""Folder with the skill of the row `skill`, before the skill is given to the program."""
+"""The folder in the sandbox with the skill of the row `skill`. The harness gives the skill to the program."""
 SKILL = "outrider-check"
 OFFERED = "zqofferedqz"
-"""A word of the skill's description. The word is nowhere else."""
+"""A word that occurs only in the skill's description."""
 READ = "zqreadqz"
-"""A word of the skill's instructions. The word is nowhere else."""
+"""A word that occurs only in the skill's instructions."""
 SKILL_TEXT = f"""---
 name: {SKILL}
 description: How to write files for {OFFERED}. Use this skill before you write the file two.txt.
@@ -54,11 +55,16 @@ Write the word two into the file two.txt, as {READ} wants it.
 
 
 class ModelAction(msgspec.Struct, frozen=True, kw_only=True):
-    """An action of the model: a tool call that runs the shell command `command`. If the harness has no tool for
-    commands, the call writes a file (`write` is the name and the text) or reads the file `read`. An action with `look`
-    has no command: the call looks at the image file `look`. An action with `note` has no command either: the call gives
-    the text `note` to the MCP server's tool. An action with `skill` calls the program's tool that loads this skill; its
-    command is for a program without such a tool."""
+    """Something that the model does, described without naming a tool. The harness's tools determine which field is
+    used:
+
+    - `command`: a shell command to run.
+    - `write`, `read`: what replaces the command for a harness that cannot run commands. `write` is the name and the
+      text of a file to write, and `read` the name of a file to read.
+    - `look`: an image file to look at. Such an action has no command.
+    - `note`: a text for the MCP server's tool. Such an action has no command.
+    - `skill`: a skill to load with the program's own tool. Without such a tool, the other fields are used.
+    """
 
     command: str = ""
     look: str | None = None
@@ -73,11 +79,13 @@ READ_HELLO = ModelAction(command="cat out.txt", read="out.txt")
 
 
 class ScriptedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A reply of the model: thinking, text, then a tool call for each of `actions`, with its JSON written in `style`.
+    """One reply of the model: thinking, then text, then a tool call for each of `actions`.
 
-    `subagent` is a task for a sub-agent. `wait` calls a tool that waits for the sub-agent, if there is such a tool.
-    `raw` is appended unchanged and contains `malformed` malformed calls. With `stall`, the model pauses after
-    FIRST_WORD until this word has been sent to a client, or a time limit is over.
+    - `style`: how the JSON of the calls is written.
+    - `subagent`: a task that a call gives to a sub-agent.
+    - `wait`: also call the tool that waits for the sub-agent, if there is one.
+    - `raw`: text that is appended unchanged. It contains `malformed` malformed calls.
+    - `stall`: pause after FIRST_WORD until the word has been sent to a client, or until a timeout.
     """
 
     text: str = ""
@@ -92,10 +100,13 @@ class ScriptedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CertificationRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row: a task and its check. `steps` are the model's replies; the last is repeated if the harness requests more.
-    `check` is a shell command that succeeds if the actions were carried out. `needs` is an optional feature of
-    harnesses; the row is not tried for a harness without the feature. `files` has the contents of files in the sandbox
-    at the start, by name."""
+    """One test of a certificate: a task and its check.
+
+    - `steps`: the model's replies. The last one is repeated if the harness makes more calls.
+    - `check`: a shell command that succeeds if the actions were carried out.
+    - `needs`: an optional feature of harnesses. For a harness without it, the row is not tried.
+    - `files`: the contents of files that are in the sandbox from the start, by name.
+    """
 
     name: str
     what: str
@@ -303,8 +314,7 @@ TRIAL = CertificationRow(
     steps=(ScriptedStep(text="One tool after the other."),),
     check="true",
 )
-"""The row of the trial sessions, which run before the row `sub-agent`. A trial session has no verdict in the
-certificate."""
+"""The row of the trial sessions, which run before the row `sub-agent`. It has no verdict in the certificate."""
 
 
 def row_named(name: str) -> CertificationRow | None:

@@ -1,8 +1,8 @@
-"""Runs a certification: a whole service in this process with the scripted model, and one session for each row. Before
-the row that needs a sub-agent, trial sessions look for the tool that starts one.
+"""Runs a certification: starts a whole service with the scripted model in this process, and runs one session for each
+row of the certificate. Before the row `sub-agent`, trial sessions look for the tool that starts a sub-agent.
 
-The module is independent of the terminal. Invariant: when `certify` returns, the service has ended and its data have
-been removed.
+The module does not use the terminal. Invariant: when `certify` returns, the service has ended and its data have been
+removed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AT_ONCE = 2
 """Number of sessions that run at the same time."""
 
 TURNS = 24
-"""Maximum model calls of a session. No row needs that many, so only a program that never ends reaches the limit."""
+"""Maximum model calls of a session. No row needs that many, so only a program that never stops reaches the limit."""
 
 
 async def certify(
@@ -48,10 +48,10 @@ async def certify(
     agent_seconds: float,
     watch: Callable[[RowVerdict], None] = lambda _: None,
 ) -> Certificate:
-    """Run and judge every row. `watch` is called with each verdict as soon as its session has ended.
+    """Run and judge every row. `watch` is called with each verdict as soon as it is known.
 
-    Raises the errors of a submission, for example for a harness that is not installed or a runtime that does not work
-    on this machine.
+    Raises the errors of a submission, for example if the harness is not installed or the runtime does not work on this
+    machine.
     """
     started = time.monotonic()
     untried = {row.name: verdict for row in rows if (verdict := _untried(row, subject)) is not None}
@@ -83,7 +83,8 @@ async def _tried(
             data=Path(data),
             model=ModelConfig(tokenizer=str(POLICY), renderer=RENDERER, name=MODEL),
             lanes=LanesConfig(init=AT_ONCE, run=AT_ONCE, eval=AT_ONCE),
-            # The user who certifies the harness may run any Python here, and read the files that the tasks name.
+            # The certifying user starts this service only for these tasks, so the tasks may run any Python and read the
+            # files they name.
             plugins=PluginsConfig(allow=("*",)),
         )
         config = await asyncio.to_thread(allowing, config, [group.task for group in tasks.values()])
@@ -144,7 +145,8 @@ def _given(row: CertificationRow, subject: Subject) -> HarnessSpec:
 
 
 def _untried(row: CertificationRow, subject: Subject) -> RowVerdict | None:
-    """Return the verdict of a row that is not tried because the harness cannot be given what the row needs."""
+    """Return the verdict "not tried" if the harness cannot be given the MCP server or the skill that the row needs;
+    else None."""
     if row.needs not in ("mcp", "skill"):
         return None
     try:
@@ -155,7 +157,7 @@ def _untried(row: CertificationRow, subject: Subject) -> RowVerdict | None:
 
 
 def _task(row: CertificationRow, subject: Subject, agent_seconds: float) -> GroupSpec:
-    # A program that exits with an error must not be graded: the row fails, with the program's log.
+    # A program that exits with an error must not be graded. The row fails then, and its verdict has the program's log.
     strictly = {} if subject.harness.agent is not None else {"nonzero_exit": "error"}
     files = [
         Write(write=b64encode(data).decode(), to=name, encoding="base64")

@@ -1,8 +1,9 @@
-"""The scripted model: an engine that replies with the steps of a row, and calls the tools that the prompt declares.
+"""The scripted model of a certification: an engine that replies with the steps of a row, and calls tools that the
+prompt declares.
 
-The row and the number of replies so far are read from each prompt, so the model keeps no state between calls. Only the
-chat format of the certifying service is supported. Invariant: `calls` has, for every generation that has begun, exactly
-the prompt's ids and the ids that were yielded.
+The model reads the row and the number of earlier replies from each prompt, so it keeps no state between calls. It
+supports only the chat format of the certifying service. Invariant: for every generation that has begun, `calls` has
+exactly the prompt's ids and the ids that were yielded.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ from outrider.trajectory import Ids, LogprobKind, TokenMode
 
 CONTEXT_TOKENS = 1 << 20
 TITLE = "A task of three steps"
-"""The reply to a call whose prompt has no task, for example a request for a title of the conversation."""
+"""The reply to a prompt without a task, for example to a request for a title of the conversation."""
 
 START = "<|im_start|>"
 END = "<|im_end|>"
 
 HELP_SECONDS = 10.0
-"""Maximum seconds that a reply waits for a sub-agent, if the program has no tool that waits."""
+"""Maximum seconds that a reply waits for the sub-agent to finish, if the program has no tool that waits for it."""
 
 _CHUNK_TOKENS = 8
-"""Number of tokens of a chunk, so small that a reply is streamed in several chunks."""
+"""Number of tokens per chunk. It is small, so that every reply is streamed in several chunks."""
 
 _MARKS = re.compile(rf"({re.escape(MARK)}|{re.escape(SUBAGENT_MARK)})([a-z-]+)")
 _AGENT_ID = re.compile(r'"agent_id": ?"([^"]+)"')
@@ -61,10 +62,15 @@ _TOOLS = re.compile(r"\n<tools>\n(.*?)\n</tools>\n\nFor each function call", re.
 
 
 class PromptState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a conversation, read from a prompt. `row` is the name of the task's row, or None if the prompt names
-    no row. `subagent` is true if a sub-agent makes the call. `replies` is the number of replies since the message with
-    the task, or in the whole prompt if no message has a task. `agent_id` is the id of a started sub-agent in the newest
-    message, or None. `words` are the words of the skill that are in the prompt."""
+    """The state of a conversation, read from a prompt.
+
+    - `row`: the name of the row; None if the prompt names none.
+    - `subagent`: True if a sub-agent makes the call.
+    - `replies`: the number of the model's replies after the message with the task, or in the whole prompt if there is
+      no task.
+    - `agent_id`: the id of a started sub-agent, from the newest message; or None.
+    - `words`: the words of the row's skill that occur in the prompt.
+    """
 
     row: str | None
     subagent: bool = False
@@ -75,8 +81,8 @@ class PromptState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScriptedCall(msgspec.Struct, kw_only=True):
-    """One generation: the prompt's state, the step of the reply, the prompt's ids of shape (prompt length,), and the
-    ids yielded so far."""
+    """One generation: the state of its prompt, the step that it replies with, the prompt's ids, and the ids yielded so
+    far."""
 
     session_key: str
     state: PromptState
@@ -86,10 +92,14 @@ class ScriptedCall(msgspec.Struct, kw_only=True):
 
 
 class ScriptedModel:
-    """An `Engine` that replies with the steps of a row. `folder` is the tokenizer's folder. `hint` is the preset's hint
-    about the harness's tools, and `workdir` the base of relative paths. `wait_until_sent` waits until the given word
-    has been sent to a client, or a time limit is over. `unmarked` is the row of prompts that declare tools and name no
-    row. `trial` is the trial of tools that may start a sub-agent."""
+    """An `Engine` that replies with the steps of a certificate's row.
+
+    - `hint`: what the preset declares about the harness's tools.
+    - `workdir`: the folder that the row's relative paths start from.
+    - `wait_until_sent`: waits until the given word has been sent to a client, or until a timeout.
+    - `unmarked`: the row for prompts that declare tools but name no row.
+    - `trial`: tries the tools that may start a sub-agent.
+    """
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
@@ -136,7 +146,7 @@ class ScriptedModel:
         row = row_named(state.row) if state.row else self._unmarked
         if row is None or not (state.tools or state.subagent):
             step = ScriptedStep(raw=TITLE + END)
-        else:  # the step after the replies so far; the last step is repeated
+        else:  # the next step of the row; the last step is repeated
             steps = SUBAGENT_STEPS if state.subagent else row.steps
             step = steps[min(state.replies, len(steps) - 1)]
         if state.subagent and row is None and state.row:
@@ -149,7 +159,7 @@ class ScriptedModel:
             tried = await self.trial.next_call(request.session_key, state.tools, state.replies)
             calls = calls if tried is None else [tried]
         elif step.wait and find_waiter(state.tools, self._hint) is None:
-            # Wait for the sub-agent, because a program that runs sub-agents in the background may end with this reply.
+            # Wait for the sub-agent here, because a program that runs it in the background may exit after this reply.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(helped.wait(), HELP_SECONDS)
         ids = self._tokenizer.encode(self._reply(step, calls))
@@ -162,8 +172,7 @@ class ScriptedModel:
             "context_tokens": CONTEXT_TOKENS,
             "chunk_tokens": _CHUNK_TOKENS + (len(self._tokenizer.encode(FIRST_WORD)) if step.stall else 0),
         }
-        # The engine of this reply gets a tokenizer only if the request has stop strings, because loading a tokenizer is
-        # slow.
+        # The engine needs a tokenizer only for stop strings, and loading one is slow.
         tokenizer = self._folder if request.sampling.stop else None
         engine = ScriptedEngine(EngineOptions(name=self.name, tokenizer=tokenizer, options=options))
         async for chunk in engine.generate(request):
@@ -176,7 +185,7 @@ class ScriptedModel:
             helped.set()
 
     def _reply(self, step: ScriptedStep, tool_calls: Iterable[tuple[str, dict[str, Any]]]) -> str:
-        """Return the text of a reply, with the token that ends it."""
+        """Return the text of a reply, including the end-of-turn token."""
         if step.raw.endswith(END):
             return step.raw
         thinking = f"<think>\n{step.think}\n</think>\n\n" if step.think else ""
@@ -203,8 +212,8 @@ class ScriptedModel:
             calls.append((starter.name, starter.with_prompt(text, prompt)))
         if step.wait and state.agent_id and (waiter := find_waiter(state.tools, self._hint)):
             calls.append((waiter.name, waiter.call(state.agent_id)))
-        # Some programs run until the model calls the shell with a certain command. A reply without other calls gets
-        # this call.
+        # Some programs run until the model calls the shell with a certain command. So a reply without any other call
+        # gets this one.
         finish = self._hint.finish_command
         if tools.shell and finish and not state.subagent and not (calls or step.raw):
             calls.append((tools.shell.name, tools.shell.call(finish)))
@@ -212,8 +221,8 @@ class ScriptedModel:
 
 
 def choose_call(action: ModelAction, tools: TaskTools, workdir: str) -> tuple[FoundTool, dict[str, Any]] | None:
-    """Return the tool for an action, with the call's arguments; None if no tool can do the action. A tool for commands
-    is preferred."""
+    """Return the tool for an action and the arguments of its call; None if no tool can do the action. A tool that runs
+    commands is preferred."""
     if action.look is not None:
         if (viewer := tools.viewer) is None:
             return None
@@ -235,8 +244,8 @@ def choose_call(action: ModelAction, tools: TaskTools, workdir: str) -> tuple[Fo
 def read_prompt(text: str) -> PromptState:
     """Read the state of a prompt from its rendered text."""
     messages = [part.removesuffix("\n").removesuffix(END) for part in text.split(START)[1:]]
-    # The tools are at the end of the system message, so the last block counts. Lines that are not tools are skipped,
-    # because the harness's own text in the message may look like the block.
+    # The tools are at the end of the system message, so the last block of tools is used. The harness's own text may
+    # look like such a block, so lines that are not tools are skipped.
     blocks = _TOOLS.findall(messages[0]) if messages else ()
     tools: list[ToolSpec] = []
     for line in blocks[-1].split("\n") if blocks else ():
@@ -246,10 +255,11 @@ def read_prompt(text: str) -> PromptState:
             continue
         if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
             tools.append(tool)
-    # A sub-agent's task may be in the system message alone, so that message comes last. A tool's result names no task.
+    # Search the system message last: it can be the only message with a sub-agent's task. Skip the results of tools,
+    # which name no task.
     for index, message in [*list(enumerate(messages))[1:], *list(enumerate(messages))[:1]]:
         if not message.startswith(("user\n<tool_response>", "assistant\n")) and (found := _MARKS.search(message)):
-            # The last message does not count, because it is the reply that the model is about to generate.
+            # The last message is the reply that is about to be generated, so it does not count.
             replies = sum(later.startswith("assistant\n") for later in messages[index + 1 : -1])
             agent_id = _AGENT_ID.search(messages[-2])
             return PromptState(

@@ -1,9 +1,11 @@
-"""Calls tools to find the tool that starts a sub-agent. In a trial session the scripted model calls one tool after
-another, with a random mark in each free text. A tool starts a sub-agent if a new conversation begins with a mark from
-the tool's call and continues after a tool call of its own, and the calling conversation continues as well. So a summary
-that replaces a conversation does not count as a sub-agent, and neither does a single question with the text.
+"""Finds the tool that starts a sub-agent by calling tools. In a trial session the scripted model calls one tool after
+another, and puts a random mark into each text argument.
 
-The module sends nothing, and only waits for marks. Invariant: no tool is called in two sessions.
+A tool starts a sub-agent if all of this happens after its call: a new conversation begins with one of the call's marks,
+it goes on after a tool call of its own, and the calling conversation goes on, too. So neither a summary that replaces
+the conversation nor a single question with the text counts as a sub-agent.
+
+Invariant: no tool is called in two sessions.
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ from outrider.lab.certify.tool_finder import MarkedCall, find_tools, find_waiter
 from outrider.messages import ToolSpec
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-"""Letters from which a mark is drawn."""
+"""The letters of which marks consist."""
 CALLS = 16
-"""Maximum number of tools that are called."""
+"""Maximum number of tools to call."""
 SESSIONS = 3
-"""Maximum number of trial sessions. A new session is needed after a tool that does not return or that ends the
-program."""
+"""Maximum number of trial sessions. A session ends early if a tool does not return or ends the program. The next
+session then calls the remaining tools."""
 SECONDS = 60.0
 """Time limit of a trial session."""
 LATE_SECONDS = 5.0
-"""Maximum seconds to wait, after the last call, for a sub-agent that starts in the background."""
+"""Maximum seconds to wait after the last call for a sub-agent that starts in the background."""
 
 STARTS = "starts a sub-agent"
 NOTHING = "called, but no conversation began"
@@ -41,12 +43,12 @@ NO_TEXT = "not called, because it takes no free text"
 TOO_MANY = f"not called, because {CALLS} tools are the limit"
 NOT_REACHED = "not called, because the trial was over"
 ORDER = (STARTS, NOTHING, HELPLESS, IDLE, ALONE, OPEN, NOT_REACHED, TOO_MANY, NO_TEXT, KNOWN)
-"""Order of the outcomes in the text that `told` returns."""
+"""The order in which `told` lists the outcomes."""
 
 
 class SubagentTrial:
-    """The trial. `outcomes` has the outcome of each tool by name. `starter` is the call that started a sub-agent, with
-    the text that was its prompt, or None."""
+    """Chooses the calls of the trial sessions and judges them. `outcomes` has the outcome of each tool by name.
+    `starter` is the call that started a sub-agent and the text that became its prompt, or None."""
 
     def __init__(self, hint: Certify) -> None:
         self.outcomes: dict[str, str] = {}
@@ -61,7 +63,7 @@ class SubagentTrial:
 
     @property
     def unfinished(self) -> bool:
-        """True if a tool is left to call."""
+        """True if no tool has started a sub-agent yet and a tool is left to call."""
         return self.starter is None and NOT_REACHED in self.outcomes.values()
 
     async def next_call(
@@ -94,8 +96,8 @@ class SubagentTrial:
         return None
 
     def begins(self, mark: str, *, able: bool, replies: int) -> None:
-        """Record that a conversation begins with a mark. `able` is true if the conversation has a tool for a part of
-        the task. `replies` is the number of replies in the conversation so far."""
+        """Record that a conversation begins with a mark. `able` is True if it has a tool that can do the sub-agent's
+        part of the task. `replies` is the number of replies in the conversation so far."""
         text = _text(mark)
         call = next((call for call in self._plan if text in call.texts), None)
         if call is not None and self.starter is None:
@@ -105,7 +107,7 @@ class SubagentTrial:
             self._judge(call)
 
     def _judge(self, call: MarkedCall) -> None:
-        """Write down the outcome of a call that was made in this session."""
+        """Update the outcome of a call that was made in this session."""
         text, outcome = self._begun.get(call.name, ("", NOTHING))
         if outcome is ALONE and call.name in self._returned:
             outcome, self.starter = STARTS, self.starter or (call, text)
@@ -114,8 +116,8 @@ class SubagentTrial:
             self.outcomes[call.name] = outcome
 
     def _add(self, tools: Sequence[ToolSpec]) -> None:
-        """Record the tools that no earlier request has declared. Each gets the outcome that it has before its first
-        call."""
+        """Record the tools that no earlier request declared, and give each the outcome that it has until it is
+        called."""
         new = [tool for tool in tools if str(tool["function"].get("name", "")) not in self.outcomes]
         if not new:
             return
@@ -136,7 +138,7 @@ class SubagentTrial:
 
 
 def told(outcomes: Mapping[str, str]) -> str:
-    """Return a readable text with the outcomes, each with its tools."""
+    """Return a readable text that lists the tools of each outcome."""
     tools = {each: sorted(name for name, outcome in outcomes.items() if outcome == each) for each in ORDER}
     return "; ".join(f"{outcome}: {', '.join(names)}" for outcome, names in tools.items() if names)
 

@@ -1,7 +1,8 @@
-"""Checks tasks without a model: in each of two tries, the known solution must earn 1 and doing nothing must earn 0.
+"""Checks tasks without a model. Each task is tried twice with its known solution, which must earn the reward 1, and
+twice with an agent that does nothing, which must earn 0.
 
-The module is independent of the terminal. Invariant: when `check_tasks` returns, the service has ended and its data
-have been removed.
+The module does not use the terminal. Invariant: when `check_tasks` returns, the service has ended and its data have
+been removed.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from outrider.spec import EngineSpec, TaskSpec
 from outrider.tasks.examples import Example, Gold
 
 TIMES = 2
-"""Number of tries with the known solution, and number of tries with an agent that does nothing. Several tries can show
-that a reward depends on chance."""
+"""Number of tries with the known solution, and number of tries without it. More than one try can reveal a reward that
+depends on chance."""
 NOTHING = "I have done nothing."
 AGENT = "outrider.lab.certify.gold_agent:GoldAgent"
 END = "<|im_end|>"
@@ -38,8 +39,8 @@ NO_SOLUTION = "it has no solution to try: give it a table [gold] with `run`, `pa
 
 
 class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a check. `gold` and `nothing` are the rewards of each try, None for a try without a reward. A task
-    is good if `problems` is empty."""
+    """The result of checking one task. `gold` and `nothing` are the rewards of the tries with and without the known
+    solution, None for a try without a reward. A task is good if `problems` is empty."""
 
     id: str
     gold: tuple[float | None, ...] = ()
@@ -56,9 +57,14 @@ async def check_tasks(
     at_once: int = 4,
     watch: Callable[[TaskReport], None] = lambda _: None,
 ) -> list[TaskReport]:
-    """Check the examples in a temporary service. `folder` has the files for `upload` steps. `graders` are the graders
-    that the tasks may name. `network` are the destinations that the tasks may reach, by default none. `at_once` is the
-    maximum number of concurrent sandboxes. `watch` is called with each report as soon as its task is checked."""
+    """Check the examples in a temporary service.
+
+    - `folder`: the folder with the files of `upload` steps.
+    - `graders`: the graders that the tasks may name.
+    - `network`: the destinations that the tasks may reach, by default none.
+    - `at_once`: the maximum number of concurrent sandboxes.
+    - `watch`: called with each report as soon as its task is checked.
+    """
     replies: list[Any] = [NOTHING + END]
     replies += [
         {"when": asked(number, step), "reply": (gold.reply or NOTHING) + END}
@@ -68,7 +74,7 @@ async def check_tasks(
     bodies = [checked_task(example, number, "nothing") for number, example in enumerate(examples)]
     tasks: list[TaskSpec] = []
     for body in bodies:
-        with suppress(OutriderError):  # the submission refuses an invalid task later
+        with suppress(OutriderError):  # an invalid task is reported below, when its submission is refused
             tasks.append(validate_group({"task": body, "n": 1}).task)
     with tempfile.TemporaryDirectory(prefix="outrider-check-") as data:
         config = Config(
@@ -77,7 +83,8 @@ async def check_tasks(
             files=folder if any(map(uploads, tasks)) else None,
             model=ModelConfig(tokenizer=str(POLICY), renderer="qwen3"),
             lanes=LanesConfig(init=at_once, run=at_once, eval=at_once),
-            # The user who checks the tasks may run any Python here, and read the files that the tasks name.
+            # The user starts this service only for these tasks, so the tasks may run any Python and read the files they
+            # name.
             plugins=PluginsConfig(allow=("*",)),
             graders=tuple(graders),
             network=network or NetworkConfig(),
@@ -122,13 +129,13 @@ def solutions(example: Example) -> tuple[Gold, ...]:
 
 
 def asked(number: int, step: int) -> str:
-    """Return the agent's message that requests the gold reply of a step of an example."""
+    """Return the message to which the scripted model replies with the known solution's reply."""
     return f"The gold solution of task {number}, step {step}, please."
 
 
 def checked_task(example: Example, number: int, kind: str) -> dict[str, Any]:
-    """Return the task with its agent replaced by GoldAgent, which carries out the gold solution if `kind` is "gold",
-    and nothing otherwise."""
+    """Return the task with GoldAgent as its agent. The agent carries out the known solution if `kind` is "gold", and
+    does nothing otherwise."""
     count = 1 + len(example.task.get("then") or ())
     limits = {"agent_seconds": 600, **(example.task.get("limits") or {}), "turns": count}
     steps: list[dict[str, Any]] = [{"ask": "Nothing, please."}] * count
@@ -154,8 +161,8 @@ def checked_task(example: Example, number: int, kind: str) -> dict[str, Any]:
 
 
 def testing_empty_patches(evaluator: dict[str, Any]) -> dict[str, Any]:
-    """Return the evaluator, changed so that `swebench` also runs its tests for an empty patch. Otherwise no test would
-    run in the check of an agent that does nothing."""
+    """Return the evaluator, changed so that `swebench` also runs its tests for an empty patch. Otherwise the check of
+    an agent that does nothing would run no test."""
     options = evaluator.get("options")
     if not isinstance(options, dict):
         return evaluator

@@ -1,8 +1,8 @@
-"""Finds a harness's tools for running a command, writing or reading a file, looking at an image and waiting for a
-sub-agent, and orders the tools that may start a sub-agent.
+"""Finds out which of a harness's tools runs a command, writes or reads a file, looks at an image or waits for a
+sub-agent. Also sorts the tools by how likely they start a sub-agent.
 
-The module is pure. Tools are judged by their declarations in requests (names, descriptions, types of parameters) and by
-a preset's hint. Invariant: the arguments of a call include every argument that the tool's schema requires.
+The decisions use only the tools' declarations in requests (names, descriptions, types of parameters) and a preset's
+hint. Invariant: a call has every argument that the tool's schema requires.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from outrider.lab.certify.rows import SERVER
 from outrider.messages import ToolSpec
 
 FILLER = "a step of the task"
-"""Value of a required string argument that is unrelated to the role."""
+"""The value of a required string argument that does not matter."""
 
 PATHS = ("path", "file_path", "filepath", "filename", "file_name", "file", "target_file", "absolute_path")
 CONTENTS = ("content", "contents", "text", "file_text", "file_content", "data", "body", "code")
 FOLDERS = frozenset({"cwd", "dir", "directory", "folder", "workdir", "path"})
-"""Words in the name of a parameter that takes a path."""
+"""Words that occur in the name of a parameter for a path."""
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
 class Parameter(msgspec.Struct, frozen=True, kw_only=True):
-    """A parameter of a role's tools: possible `names`, the likeliest first; words of the parameter's description
-    (`described_by`); and `may_be_list`, true if the parameter may be a list of strings in place of a string."""
+    """Describes a parameter that a role's tools have. `names` are its possible names, the likeliest first.
+    `described_by` are words of its description. `may_be_list` is True if it may be a list of strings instead of a
+    string."""
 
     names: tuple[str, ...]
     described_by: frozenset[str] = frozenset()
@@ -39,11 +40,13 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolRole(msgspec.Struct, frozen=True, kw_only=True):
-    """The purpose of a tool (`what`), and the words that identify such a tool.
+    """A purpose that a tool can have (`what`), and the words by which such a tool is recognized.
 
-    `certain` words, the likeliest first, decide the role if they are in the tool's name or choices. If
-    `read_description` is set, `certain` words also count in the description, with a lower score. `possible` words in
-    the name give a low score. `excluding` words in the name exclude the role.
+    - `certain`: words that decide the role if they are in the tool's name or among the choices of a parameter, the
+      likeliest first.
+    - `read_description`: `certain` words also count in the tool's description, with a lower score.
+    - `possible`: words in the tool's name that give a low score.
+    - `excluding`: words in the tool's name that exclude the role.
     """
 
     what: str
@@ -125,29 +128,32 @@ LOADER = ToolRole(
 CERTAIN = 30
 """Minimum score of a tool whose role is certain."""
 NAMED = 6
-"""Minimum score of a parameter with a likely name."""
+"""Minimum score of a parameter whose name is a likely one."""
 DESCRIBED = 1
-"""Score of a parameter that only the description identifies."""
+"""Score of a parameter that only its description identifies."""
 NOTE_TOOL = str(TOOL["name"])
 SHELL_LINE = ("bash", "-c")
 SHELLS = ("bash", "sh", "shell", "zsh", "terminal")
-"""Values of a tool's parameter that select the shell, for a tool that runs code in several languages."""
+"""Values that select the shell, for a tool that runs code in several languages and has a parameter for the language."""
 MAX_DEPTH = 8
-"""Maximum depth of the values in a call, because a schema may contain itself."""
+"""Maximum depth of nested values in a call. A limit is needed because a schema may contain itself."""
 MAX_VALUES = 1000
 """Maximum number of values in a call."""
 MAX_ITEMS = 8
 """Maximum number of items in a list of a call."""
 ARGUMENT_LISTS = ("args", "arguments", "argv")
-"""Names of a parameter with the arguments of a program, if the program is in another parameter, `command`."""
+"""Names of a parameter for a program's arguments, in a tool whose parameter `command` takes only the program."""
 
 
 class FoundTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool and how to call it. `arguments` has the tool's parameter for each parameter of the role, in the role's
-    order. If the first argument is a list, `before` has the list's elements before the value; if it is a string,
-    `before` is None. `fixed` has the values of the other required arguments. `absolute` is true if the tool takes
-    absolute paths. `around`, if not empty, is the text of the first argument, in which {value} stands for the value as
-    JSON."""
+    """A tool and how to call it.
+
+    - `arguments`: the names of the tool's parameters, in the order of the role's parameters.
+    - `before`: the elements that come before the value if the first argument is a list; None if it is a string.
+    - `fixed`: the values of all other required arguments.
+    - `absolute`: True if the tool takes absolute paths.
+    - `around`: if not empty, the text of the first argument, in which {value} stands for the value as JSON.
+    """
 
     name: str
     arguments: tuple[str, ...]
@@ -157,14 +163,14 @@ class FoundTool(msgspec.Struct, frozen=True, kw_only=True):
     around: str = ""
 
     def call(self, *values: str) -> dict[str, Any]:
-        """Return the arguments of a call. `values` has one value for each of `arguments`."""
+        """Return the arguments of a call. `values` has one value for each name in `arguments`."""
         value = self.around.replace("{value}", json.dumps(values[0])) if self.around else values[0]
         first: Any = value if self.before is None else [*self.before, value]
         return {**dict(zip(self.arguments, (first, *values[1:]), strict=True)), **self.fixed}
 
 
 class TaskTools(msgspec.Struct, frozen=True, kw_only=True):
-    """A harness's tools for a row's actions. A tool is None if the harness has no such tool."""
+    """A harness's tools for the scripted actions. A field is None if the harness has no such tool."""
 
     shell: FoundTool | None
     writer: FoundTool | None
@@ -175,14 +181,14 @@ class TaskTools(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MarkedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of the tool `name`. `texts` are its free texts, which all differ."""
+    """A call of the tool `name`. `texts` are the values of its text arguments. No two of them are equal."""
 
     name: str
     arguments: dict[str, Any]
     texts: tuple[str, ...]
 
     def with_prompt(self, text: str, prompt: str) -> dict[str, Any]:
-        """Return the arguments with `prompt` in place of the free text `text`, and without the other free texts."""
+        """Return the arguments with `text` replaced by `prompt`, and all other texts replaced by FILLER."""
         arguments = json.dumps(self.arguments)
         for each in self.texts:
             arguments = arguments.replace(json.dumps(each), json.dumps(prompt if each == text else FILLER))
@@ -191,7 +197,7 @@ class MarkedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_tools(tools: Sequence[ToolSpec], hint: Certify) -> TaskTools:
-    """Return the tools for a row's actions among the tools that a request declares."""
+    """Return the tools of a request that can do the scripted actions (`ModelAction`)."""
     return TaskTools(
         shell=_find(tools, COMMAND, hint.shell),
         writer=_find(tools, WRITE, None),
@@ -203,11 +209,11 @@ def find_tools(tools: Sequence[ToolSpec], hint: Certify) -> TaskTools:
 
 
 def _noter(tools: Sequence[ToolSpec], within: McpCall | None) -> FoundTool | None:
-    """Return the tool that reaches the tool of the row's MCP server: the server's tool itself or, if the model must
-    write a program that calls it, the tool that runs the program. `within` describes such a program."""
+    """Return the tool to call for the MCP server's tool. This is usually the server's tool itself. In some programs the
+    model must write code that calls it, which `within` describes; then it is the tool that runs the code."""
     names = _names(tools)
     if within is None:
-        # Programs put the server's name in front of the tool's name, so the end of the name is compared.
+        # Programs put the server's name before the tool's name, so only the end of the name is compared.
         return _find(tools, NOTER, next((name for name in names if name.endswith(NOTE_TOOL)), ""))
     if within.tool not in names:
         return None
@@ -221,8 +227,8 @@ def _names(tools: Iterable[ToolSpec]) -> list[str]:
 
 
 def marked_calls(tools: Iterable[ToolSpec], hint: Certify, text: Callable[[], str]) -> list[MarkedCall]:
-    """Return a call of each tool that takes a free text. `text` returns the free texts of the calls. The tools that
-    most probably start a sub-agent, by their names and parameters, come first."""
+    """Return a call of each tool that takes a text. `text` makes a new text for each argument. Tools whose names and
+    parameters suggest that they start a sub-agent come first."""
     calls: list[tuple[int, MarkedCall]] = []
     for tool in tools:
         function = tool["function"]
@@ -240,17 +246,17 @@ def marked_calls(tools: Iterable[ToolSpec], hint: Certify, text: Callable[[], st
 
 
 def may_start(tool: ToolSpec) -> bool:
-    """Return True if the tool's name or choices are typical of a tool that starts a sub-agent."""
+    """Return True if the tool's name or a choice of a parameter is typical of a tool that starts a sub-agent."""
     return _certainty(tool["function"], SUBAGENT, hinted=False) > 0
 
 
 def find_waiter(tools: Iterable[ToolSpec], hint: Certify) -> FoundTool | None:
-    """Return the tool that waits for a sub-agent by id. None unless the hint names such a tool."""
+    """Return the tool that waits for a sub-agent by id, which only the preset's hint can name; else None."""
     return _find(tools, WAITER, hint.wait)
 
 
 def describe(tools: Iterable[ToolSpec]) -> str:
-    """Return a readable text with the declared tools of a request, each with its parameters."""
+    """Return a readable list of a request's tools with their parameters."""
     offered = {str(tool["function"].get("name")): _properties(tool["function"]) for tool in tools}
     shown = [
         f"{name}({', '.join(f'{parameter}: {_kind(schema)}' for parameter, schema in properties.items())})"
@@ -269,8 +275,8 @@ def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None) -> FoundT
             continue
         fit, usable = made
         texts = [function, *_properties(function).values()]
-        # Words such as `execute` and `script` may also describe a tool that runs Python. So a tool whose texts mention
-        # Python is taken only if its role is certain.
+        # Words such as `execute` and `script` may also describe a tool that runs Python. So a tool that mentions Python
+        # is accepted only if its role is certain.
         python = any(
             "python" in str(each.get("description", "")).lower() for each in texts if isinstance(each, Mapping)
         )
@@ -280,8 +286,8 @@ def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None) -> FoundT
 
 
 def _certainty(function: Mapping[str, Any], role: ToolRole, hinted: bool) -> int:
-    """Return a score, which is higher for a tool that is more likely to have the role, and 0 for a tool without the
-    role. The tool's name, choices and description count."""
+    """Return how likely the tool has the role, as a score; 0 if it cannot have the role. The score depends on the
+    tool's name, choices and description."""
     if hinted:
         return 1000
     name = str(function.get("name", ""))
@@ -300,8 +306,8 @@ def _certainty(function: Mapping[str, Any], role: ToolRole, hinted: bool) -> int
 
 
 def _usable(function: Mapping[str, Any], role: ToolRole) -> tuple[int, FoundTool] | None:
-    """Return a score of how well the tool's parameters fit the role, and the FoundTool. None if the tool has no
-    parameter that fits a parameter of the role."""
+    """Return how well the tool's parameters fit the role, as a score, and the tool. Returns None if a parameter of the
+    role has no fitting parameter in the tool."""
     properties = _properties(function)
     arguments: list[str] = []
     fit = 0
@@ -330,14 +336,14 @@ def _usable(function: Mapping[str, Any], role: ToolRole) -> tuple[int, FoundTool
 
 
 def _fit(name: str, schema: Any, parameter: Parameter) -> int:
-    """Return a score of how well a tool's parameter fits a role's parameter. The score is 0 if the tool's parameter
-    does not fit, or has fixed choices."""
+    """Return how well a tool's parameter fits a role's parameter, as a score. The score is 0 for a parameter of a wrong
+    type or with fixed choices."""
     kind = _kind(schema)
     if (kind != "string" and not (parameter.may_be_list and kind == "array")) or _choices(schema):
         return 0
     lower = name.lower()
     if kind == "array" and lower in ARGUMENT_LISTS:
-        # A list of arguments must win over the same tool's parameter `command`, which takes only the program.
+        # A list of arguments must score higher than the same tool's parameter `command`, which takes only the program.
         return 3 + len(parameter.names)
     if lower in parameter.names:
         return 2 + len(parameter.names) - parameter.names.index(lower)
@@ -368,7 +374,7 @@ def _choices(schema: Any) -> tuple[str, ...]:
 
 
 def _kind(schema: Any) -> str | None:
-    """Return the JSON type of a property, or None. If a property has several types, return the first type that is not
+    """Return the JSON type of a property; None if unknown. If it has several types, return the first one that is not
     null."""
     if not isinstance(schema, Mapping):
         return None
@@ -381,7 +387,7 @@ def _kind(schema: Any) -> str | None:
 
 
 def _filler(name: str, schema: Any, role: ToolRole) -> Any:
-    """Return a value that a required property accepts. If the property has choices, return the choice that fits the
+    """Return a value that a required property accepts. For a property with fixed choices, prefer a choice that fits the
     role."""
     if not isinstance(schema, Mapping):
         return FILLER
@@ -400,9 +406,8 @@ def _filler(name: str, schema: Any, role: ToolRole) -> Any:
 
 
 class _Arguments:
-    """Fills the arguments of a call. `text` returns each free text, which is also added to `texts`. References are
-    looked up in the schema `whole`. For a schema that contains itself, filling ends at MAX_DEPTH, or after
-    MAX_VALUES."""
+    """Fills in the arguments of a call. `text` makes each text, which is also added to `texts`. References are looked
+    up in the schema `whole`. A schema may contain itself, so filling stops at MAX_DEPTH and at MAX_VALUES."""
 
     def __init__(self, whole: Mapping[str, Any], text: Callable[[], str]) -> None:
         self.texts: list[str] = []
@@ -411,8 +416,8 @@ class _Arguments:
         self._left = MAX_VALUES
 
     def filled(self, name: str, schema: Any, depth: int = 0) -> Any:
-        """Return a value that the schema accepts. An object without a required free text gets optional texts: only the
-        likeliest one if there is a likely one, otherwise all."""
+        """Return a value that the schema accepts. An object whose required properties contain no text also gets
+        optional ones: the property with a likely name, or all if no name is likely."""
         schema = self._resolved(schema)
         self._left -= 1
         fixed = not isinstance(schema, Mapping) or {"enum", "const", "default", "format", "pattern"} & schema.keys()
@@ -442,8 +447,8 @@ class _Arguments:
         return _kind(self._resolved(schema))
 
     def _resolved(self, schema: Any) -> Any:
-        """Return the schema that a schema without a type stands for: the target of a reference, or the first schema in
-        `anyOf`, `oneOf` or `allOf` that is not null."""
+        """Return what a schema without a `type` refers to: the target of its reference, or the first schema in `anyOf`,
+        `oneOf` or `allOf` that is not null."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, Mapping) or "type" in schema:
                 return schema

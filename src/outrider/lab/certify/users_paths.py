@@ -1,7 +1,7 @@
-"""Allows the host paths that tasks name, in a service that a user starts only for these tasks.
+"""Allows sandboxes to use the host paths that tasks name, in a service that a user starts only for these tasks.
 
-A task may come from somebody other than the user, and the service runs the task's programs. So a sandbox gets only the
-paths that the tasks name, except for paths that no service may allow.
+The tasks may come from somebody else, and the service runs their programs. So a sandbox gets only the paths that the
+tasks name, without those that no service may allow.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def allowing(config: Config, tasks: Iterable[TaskSpec]) -> Config:
 
 
 def uploads(task: TaskSpec) -> bool:
-    """Return True if a task has `upload` steps, which copy files from the folder in the setting `files`."""
+    """Return True if a task has `upload` steps, which need the setting `files`."""
     prepared = [runtime.prepare for runtime, _ in runtimes_of(task)] + [step.prepare for step in task.then]
     return any(isinstance(step, Upload) for steps in prepared for step in steps)
 
 
 def _named(task: TaskSpec) -> Iterator[Path]:
-    """Yield the host paths that a task names, and the paths that its virtual environment needs."""
+    """Yield the host paths that a task names, and those that its virtual environment needs."""
     for runtime, _ in runtimes_of(task):
         yield from (Path(mount.source) for mount in runtime.mounts)
         for root in (runtime.rootfs, runtime.image):
@@ -52,5 +52,5 @@ def _named(task: TaskSpec) -> Iterator[Path]:
         yield Path(venv)
         try:
             yield from read_venv(venv).shown
-        except InvalidField:  # a broken environment is refused when the task is submitted
+        except InvalidField:  # an invalid environment is refused when the task is submitted
             return

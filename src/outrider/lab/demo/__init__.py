@@ -1,1 +1,1 @@
-"""The demo: a tiny policy, and a task that the policy solves some of the time."""
+"""The demo: a tiny policy, and a task that the policy solves only some of the time."""

@@ -1,4 +1,4 @@
-"""Plots a training: reward, group spread, staleness, log-probability gap and idle time, over the steps.
+"""Plots reward, group spread, staleness, log-probability gap and idle time over the steps of a training run.
 
 The module needs matplotlib, an optional dependency, and does not use the service.
 """
@@ -23,7 +23,7 @@ SERIES: tuple[tuple[str, Callable[[TrainStep], float]], ...] = (
 
 
 def draw(runs: Sequence[SeedRun], path: Path) -> Path | None:
-    """Write the plot as PNG and return its path. If matplotlib is not installed, write nothing and return None."""
+    """Write the plot as PNG and return its path. Without matplotlib, write nothing and return None."""
     if importlib.util.find_spec("matplotlib") is None:
         return None
     from matplotlib.figure import Figure

@@ -1,8 +1,8 @@
-"""Writes the dialogues of the demo task for the policy's training: the prompt, the model's expected replies, and the
-sandbox's output.
+"""Writes dialogues of the demo task, with which the policy is trained: the prompt, the expected replies of the model,
+and the sandbox's output.
 
-The module does not use the model's weights. Invariant: each piece is encoded separately, as in the service, so that the
-training uses exactly the ids of the service.
+The module does not use the model's weights. Invariant: each piece is encoded separately, as in the service, so the
+training uses the same ids as the service.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ POLICY = Path(__file__).parent / "policy"
 """The folder of the policy shipped with the package, in Hugging Face layout."""
 
 RENDERER = "template:qwen3"
-"""Qwen3's format, rendered with the policy's own template, because the service chooses renderers by public model names,
-and the policy has none."""
+"""Qwen3's format, rendered with the policy's own chat template. The renderer must be named, because the service chooses
+one only for the names of public models, and the demo's policy is not public."""
 
 END = "<|im_end|>"
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A part of a dialogue. `spoken` is True if the text is output of the model."""
+    """A part of a dialogue. `spoken` is True if the model wrote the text."""
 
     text: str
     spoken: bool
 
 
 class Script:
-    """Writes dialogues. The first prompt is rendered with the policy's own template, and later turns have the format of
-    Qwen3's template."""
+    """Writes dialogues. The policy's own template renders the first prompt. Later turns have the format of Qwen3's
+    template."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -54,7 +54,8 @@ class Script:
         return f'<tool_call>\n{{"name": "bash", "arguments": {arguments}}}\n</tool_call>{END}'
 
     def result(self, output: str) -> str:
-        """Return the text between the end of a call and the start of the model's next reply."""
+        """Return the text between the end of a call and the start of the model's next reply. It contains the tool's
+        output."""
         turn = f"<|im_start|>user\n<tool_response>\n{output}\n</tool_response>{END}\n"
         return f"\n{turn}<|im_start|>assistant\n"
 
@@ -68,13 +69,13 @@ class Script:
         ]
 
     def guess(self, episode: Episode, zone: str) -> list[Piece]:
-        """Return a dialogue in which the model answers `zone` at once."""
+        """Return a dialogue in which the model answers `zone` without reading the file."""
         return [Piece(self.prompt(episode.question), False), Piece(answer_for(zone) + END, True)]
 
 
 def tool_output(episode: Episode, command: str) -> str | None:
-    """Return the output of the agent's bash tool in the episode's sandbox. Returns None unless the command is `cat`
-    with one argument, the item's name or an alphabetic word."""
+    """Return what the agent's bash tool prints in the episode's sandbox. Only `cat` with the item's name or another
+    alphabetic word is imitated; for any other command, return None."""
     match command.split():
         case ["cat", name] if name == episode.item:
             return file_for(episode.zone).removesuffix("\n")
@@ -85,7 +86,7 @@ def tool_output(episode: Episode, command: str) -> str | None:
 
 
 def encode(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> tuple[list[int], list[bool]]:
-    """Return the ids of a dialogue, and for each id a flag that is True if the id is output of the model."""
+    """Return the ids of a dialogue, and for each id whether the model wrote it."""
     ids: list[int] = []
     spoken: list[bool] = []
     for piece in pieces:

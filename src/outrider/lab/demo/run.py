@@ -1,6 +1,6 @@
-"""Runs the demo: a whole service in this process with the shipped policy, and groups of real sessions against it.
+"""Runs the demo: starts a whole service with the shipped policy in this process, and runs groups of real sessions.
 
-The module submits sessions, waits for them and reads their samples through the client, as a trainer does, and does not
+Like a trainer, the module submits sessions, waits for them and reads their samples through the client. It does not
 write to a terminal. Invariant: when `run_demo` returns, the service has ended, and its data have been removed unless
 the caller named the data folder.
 """
@@ -28,8 +28,8 @@ SAMPLES = 8
 """Number of sessions of one group."""
 
 LANES = LanesConfig(init=8, run=32, eval=8)
-"""The lane `run` has room for all sessions at once, because the embedded engine has about 7 times the throughput for 32
-concurrent requests."""
+"""The lane `run` has room for all sessions at once, because batching 32 requests gives the embedded engine about 7
+times the throughput."""
 
 
 async def run_demo(
@@ -41,16 +41,19 @@ async def run_demo(
     begin: Callable[[str], Awaitable[None]] | None = None,
     end: Callable[[RolloutSummary], Awaitable[None]] | None = None,
 ) -> RolloutSummary:
-    """Run GROUPS x SAMPLES sessions in sandboxes of kind `runtime`. `data` is the folder of the service's database;
-    if `data` is None, the database is deleted afterwards. `watch` is called with the groups as they progress. `policy`
-    is the model's folder. `begin` is called with the service's URL before the first session, and `end` with the results
-    before the service ends.
+    """Run GROUPS x SAMPLES sessions in sandboxes of kind `runtime`.
+
+    - `watch`: called with the groups as they progress.
+    - `data`: the folder of the service's database; None deletes the database afterwards.
+    - `policy`: the model's folder.
+    - `begin`: called with the service's URL before the first session.
+    - `end`: called with the results before the service ends.
 
     Raises EngineUnavailable if torch is missing, and the service's errors.
     """
     started = time.monotonic()
     episodes: dict[str, Episode] = {}
-    for seed in itertools.count():  # the first seeds that give different items are used
+    for seed in itertools.count():  # use the first seeds whose items differ
         episode = make_task(seed)
         episodes.setdefault(episode.item, episode)
         if len(episodes) == GROUPS:

@@ -1,9 +1,8 @@
 """Runs a whole service in a separate process, for a trainer that uses the service by its URL.
 
-The module is independent of the demo's task. Invariant: the service's process has ended when the block is left. The
-service's process also ends when this process is killed, or when the thread that opened the block ends. Ctrl-C in a
-terminal does not reach the service, because the service is in a process group of its own: the trainer decides when the
-service ends.
+Invariant: the service's process has ended when the `with` block of `service_process` ends. It also ends when this
+process is killed, or when the thread that opened the block ends. Ctrl-C in a terminal does not reach the service,
+because the service has its own process group. So the trainer decides when the service ends.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ def service_process(config: Config, folder: Path) -> Iterator[str]:
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Read the URL from the first line of the service's output. The second line stays unread, but fits into the pipe,
-    so the service does not block."""
+    """Read the URL from the first line of the service's output. The service writes one more line, which fits into the
+    pipe and so does not block the service."""
     assert process.stdout is not None
     give_up_at = time.monotonic() + SECONDS_TO_START
     with selectors.DefaultSelector() as selector:
@@ -77,8 +76,8 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def _environment(config: Config) -> dict[str, str]:
-    """Return this process's environment variables, with the variables of settings replaced by the values in
-    `config`."""
+    """Return this process's environment variables, with the settings in `config` in place of this process's own
+    settings."""
     written = config.model_dump(mode="json", exclude_none=True, exclude_unset=True)
     settings = {
         f"{PREFIX}{name.upper()}": json.dumps(value) if isinstance(value, dict | list) else str(value)

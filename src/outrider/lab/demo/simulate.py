@@ -1,8 +1,8 @@
-"""Runs demo sessions for the training of the policy without a service: with the embedded engine's batch and an imitated
-sandbox.
+"""Runs demo sessions without a service, to train the shipped policy. It uses the embedded engine's batch and an
+imitated sandbox.
 
-scripts/train_policy.py uses this module. The module needs neither HTTP nor the gateway. Invariant: the ids of a session
-are exactly the model's input and sampled ids, in order.
+scripts/train_policy.py uses this module, which needs neither HTTP nor the gateway. Invariant: the ids of a session are
+exactly the model's input and sampled ids, in order.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 
 
 class SimulatedSession(msgspec.Struct):
-    """The state of a simulated session. `spoken` has a flag for each id, True if the id was sampled. `logprobs` has one
-    value for each sampled id."""
+    """A simulated session. `spoken` has a flag for each id, True if the id was sampled. `logprobs` has one value for
+    each sampled id."""
 
     episode: Episode
     ids: list[int]
@@ -62,7 +62,7 @@ class Simulator:
             rollouts.append(SimulatedSession(episode, prompt, [False] * len(prompt), [], []))
         waiting = deque(self._ask(rollout) for rollout in rollouts)
         going = dict(zip(waiting, rollouts, strict=True))
-        stale = True  # true at first, because the trainer may have changed the weights in place
+        stale = True  # the first step drops cached values, because the trainer may have changed the weights in place
         while going:
             new = [waiting.popleft() for _ in range(min(len(waiting), ROWS - len(self._batch.rows)))]
             for row, chunk in self._batch.step(new, 0, stale=stale):
@@ -89,8 +89,8 @@ class Simulator:
         return Row(self._checker.check(request))
 
     def _answer(self, rollout: SimulatedSession, start: int) -> bool:
-        """Add the turn whose ids begin at `start` to the transcript. If the turn is a call that the sandbox can run,
-        add the sandbox's output. Returns False if the session is over."""
+        """Add the turn whose ids begin at `start` to the transcript. If it is a call that the imitated sandbox can run,
+        also add the sandbox's output. Returns False if the session is over."""
         text = self._tokenizer.decode(rollout.ids[start:]).removesuffix(END)
         command = called_command(text)
         if command is None:
@@ -110,7 +110,7 @@ class Simulator:
 
 
 def called_command(text: str) -> str | None:
-    """Return the command of a well-formed call of bash, or None for any other text."""
+    """Return the command in a well-formed call of the bash tool; None for any other text."""
     inner = text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
     if f"<tool_call>\n{inner}\n</tool_call>" != text:
         return None

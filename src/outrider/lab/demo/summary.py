@@ -1,8 +1,7 @@
-"""The results of a demo: checks the samples of its sessions, computes totals, and writes the samples and the totals to
-files.
+"""Checks the samples of a demo's sessions, computes totals, and writes the samples and the totals to files.
 
-The module is pure except for `write_files`. The check runs no model, because the service's drift count already shows
-that the engine got exactly these ids.
+Only `write_files` does I/O. The check runs no model, because the service's count of drifted tokens already shows
+whether the engine got exactly these ids.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from outrider.trajectory import Sample
 
 
 class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The demo's finished groups with their samples, the turns of every session by session id, and the duration of the
-    demo in seconds."""
+    """The finished groups of a demo with their samples, the turns of each session by session id, and the demo's
+    duration in seconds."""
 
     groups: tuple[GroupView, ...]
     turns: dict[str, tuple[TurnView, ...]]
@@ -32,8 +31,8 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums over the finished sessions of a group, or of all groups. `mean_reward` is the mean over the sessions with a
-    verdict, or 0.0 if there is no such session. The fields in seconds are also means."""
+    """Sums over the finished sessions of one group or of all groups. `mean_reward` and the fields in seconds are means.
+    Sessions without a verdict do not count for `mean_reward`, which is 0.0 if no session has one."""
 
     name: str
     sessions: int
@@ -51,8 +50,8 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of `outrider demo --json`, and the first part of summary.json. `faults` are the faults found by the
-    check of the samples; `samples`, `parquet` and `task` are the files written."""
+    """The output of `outrider demo --json`, and the first part of summary.json. `faults` is what the check of the
+    samples found. `samples`, `parquet` and `task` are the paths of the written files."""
 
     sessions: int
     completed: int
@@ -94,22 +93,22 @@ def tally(name: str, sessions: Iterable[SessionView]) -> Tally:
 
 
 def tallies(groups: Iterable[GroupView]) -> list[Tally]:
-    """Return a tally for each group, and as the last one a tally for all groups together."""
+    """Return a tally for each group, followed by one for all groups together."""
     groups = list(groups)
     each = [tally(group.labels.get("item", group.id), group.sessions) for group in groups]
     return [*each, tally("total", (session for group in groups for session in group.sessions))]
 
 
 def write_files(rollouts: RolloutSummary, folder: Path, *, runtime: str, faults: Sequence[str]) -> Summary:
-    """Write samples.jsonl, samples.parquet (where pyarrow is installed), summary.json, and task.toml, a task for
-    `outrider run`. Raises InvalidField."""
+    """Write samples.jsonl, samples.parquet (only if pyarrow is installed), summary.json, and task.toml, which is a task
+    for `outrider run`. Raises InvalidField."""
     jsonl = folder / "samples.jsonl"
     _write_samples(rollouts, jsonl, SampleFormat.JSONL)
     parquet: Path | None = folder / "samples.parquet"
     try:
         _write_samples(rollouts, folder / "samples.parquet", SampleFormat.PARQUET)
     except InvalidField as error:
-        if error.field != "format":  # an error of the field `format` means that pyarrow is missing
+        if error.field != "format":  # an error in the field `format` means that pyarrow is missing
             raise
         parquet = None
     (folder / "task.toml").write_text(TASK_FILE)
@@ -135,7 +134,7 @@ def write_files(rollouts: RolloutSummary, folder: Path, *, runtime: str, faults:
 
 
 def best_session(rollouts: RolloutSummary) -> SessionView:
-    """Return the session to print: among the sessions with the highest reward, the first with the most turns."""
+    """Return the session to print: one with the highest reward, and among these the first with the most turns."""
 
     def merit(session: SessionView) -> tuple[float, int]:
         if session.result is None:
@@ -158,8 +157,8 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def sample_faults(rollouts: RolloutSummary, tokenizer: Tokenizer) -> list[str]:
-    """Return the faults of the samples, as text. The check decodes the trained ids: every trained text must be the text
-    of a sampled turn."""
+    """Return what is wrong with the samples, as texts. The check decodes the trained ids: each trained text must be the
+    text of a sampled turn."""
     found: list[str] = []
     for group in rollouts.groups:
         trained: dict[str, int] = {session.id: 0 for session in group.sessions}

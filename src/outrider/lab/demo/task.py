@@ -1,7 +1,7 @@
 """The demo's task: find the zone of an item by reading the file with the item's name.
 
-The module uses neither the service nor a model. Invariant: the zone is drawn for each episode and is only in the
-sandbox, so that an agent must read the right file (a guess is right 1 time in 16).
+Invariant: the zone is drawn at random for each episode and is only in the sandbox. So an agent must read the right
+file; a guess is right 1 time in 16.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ZONES = (
 PHRASINGS = ("Where is {item}?", "Please find {item}.", "In which zone is {item}?")
 
 TURNS = 4
-"""Maximum model calls of a session. Two calls are enough; the other calls let a policy recover from a wrong file."""
+"""Maximum model calls of a session. Two are enough; with the others, a policy can recover from reading a wrong file."""
 
 MAX_TOKENS = 48
 
@@ -60,7 +60,7 @@ max_tokens = 48
 
 
 class Episode(msgspec.Struct, frozen=True):
-    """One instance of the task: the item, the zone of the item, and the question for the agent."""
+    """One instance of the task: an item, its zone, and the question for the agent."""
 
     item: str
     zone: str
@@ -68,7 +68,7 @@ class Episode(msgspec.Struct, frozen=True):
 
 
 def make_task(source: int | random.Random) -> Episode:
-    """Draw an episode. A seed always gives the same episode. A generator gives a new episode in each call."""
+    """Draw an episode. The same seed always gives the same episode. A generator gives a new episode at each call."""
     rng = random.Random(source) if isinstance(source, int) else source
     item = rng.choice(ITEMS)
     return Episode(item, rng.choice(ZONES), rng.choice(PHRASINGS).format(item=item))

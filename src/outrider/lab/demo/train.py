@@ -1,8 +1,8 @@
-"""Trains the demo's policy on its task. The service runs in a separate process, and TRL's GRPO in this process, with
-HTTP between them.
+"""Trains the demo's policy on its task. The service runs in a separate process, and TRL's GRPO trainer in this one;
+they communicate over HTTP.
 
-The module trains with `trainers.trl`, as any user of TRL would, and does not write to a terminal.
-Invariant: when `train` returns, the service has ended, and only the trained weights are left on disk.
+The module trains with `trainers.trl`, as any user of TRL would, and does not write to a terminal. Invariant: when
+`train` returns, the service has ended, and only the trained weights are left on disk.
 """
 
 from __future__ import annotations
@@ -38,39 +38,40 @@ from outrider.trainers.trl import Rollouts, ServiceLogprobs, StepStats, service_
 from outrider.trainers.weight_publishing import PolicyWeights
 
 GROUPS, SAMPLES = 8, 8
-"""Number of groups of a training step, and number of sessions of a group."""
+"""Number of groups in a training step, and number of sessions in a group."""
 INFLIGHT = 8
-"""Maximum number of concurrent groups: enough to fill the run lane, but no more than one batch needs, because surplus
-groups would be too old for the next batch."""
+"""Maximum number of concurrent groups. This is enough to fill the run lane, but no more than one batch needs, because
+further groups would be too old for the next batch."""
 MAX_AGE = 1
 LEARNING_RATE, LAST_LEARNING_RATE = 5e-4, 1e-4
-"""The learning rate at the beginning and at the end. At 1e-3 a policy may lose the syntax of its tool calls within one
-or two steps, and then gets no reward any more."""
+"""The learning rate at the beginning and at the end. At 1e-3, a policy may unlearn the syntax of tool calls within one
+or two steps, and then never gets a reward again."""
 MAX_STEPS = 48
-"""Maximum number of training steps. A time limit would end the training too early on a busy machine."""
+"""Maximum number of training steps. With a time limit instead, a busy machine would end the training too early."""
 PASSES = 2
 """Optimizer steps over each batch."""
 GUESSES, GUESS_RATE = (2, 16), 2e-4
-"""Settings of the first training, in which the model learns to guess without reading the file: the number of batches,
-the number of dialogues in a batch, and the learning rate."""
+"""Settings of a first training, in which the model learns to guess without reading the file: the number of batches, the
+dialogues per batch, and the learning rate."""
 SOLVED, SOLVED_STEPS = 0.93, 3
-"""Training ends when the mean reward of the last SOLVED_STEPS steps is at least SOLVED. The mean includes groups that
-were not used for training."""
+"""Training ends when the mean reward of the last SOLVED_STEPS steps is at least SOLVED. The mean also includes groups
+that were not trained on."""
 EPISODES = 128
-"""Number of new episodes, with one session each, for measuring the reward before and after the training."""
+"""Number of episodes for measuring the reward before and after the training. They are not trained on, and each has one
+session."""
 LANES = LanesConfig(init=8, run=48, eval=8)
 SLOTS = 48
-"""Number of sequences that the engine computes together, one for each running agent."""
+"""Number of sequences that the engine processes at once: one for each running agent."""
 STARTS_BELOW, ENDS_ABOVE, LARGEST_GAP = 0.3, 0.85, 1e-4
 
 PAGE = 500
 LOOK_EVERY = 0.25
-"""Seconds between two polls of the lanes."""
+"""Seconds between two polls of the run lane."""
 
 
 class TrainStep(msgspec.Struct, frozen=True, kw_only=True):
     """A training step. `idle` is the mean fraction of free slots in the run lane since the previous step. `seconds` is
-    the time since training began."""
+    the time since the training began."""
 
     stats: StepStats
     idle: float
@@ -78,9 +79,13 @@ class TrainStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SeedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one training with one seed. `first_reward` and `last_reward` are means over EPISODES new episodes,
-    before and after the training; `last_reward` is None if the training was ended early. `errors` and `drift_tokens`
-    are totals over all sessions. `policy` is the folder of the trained weights."""
+    """The result of training with one seed.
+
+    - `first_reward`, `last_reward`: the mean reward over EPISODES new episodes before and after the training.
+      `last_reward` is None if the training was ended early.
+    - `errors`, `drift_tokens`: totals over all sessions.
+    - `policy`: the folder of the trained weights.
+    """
 
     seed: int
     first_reward: float
@@ -96,7 +101,7 @@ class SeedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SeedLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of one seed in the JSON line."""
+    """The results of one seed, as printed by `outrider demo --train --json`."""
 
     seed: int
     first_reward: float
@@ -106,8 +111,8 @@ class SeedLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON line of `outrider demo --train --json`. `curve` is the path of the plot, or None if matplotlib is not
-    installed. `interrupted` is true if Ctrl-C ended the training early."""
+    """What `outrider demo --train --json` prints. `curve` is the path of the plot, or None without matplotlib.
+    `interrupted` is True if Ctrl-C ended the training early."""
 
     seeds: tuple[SeedLine, ...]
     max_logprob_gap: float
@@ -144,13 +149,13 @@ def train(
 ) -> SeedRun:
     """Train the policy in the folder `policy`, with sandboxes of kind `runtime`, and write the trained policy to `out`.
 
-    Calls `watch` after each step. If `stop()` is true after a step, the training ends, without an evaluation of the
-    trained policy. If it is true before the first step, `out` is not written. Raises the service's errors, and
+    Calls `watch` after each step. If `stop()` is True after a step, the training ends and the trained policy is not
+    evaluated. If it is True before the first step, nothing is written to `out`. Raises the service's errors, and
     InvalidField for a policy that cannot be trained.
     """
     began = time.monotonic()
     with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="outrider-train-") as name:
-        warnings.simplefilter("ignore")  # TRL and transformers warn of their own deprecations
+        warnings.simplefilter("ignore")  # TRL and transformers warn about their own deprecated code
         folder = Path(name)
         config = Config(
             port=0,
@@ -220,15 +225,15 @@ def summary(runs: Sequence[SeedRun], curve: Path | None, *, interrupted: bool = 
 
 
 def _undertrained(policy: Path, seed: int) -> Any:
-    """Return the policy's model after a short training that makes the model guess more often. The reinforcement
-    learning then has more to improve, and each seed starts with different weights."""
+    """Return the policy's model after a short training that makes it guess more often. This leaves more to learn for
+    the reinforcement learning, and gives each seed different weights to start with."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    # Several threads busy-wait for each other if cores are shared, and the engine needs a core.
+    # Several threads would busy-wait for each other on shared cores, and leave no core for the engine.
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     script, tokenizer = Script.load(policy), Tokenizer.load(policy)
@@ -269,8 +274,8 @@ def _train(
     lanes = LaneWatch(client.asynchronous)
 
     class Steps(TrainerCallback):  # type: ignore[misc]  # TRL has no types here
-        """Reports each step, sets the learning rate, and ends the training when the task is solved or `stop()` is true.
-        The learning rate follows a cosine of the completed share of the steps."""
+        """Reports each step, sets the learning rate, and ends the training when the task is solved or `stop()` is True.
+        The learning rate falls with the step number along a cosine."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **others: Any) -> None:
             share = (1 + math.cos(math.pi * state.global_step / state.max_steps)) / 2
@@ -296,7 +301,7 @@ def _train(
         max_steps=MAX_STEPS * PASSES,
         num_iterations=PASSES,
         learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",  # constant for TRL, because `Steps` changes the learning rate
+        lr_scheduler_type="constant",  # constant only for TRL: `Steps` changes the learning rate
         adam_beta2=0.95,
         weight_decay=0.0,
         max_grad_norm=1.0,
@@ -332,12 +337,12 @@ def _train(
         trainer.remove_callback(PrinterCallback)
         began = time.monotonic()
         trainer.train()
-        rollouts.publish(trainer)  # the last measured reward and `out` need the weights of the last step
+        rollouts.publish(trainer)  # the final measurement and `out` need the weights of the last step
     return steps
 
 
 class LaneWatch:
-    """Polls the run lane, and computes the fraction of its slots that were free."""
+    """Polls the run lane, and computes the fraction of its slots that are free."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -353,7 +358,7 @@ class LaneWatch:
                 look.cancel()
 
     def idle(self) -> float:
-        """Return the fraction of the lane's slots that were free, averaged over the time since the last call."""
+        """Return the mean fraction of free slots since the last call."""
         free, self._free = self._free, []
         return fmean(free) if free else 0.0
 

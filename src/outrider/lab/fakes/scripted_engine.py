@@ -1,7 +1,7 @@
 """An engine that replies from a script, for tests, dry runs and benchmarks.
 
-The engine samples nothing. It implements the whole contract of engines (stops, limits, overflow, pausing, aborting,
-versions) and has additional features for tests: failures and stalls at a chosen token, and a record of the requests.
+The engine samples nothing. It implements everything that engines must support: stops, limits, context overflow,
+pausing, aborting and versions. For tests it can also fail or stall at a chosen token, and records its requests.
 Invariant: token `id` at context position `p` always has the log-probability `scripted_logprob(p, id)`.
 """
 
@@ -33,12 +33,12 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
 
 TAIL_TOKENS = 1024
-"""Number of tokens at the prompt's end that are searched for a rule's `when`."""
+"""Number of tokens at the end of a prompt in which `ScriptedReply.when` is searched for."""
 
 REMEMBERED_REQUESTS = 1024
 REMEMBERED_SESSIONS = 20_000
-"""Maximum number of sessions whose position in the script is kept; the least recently used sessions are removed. A
-maximum is needed because an engine is not notified when a session ends."""
+"""Maximum number of sessions whose position in the script is stored. Least recently used sessions are removed. A limit
+is needed because an engine is not told when a session ends."""
 
 FAILURES: dict[str, type[EngineError]] = {
     "unavailable": EngineUnavailable,
@@ -48,21 +48,21 @@ FAILURES: dict[str, type[EngineError]] = {
 
 
 def scripted_logprob(position: int, token_id: int) -> float:
-    """Return a number in [-4, 0), exact in float32 and in JSON, that differs by token and by position.
+    """Return a number in [-4, 0) that depends on the token and the position, and is exact in float32 and in JSON.
 
-    `position` counts from the start of the context (prompt and output), so a training row can be checked from its own
-    ids alone.
+    `position` counts from the start of the context (prompt and output). So a training row can be checked without other
+    data.
     """
     return -((position * 2654435761 + int(token_id) * 40503) % 4096 + 1) / 1024
 
 
 class ScriptedReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One scripted turn: `reply` (text with special-token markup) or raw `ids`.
+    """One reply of the script: `reply` (text that may contain special tokens) or token `ids`.
 
-    With `when`, the entry is a rule: it is used for every prompt with `when` in its decoded tail. Without `when`, the
-    entry is a line of the script, and each session gets the lines in order. `fail` raises an error after `after`
-    tokens, unless the request's limit is lower. With `stall`, the engine waits after `stall` tokens until `release` is
-    called.
+    - `when`: use this reply for every prompt whose last part contains this text. The replies without `when` are used in
+      order, separately for each session.
+    - `fail`, `after`: raise this error after `after` tokens, unless the request's token limit is lower.
+    - `stall`: wait after this many tokens, until `release` is called.
     """
 
     reply: str = ""
@@ -74,8 +74,8 @@ class ScriptedReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ScriptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The engine's options. Each session gets the `replies` without `when` in order. The last of these replies is
-    repeated. `chunk_tokens` is the number of tokens per chunk."""
+    """The engine's options. Each session gets the `replies` without `when` in order, and the last one is repeated.
+    `chunk_tokens` is the number of tokens per chunk."""
 
     replies: list[str | ScriptedReply] = []
     chunk_tokens: int = 1
@@ -84,8 +84,8 @@ class ScriptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class _Plan(msgspec.Struct, frozen=True):
-    """A whole generation: its tokens, its end (either `finish` or `failure` is set), and its stall. `script` is the
-    entry from which the plan was made, with the entry's ids."""
+    """A whole generation: its tokens, its end, and the token after which it stalls. Either `finish` or `failure` is
+    set. `script` is the reply in the script that the plan was made from, with its ids."""
 
     ids: list[int]
     finish: FinishReason | None
@@ -98,18 +98,22 @@ class _Plan(msgspec.Struct, frozen=True):
 class ScriptedEngine:
     """An `Engine` with a script. It also implements `TokenizesText`, `SetsVersion` and `LoadsWeights`.
 
-    If a pause aborts a reply, and a later request of the session has the same prompt followed by the ids already sent,
-    the reply continues where it stopped. Weights are not read, but their path must exist, and is stored in `weights`.
+    If a pause aborts a reply, the session may send another request with the same prompt followed by the ids it already
+    got. The reply then continues where it stopped. Weights are not read, but their path must exist, and is stored in
+    `weights`.
 
-    For tests: `requests` are the most recent requests. `aborted` has the request ids of generations that the consumer
-    closed or cancelled; each such generation sets `abort_seen`. `stalled` is set when a generation reaches a stall,
-    which `release` ends. `kill` makes the engine unavailable, also to generations in flight, until `revive` is called.
-    `hang` stops every response, health included, until `revive` is called.
+    For tests:
+
+    - `requests`: the most recent requests.
+    - `aborted`: the request ids of generations that the consumer closed or cancelled. Each of them sets `abort_seen`.
+    - `stalled`: set when a generation stalls. `release` ends the stall.
+    - `kill`: makes the engine unavailable, also for running generations, until `revive`.
+    - `hang`: stops every response, including `health`, until `revive`.
     """
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
-    # constraints are not enforced: the author of a script must comply with them
+    # not enforced: the author of a script must comply with them
     constraints = frozenset(ConstraintKind)
     capabilities = frozenset({Capability.VERSIONED_CACHE})  # the engine has no cache, so it never uses outdated values
 
@@ -199,7 +203,7 @@ class ScriptedEngine:
         return self._tokenizer.encode(text) if self._tokenizer else None
 
     def release(self) -> None:
-        """End every current stall, and skip all later stalls."""
+        """End all current stalls, and skip later ones."""
         self._released = True
         self._notify()
 
@@ -246,9 +250,9 @@ class ScriptedEngine:
             self._cut.popitem(last=False)
 
     async def _next(self, plan: _Plan, run: _Run) -> Chunk:
-        """Return the next chunk. Waits while the engine is frozen or hangs, and while the generation is stalled. An
-        aborted generation ends with an empty chunk. Raises EngineUnavailable if the engine was killed, and the scripted
-        failure."""
+        """Return the next chunk. Waits while the engine is frozen or hangs, or the generation is stalled. An aborted
+        generation ends with an empty chunk. Raises EngineUnavailable if the engine was killed, or the failure in the
+        script."""
         if run.position:
             await asyncio.sleep(0)
         while (
@@ -319,7 +323,7 @@ class _Script:
         self._turns: OrderedDict[str, int] = OrderedDict()
 
     def next(self, request: GenerateRequest) -> tuple[ScriptedReply, list[int]]:
-        """Return the reply for a request. Raises EngineRejected when the script has no reply for this prompt."""
+        """Return the reply to a request. Raises EngineRejected if the script has none."""
         if self._rules and self._tokenizer is not None:
             tail = self._tokenizer.decode(request.input_ids[-TAIL_TOKENS:].tolist())
             for when, rule, ids in self._rules:
@@ -348,8 +352,8 @@ class _Ending(msgspec.Struct, frozen=True):
 
 
 def _ending(ids: list[int], sampling: SamplingParams, tokenizer: Tokenizer | None) -> _Ending:
-    """Return the end of a reply: at the first stop id or stop string, at the request's limit, or at the reply's own
-    end."""
+    """Return where a reply ends: at the first stop id or stop string, at the request's token limit, or at the end of
+    its ids."""
     stops = frozenset(sampling.stop_token_ids)
     if sampling.stop and tokenizer is None:
         raise EngineRejected("stop strings need a tokenizer folder")

@@ -1,1 +1,2 @@
-"""Records a program that is run by hand: its model calls on the wire, and a draft of a task that runs the program."""
+"""Records a program that a user runs by hand: writes a transcript of its model calls, and drafts a task that runs
+it."""

@@ -1,7 +1,7 @@
-"""The draft of a task that runs a recorded program again, in a sandbox.
+"""Drafts a task that runs a recorded program again, in a sandbox.
 
-The module is pure, except for `place_of`, which looks at files. Invariants: the draft is a valid task; its
-evaluator ends every session as an error until somebody writes a check, so that no session gets an unearned reward.
+Only `place_of` does I/O: it looks at files. Invariants: the draft is a valid task; until somebody writes a check, its
+evaluator ends every session with an error, so that no session gets an unearned reward.
 """
 
 from __future__ import annotations
@@ -19,27 +19,32 @@ from outrider.harnesses.missing_program import SYSTEM
 
 INSTRUCTION = "{instruction}"
 FED = ("sh", "-c", 'printf %s "$OUTRIDER_INSTRUCTION" | "$0" "$@"')
-"""The first words of a command. They pass the instruction, as standard input, to the program that the rest of the
-command starts."""
+"""The first words of a command that passes the instruction to a program as standard input. The program's own command
+follows them."""
 LONGEST_PATH = 4096
 MAX_LINKS = 40
-"""Maximum length of a chain of symbolic links. Linux has the same limit."""
+"""Maximum length of a chain of symbolic links, the same as in Linux."""
 WRITTEN_BYTES = 1 << 16
-"""Maximum size of a file that a prepare step of the draft writes."""
+"""Maximum size in bytes of a file that a prepare step of the draft writes."""
 MODULES = "node_modules"
 UNCHECKED = "echo 'the task has no check yet' >&2; exit 2"
 
 
 _INTERPRETER = re.compile(r"(?:python|pypy|node|bun|deno|ruby|perl|bash|dash|sh|zsh)[\d.]*")
-"""Pattern of the names of interpreters. The first argument of an interpreter that names a file is the script to run."""
+"""Matches the names of interpreters. The first argument of an interpreter that names a file is the script that it
+runs."""
 _ENV_SHEBANG = re.compile(rb"#! ?/usr/bin/env (?:-S +)?([\w.-]+)")
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A command in a form that is valid in a sandbox (`words`), and the files of the host that the command needs: the
-    program's virtual environment (`venv`), and the folders and files to mount. `written` has the texts of the files
-    that a prepare step writes, by their paths relative to the working directory. `missing` is true if the program is
-    not found."""
+    """A command, and the files that a sandbox needs to run it.
+
+    - `words`: the command in a form that is valid in a sandbox.
+    - `venv`: the program's virtual environment on the host.
+    - `mounts`: folders and files of the host to mount.
+    - `written`: the texts of files that a prepare step writes, by path relative to the working directory.
+    - `missing`: True if the program was not found.
+    """
 
     words: tuple[str, ...]
     venv: Path | None = None
@@ -49,8 +54,9 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskDraft(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a recorded run: the `place` of its command with placeholders, `env` and `files` with placeholders,
-    whether the program read the instruction from standard input, and the recorded model calls."""
+    """What is known about a recorded run. `place` is its command. The command, `env` and `files` may contain
+    placeholders. `stdin` is True if the program read the instruction from standard input. `calls`, `dialects` and
+    `streamed` describe its model calls."""
 
     place: Place
     instruction: str
@@ -63,17 +69,17 @@ class TaskDraft(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_instruction(self) -> bool:
-        """True if the program of the draft gets the task's instruction."""
+        """True if the drafted task passes its instruction to the program."""
         texts = (*self.place.words, *self.env.values(), *self.files.values())
         return self.stdin or any(INSTRUCTION in text for text in texts)
 
 
 def place_of(words: Sequence[str], search: str | None) -> Place:
-    """Return the place of a command's files. `search` is the PATH. Reads links and files.
+    """Return the command in `words` with the files that it needs. `search` is the PATH. Reads links and files.
 
-    An argument that names a file, also as `--name=FILE`, becomes an absolute path. A small text file that the argument
-    names relative to the working directory is the work of the program, and is written by a prepare step instead. The
-    script of an interpreter is the program itself, so it is mounted.
+    An argument that is a file or `--name=FILE` becomes an absolute path, and the file is mounted. A small text file
+    with a relative path below the working directory is the program's input instead: a prepare step writes it. A script
+    after an interpreter is always mounted, because it is the program itself.
     """
     found = shutil.which(words[0], path=search)
     if found is None:
@@ -113,9 +119,9 @@ def place_of(words: Sequence[str], search: str | None) -> Place:
 
 
 def _environment_of(program: Path) -> tuple[Path | None, Path]:
-    """Return the virtual environment that has the program in its `bin`, and the program's path in this folder. Links
-    are followed, because pipx and uv put links to such programs into ~/.local/bin. Without an environment, return None
-    and the program as given."""
+    """Return the virtual environment that has the program in its `bin`, and the program's path there. Links are
+    followed, because pipx and uv put links to such programs into ~/.local/bin. Without an environment, return None and
+    the program unchanged."""
     for place in _links(program):
         above = place.parent.parent
         if place.parent.name == "bin" and (above / "pyvenv.cfg").is_file():
@@ -124,8 +130,7 @@ def _environment_of(program: Path) -> tuple[Path | None, Path]:
 
 
 def _links(file: Path) -> Iterator[Path]:
-    """Yield the file. If it is a symbolic link, also yield the target, and the targets of further links, until a path
-    that is no link."""
+    """Yield the file. If it is a symbolic link, also yield each target along the chain of links."""
     for _ in range(MAX_LINKS):
         yield file
         if not file.is_symlink():
@@ -134,7 +139,8 @@ def _links(file: Path) -> Iterator[Path]:
 
 
 def _named_by_env(script: Path, search: str | None) -> Path | None:
-    """Return the interpreter that the first line of a script names through `env`, if a sandbox does not have it."""
+    """Return the interpreter that a script names in a first line `#!/usr/bin/env INTERPRETER`; None if a sandbox has it
+    anyway."""
     with script.open("rb") as file:
         named = _ENV_SHEBANG.match(file.read(LONGEST_PATH))
     found = shutil.which(named[1].decode(), path=search) if named else None
@@ -142,7 +148,8 @@ def _named_by_env(script: Path, search: str | None) -> Path | None:
 
 
 def _work(text: str) -> str | None:
-    """Return the text of a small file that is named relative to the working directory, and is below it."""
+    """Return the text of a small file whose path is relative and stays below the working directory; None for any other
+    file."""
     path = Path(text)
     if path.is_absolute() or ".." in path.parts or path.stat().st_size > WRITTEN_BYTES:
         return None
@@ -153,9 +160,9 @@ def _work(text: str) -> str | None:
 
 
 def _shown(file: Path) -> Iterator[Path]:
-    """Yield the folders and files to mount for a program or script. For the file and each link on the way to it, this
-    is the folder around it, such as /opt/tool for /opt/tool/bin/tool. For a file in a package of npm, it is the whole
-    folder node_modules. If the folder contains many other files, as /tmp does, only the file is mounted."""
+    """Yield what to mount for a program or script, and for each link that leads to it. This is usually the folder
+    around the file: /opt/tool for /opt/tool/bin/tool. For a file in an npm package it is the whole folder node_modules.
+    In a folder with many unrelated files, such as /tmp, it is only the file."""
     for place in _links(file):
         if _of_system(place):
             return
@@ -171,8 +178,9 @@ def _of_system(path: Path) -> bool:
 
 
 def with_instruction(words: Sequence[str], user_texts: Iterable[str]) -> tuple[tuple[str, ...], str | None]:
-    """Return the words with {instruction} in place of the text that the program sent to its model in the user's name,
-    and this text. The text is None if no word has it. `--name=TEXT` is found as well as TEXT."""
+    """Replace the instruction among the words with {instruction}. The instruction is the text that the program sent to
+    its model as a user message. Returns the words and this text, or None if no word contains it. In `--name=TEXT`, only
+    TEXT is replaced."""
     sent = [text.strip() for text in user_texts]
     best: tuple[tuple[bool, bool, int], int, str] | None = None
     for index, word in enumerate(words[1:], 1):

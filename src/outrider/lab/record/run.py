@@ -1,5 +1,5 @@
-"""Runs a program by hand against a recording model endpoint: a service in this process, with a scripted model or a real
-engine, and an external session whose agent is the program.
+"""Runs a program by hand and records its model calls. A service in this process serves the calls with a scripted model
+or a real engine. The program is the agent of an external session.
 
 Invariant: when `record` returns, the service has ended and its data have been removed; the transcript has every call.
 """
@@ -42,7 +42,7 @@ MODEL = "outrider-record"
 TURNS = 500
 """Maximum model calls of a recorded run."""
 RUN_SECONDS = 86_400
-"""Maximum seconds of a recorded run, including times without a model call, in which the user may think."""
+"""Maximum seconds of a recorded run. It is long, because the user may think between two model calls."""
 
 SCRIPT = CertificationRow(
     name="record",
@@ -50,14 +50,16 @@ SCRIPT = CertificationRow(
     steps=(ScriptedStep(text="I will look.", actions=(ModelAction(command="echo hello"),)), ScriptedStep(text="Done.")),
     check="true",
 )
-"""The replies of the scripted model. The program is not confined, so its tools must change nothing."""
+"""The replies of the scripted model. The program does not run in a sandbox, so the tool call must change nothing."""
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """A program to run. `command`, `env` and the texts of `files` may have placeholders. With `stdin`, the program
-    reads the instruction from standard input; without `stdin`, its standard input is the terminal. `files`, by their
-    paths below HOME, are written into a new folder, which is the program's HOME. Without files, the program's HOME is
-    the user's."""
+    """A program to run. `command`, `env` and the texts of `files` may contain placeholders.
+
+    - `stdin`: the program reads the instruction from standard input. Otherwise its standard input is the terminal.
+    - `files`: texts by path below HOME. They are written into a new folder, which becomes the program's HOME. Without
+      files, the program gets the user's HOME.
+    """
 
     command: tuple[str, ...]
     instruction: str
@@ -67,8 +69,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a recorded run. `dialects` are the dialects of the successful model calls, `refused` the other
-    calls with their number."""
+    """The outcome of a recorded run. `dialects` are the dialects of the successful model calls. `refused` has the
+    number of failed calls, by method, path, status and reason."""
 
     exit_code: int
     calls: int
@@ -81,9 +83,9 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
 async def record(
     program: Program, transcript: IO[str], *, settings: Config | None = None, stdout: IO[str] | None = None
 ) -> RecordedRun:
-    """Run the program to its end, and write its model calls to `transcript`. Without `settings`, a scripted model
-    replies; otherwise the engines of `settings`. The program writes to `stdout`, by default to that of this process.
-    Raises InvalidField for a program that cannot be run."""
+    """Run the program until it ends, and write its model calls to `transcript`. The engines of `settings` reply;
+    without `settings`, a scripted model replies. The program's output goes to `stdout`, by default to that of this
+    process. Raises InvalidField for a program that cannot be run."""
     with tempfile.TemporaryDirectory(prefix="outrider-record-") as folder:
         data = Path(folder) / "data"
         scripted = Config(model=ModelConfig(tokenizer=str(POLICY), renderer=RENDERER, name=MODEL))
@@ -125,7 +127,8 @@ async def _sent(word: str) -> bool:
 
 
 async def _run(program: Program, session: ExternalSession, url: str, home: Path, stdout: IO[str] | None) -> int:
-    """Run the program and return its exit code, or -N after signal N. Only the program receives Ctrl-C."""
+    """Run the program and return its exit code, or -N after signal N. Ctrl-C stops only the program; this process
+    ignores it."""
     endpoint = ModelEndpoint(base_url=f"{url}/s/{session.key}", api_key=session.key, model=session.model)
     words = {
         "base_url": endpoint.base_url,
@@ -140,8 +143,8 @@ async def _run(program: Program, session: ExternalSession, url: str, home: Path,
         await asyncio.to_thread(_write, home, program.files, words)
         env["HOME"] = str(home)
     try:
-        # A shell makes the pipe for the standard input, as the drafted harness does. asyncio may use a socket instead
-        # of a pipe, and some programs then read no input.
+        # A shell makes the pipe for standard input, as in the drafted task. asyncio may use a socket instead, from
+        # which some programs do not read.
         process = await asyncio.create_subprocess_exec(
             *(FED if program.stdin else ()), *command, env=env, stdout=stdout
         )
@@ -170,8 +173,8 @@ def _write(home: Path, files: Mapping[str, str], words: Mapping[str, str]) -> No
 
 
 def files_below(folder: Path, *, most: int = 64, most_bytes: int = 1 << 20) -> dict[str, str]:
-    """Return the texts of the files below a folder, by their relative paths. Blocks. Raises InvalidField for a folder
-    with files that a task cannot have."""
+    """Return the texts of the files below a folder, by relative path. Blocks. Raises InvalidField for files that a task
+    cannot have: too many, too large, or not text."""
     found: dict[str, str] = {}
     for place, _, names in os.walk(folder):
         for name in sorted(names):

@@ -1,5 +1,5 @@
-"""The wire transcript: an ASGI application that passes each call on to the model gateway, and writes the request and
-the reply as one line of JSON.
+"""An ASGI application that passes each call on to the model gateway, and writes its request and reply to a file as one
+line of JSON.
 
 The module does not depend on a dialect. Invariants: the program gets the gateway's reply unchanged and without delay;
 no line contains a secret.
@@ -20,7 +20,7 @@ from outrider.redaction import HIDDEN, redacted
 from outrider.wire.http_server import Receive, Scope, Send
 
 KEPT_BYTES = 1 << 24
-"""Maximum bytes of a body in the transcript. A longer body is replaced by its size."""
+"""Maximum bytes of a body in the transcript. For a longer body, only its size is written."""
 
 SECRET_HEADERS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key", "x-goog-api-key", "api-key"})
 _SECRET_NAME = re.compile(r"^(?:[\w-]*[_-])?(?:api[_-]?key|password|passwd|secret|access[_-]?token)$", re.IGNORECASE)
@@ -30,9 +30,13 @@ DATA = "data:"
 
 
 class WireTranscript:
-    """Writes to `file`. `secrets` are texts that no line may contain. `user_texts` has the texts of the user's messages
-    in the first request that has any. `streamed` is true once a reply was streamed. `calls` counts the calls. `refused`
-    counts the calls that failed, by method, path, status and the reason in the reply."""
+    """Passes calls on to `gateway` and writes them to `file`.
+
+    - `secrets`: texts that no line may contain.
+    - `user_texts`: the texts of the user's messages, from the first request that has any.
+    - `streamed`: True as soon as a reply has been streamed.
+    - `refused`: the number of failed calls, by method, path, status and the reason in the reply.
+    """
 
     def __init__(self, gateway: Gateway, file: IO[str], secrets: Iterable[str]) -> None:
         self.streamed = False
@@ -91,7 +95,7 @@ class WireTranscript:
 
 
 class _Body:
-    """The bytes of a body, up to KEPT_BYTES."""
+    """The bytes of a request or reply, up to KEPT_BYTES."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -103,7 +107,8 @@ class _Body:
             self._data += data
 
     def read(self, *, events: bool) -> Any:
-        """Return the body as JSON, as a list of the data of its events, or as text."""
+        """Return the body: a list of the data of its events if `events` is True, else JSON, or text if it is not
+        JSON."""
         if self._size > KEPT_BYTES:
             return {"omitted_bytes": self._size}
         text = bytes(self._data).decode("utf-8", errors="replace")
@@ -113,7 +118,8 @@ class _Body:
 
 
 def without_secrets(value: Any, secrets: Iterable[str]) -> Any:
-    """Return a JSON value in which `secrets`, Outrider's keys, and texts in the usual places of secrets are hidden."""
+    """Return a JSON value with secrets hidden: `secrets`, Outrider's keys, and strings in fields such as `password` or
+    `api_key`."""
     secrets = tuple(secrets)
     if isinstance(value, str):
         return redacted(value, secrets)
@@ -130,7 +136,8 @@ def without_secrets(value: Any, secrets: Iterable[str]) -> Any:
 
 
 def _refusal(line: Mapping[str, Any]) -> str:
-    """Return the method, the path below the session's endpoint, the status and the reason of a call in one line."""
+    """Return one line with the method, path, status and reason of a failed call. The path does not contain the
+    session's key."""
     path = _ENDPOINT.sub("", line["path"])
     error = line["reply"].get("error") if isinstance(line["reply"], Mapping) else None
     reason = error.get("message") if isinstance(error, Mapping) else error

@@ -1,8 +1,8 @@
-"""The fake E2B server: starts sandboxes from templates, keeps their time limits and labels, and forwards requests to
-their `envd`.
+"""The fake E2B server: starts sandboxes from templates, keeps their time limits and metadata, and forwards requests to
+their `envd`, the daemon in each sandbox.
 
-The paths, names and status codes are those of E2B's own SDK, whose commands and files work with this server. Invariant:
-after `close` no sandbox is left.
+The server implements the paths, names and status codes that E2B's own SDK uses, so the SDK works with it. Invariant:
+when `serving_e2b` ends, no sandbox is left.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MAX_BODY = 256 << 20
 ENVD_PATHS = ("/health", "/files", "/process.Process/", "/filesystem.Filesystem/")
 
 Fault = Callable[[web.Request, Callable[[], Awaitable[web.StreamResponse]]], Awaitable[web.StreamResponse]]
-"""A function that replies to a request in place of the server. Its second argument is a function that makes the
-server's own reply."""
+"""A test's function that replies to a request instead of the server. Its second argument makes the server's own
+reply."""
 
 
 @dataclass
@@ -64,9 +64,15 @@ class FakeSandbox:
 
 @dataclass
 class FakeE2B:
-    """The server's state. `page` is the maximum number of sandboxes in one page of the list that version 2 of the API
-    returns. `faults` are the faults of the next requests, by method and path, with `ID` in place of ids. Each fault is
-    used once. `requests` are all requests of the control plane, in the same form."""
+    """The server's state.
+
+    - `room`: the maximum number of sandboxes.
+    - `page`: the maximum number of sandboxes in a page of `GET /v2/sandboxes`.
+    - `faults`: functions that reply to the next requests, by method and path, with `ID` in place of ids. Each is used
+      once.
+    - `requests`: the methods and paths of all requests except those to `envd`, with `ID` in place of ids.
+    - `made`: the number of sandboxes created so far.
+    """
 
     key: str = "e2b_fake"
     templates: frozenset[str] = frozenset(("base",))
@@ -196,7 +202,7 @@ class FakeE2B:
         self.chores.create_task(self.end(id), name="end of a sandbox")
 
     async def end(self, id: str) -> None:
-        """Kill a sandbox, if there is one with this id."""
+        """Kill the sandbox with this id, if it exists."""
         sandbox = self.sandboxes.pop(id, None)
         if sandbox is not None:
             if sandbox.timer is not None:
@@ -210,7 +216,7 @@ def refusal(status: int, message: str, headers: Mapping[str, str] = {}) -> web.R
 
 @asynccontextmanager
 async def serving_e2b(server: FakeE2B, port: int = 0) -> AsyncIterator[FakeE2B]:
-    """Serve on a port of this machine within the block. `server.url` is set to the address."""
+    """Serve on a port of 127.0.0.1 within the block. `server.url` is set to the address."""
     app = web.Application(client_max_size=MAX_BODY)
     app.router.add_route("*", "/{path:.*}", server.handle)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)

@@ -1,4 +1,4 @@
-"""The Connect protocol with JSON, on the server's side: one message, or a stream of frames."""
+"""The server's side of the Connect protocol with JSON. A body is one message or a stream of frames."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATUS = {
 
 
 class ConnectFault(Exception):
-    """A refused call, with its code in the Connect protocol."""
+    """An error reply to a call. `code` is an error code of the Connect protocol."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ def last_frame(fault: ConnectFault | None = None) -> bytes:
 
 
 def messages(data: bytes) -> list[dict[str, Any]]:
-    """Return the messages of a whole stream. Raises ConnectFault."""
+    """Parse all messages of a stream. Raises ConnectFault."""
     found: list[dict[str, Any]] = []
     while data:
         if len(data) < 5 or len(data) < 5 + (size := struct.unpack(">I", data[1:5])[0]) or data[0] & 1:
@@ -53,7 +53,7 @@ def messages(data: bytes) -> list[dict[str, Any]]:
 
 
 def read(data: bytes) -> dict[str, Any]:
-    """Return a message. Raises ConnectFault."""
+    """Parse one message. Raises ConnectFault."""
     try:
         message = json.loads(data or b"{}")
     except ValueError:

@@ -1,4 +1,4 @@
-"""The part of the fake E2B server in every sandbox: the API of `envd` for processes and files."""
+"""Imitates `envd`, the daemon in each E2B sandbox, which has an API for processes and files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILE_CALLS = {"Stat": "stat", "ListDir": "list", "MakeDir": "make", "Move": "mov
 
 
 class RunningProcess:
-    """A process, and the streams to which its events are sent."""
+    """A process, and the queues of the streams that receive its events."""
 
     def __init__(self, process: Process, config: dict[str, Any], tag: str | None) -> None:
         self.process = process
@@ -39,7 +39,7 @@ class RunningProcess:
 
 
 class FakeEnvd:
-    """The API of `envd` for one machine. `reply` makes the response to every request."""
+    """The API of `envd` for one machine. `reply` handles every request."""
 
     def __init__(self, machine: Machine, env: dict[str, str]) -> None:
         self._machine = machine
@@ -90,7 +90,7 @@ class FakeEnvd:
                 await _write_events(answer, queue, every)
             await answer.write(last_frame())
         except (ConnectionError, ExceptionGroup):
-            pass  # the client has disconnected, and its process goes on
+            pass  # the client has disconnected, and the process keeps running
         finally:
             running.followers.discard(queue)
         return answer

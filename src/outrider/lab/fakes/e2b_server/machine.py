@@ -1,6 +1,6 @@
-"""One sandbox of the fake E2B server: namespaces of this machine with their own root, in which processes run.
+"""One sandbox of the fake E2B server: a set of Linux namespaces with its own root folder.
 
-The programs are the host's own, read-only; every other folder is empty, writable, and in memory. The programs have no
+The programs are the host's own, read-only. All other folders are empty, writable, and in memory. There are no resource
 limits. Invariant: when `stop` returns, no process of the sandbox is alive.
 """
 
@@ -119,12 +119,12 @@ except OSError as error:
 if reply is not None:
     print(json.dumps(reply))
 """
-"""Python program that carries out one request about files. The program runs inside the sandbox, so no link leads out of
-the sandbox."""
+"""Python program that carries out one file operation. It runs inside the sandbox, so no symbolic link can lead
+outside."""
 
 
 class FileFault(Exception):
-    """A request about files has failed. `code` is a code of the Connect protocol."""
+    """A file operation failed. `code` is an error code of the Connect protocol."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -132,7 +132,7 @@ class FileFault(Exception):
 
 
 class Machine:
-    """A running sandbox. `start` makes the object."""
+    """A running sandbox. Create it with `start`."""
 
     def __init__(self, holder: Process, init: int) -> None:
         self._holder = holder
@@ -152,14 +152,14 @@ class Machine:
         return cls(holder, child_of(holder.pid))
 
     async def stop(self) -> None:
-        """Kill all processes of the sandbox. When the first process of the namespace has ended, the kernel kills the
+        """Kill all processes of the sandbox. When the first process of a pid namespace ends, the kernel kills all
         others."""
         await end(self._holder)
         for process in list(self.processes.values()):
             await end(process)
 
     async def run(self, command: Sequence[str], env: Mapping[str, str], cwd: str) -> Process:
-        """Start a process with pipes for its input and its outputs."""
+        """Start a process, with pipes for standard input, output and error."""
         enter = ("nsenter", "--target", str(self._init), *ENTER)
         there = ("sh", "-c", 'cd "$0" && exec "$@"', cwd or "/root")
         process = await asyncio.create_subprocess_exec(
@@ -169,8 +169,8 @@ class Machine:
         return process
 
     def signal(self, pid: int, number: int) -> None:
-        """Send a signal to a process that `run` has started. The signal goes to the child of `nsenter`, and not to
-        `nsenter`."""
+        """Send a signal to a process that `run` has started. `pid` is the id of `nsenter`; its child gets the
+        signal."""
         try:
             (inside,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         except (OSError, ValueError):
@@ -178,7 +178,7 @@ class Machine:
         kill(int(inside), number)
 
     async def file(self, op: str, path: str, data: bytes = b"", **more: Any) -> bytes:
-        """Carry out a request about files. Raises FileFault."""
+        """Carry out the file operation `op`. Raises FileFault."""
         process = await self.run(["python3", "-I", "-c", FILES, json.dumps({"op": op, "path": path, **more})], {}, "/")
         out, complaint = await process.communicate(data)
         self.processes.pop(process.pid, None)

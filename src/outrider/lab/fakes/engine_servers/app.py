@@ -1,7 +1,7 @@
-"""Makes an ASGI application of an engine, and serves an ASGI application over HTTP.
+"""Turns an engine into an ASGI application, and serves an ASGI application over HTTP.
 
-This module is independent of the routes of both protocols. Invariant: an EngineError that a route raises is returned in
-the protocol's own shape.
+The module does not depend on the routes of vLLM and SGLang. Invariant: an EngineError that a route raises becomes an
+error in the format of the server's protocol.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROTOCOLS: dict[EngineProtocol, Callable[[Engine, ServeSettings], Served]] = {
 }
 DEFAULT_SETTINGS = ServeSettings()
 TURNS_OF_ACCEPT = 4
-"""Number of turns of the event loop after which asyncio has made a transport for an accepted connection."""
+"""Number of event loop iterations after which asyncio has created the transport of an accepted connection."""
 
 
 def engine_app(
@@ -63,17 +63,17 @@ def engine_app(
 async def serving(
     app: Application, *, host: str = "127.0.0.1", port: int = 0, websockets: int = 0
 ) -> AsyncGenerator[str, None]:
-    """Serve the application in this event loop during the block. Yields the base URL. Port 0 chooses a free port.
-    `websockets` is the maximum bytes of a WebSocket message, or 0 for no WebSockets.
+    """Serve the application in this event loop during the block. Yields the base URL. Port 0 selects a free port.
+    `websockets` is the maximum size in bytes of a WebSocket message; 0 disables WebSockets.
 
-    Connections still open at the end of the block are cut.
+    At the end of the block, connections that are still open are broken off.
     """
     config = server_settings(app, websockets=websockets)
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
-    # The socket is created here with an explicit protocol, because asyncio disables Nagle's algorithm only for such a
-    # socket. With Nagle's algorithm every streamed response would wait 40 ms for an acknowledgement.
+    # asyncio disables Nagle's algorithm only for a socket with an explicit protocol, so the socket is created here.
+    # With Nagle's algorithm, every streamed response would wait 40 ms for an acknowledgement.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
@@ -86,9 +86,9 @@ async def serving(
 
 
 async def _stop(server: uvicorn.Server, listener: socket.socket) -> None:
-    """Shut the server down as uvicorn does, but without pauses: open connections are cut."""
-    # When a server is closed, asyncio loses accepted connections that have no transport yet. So the loop first gets
-    # some turns.
+    """Shut the server down as uvicorn does, but without waiting: open connections are broken off."""
+    # When asyncio closes a server, it loses connections that are accepted but have no transport yet. A few loop
+    # iterations give them one.
     asyncio.get_running_loop().remove_reader(listener)
     for _ in range(TURNS_OF_ACCEPT):
         await asyncio.sleep(0)

@@ -1,7 +1,7 @@
-"""The part of HTTP needed to serve an engine, on plain ASGI: one call, one response or one event stream.
+"""The HTTP needed to serve an engine, on plain ASGI: one call gets one response or one event stream.
 
-This module is independent of engine protocols. Invariant: when the client of a generation disconnects, the generation
-is cancelled.
+The module does not depend on an engine's protocol. Invariant: when the client of a generation disconnects, the
+generation is cancelled.
 """
 
 from __future__ import annotations
@@ -39,21 +39,31 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of an engine's server. `tokenizer` enables texts in replies and the route `/tokenize`; `model` is
-    the served name.
+    """The settings of an engine's server. Most imitate a version or a command-line option of the real server.
 
-    vLLM: `generate_route` False refuses `/inference/v1/generate`, as a server without `--enable-scale-out` does;
-    `text_token_ids` writes the log-probabilities of that route as vLLM did up to 0.31; `labels` False omits the label
-    of the weights and the spans, as in 0.26; `cached_token_counts` False omits the counts of cached tokens, as a server
-    without `--enable-prompt-tokens-details` does; `finishes_aborted` False omits the finish of generations aborted by a
-    pause, as 0.26 often does; `dev_mode` False omits the routes that pause, label or load weights;
-    `refuses_while_paused` returns 503 during a pause, as in 0.33; `pixel_form` is the type of the pixel values that the
-    model takes, "float32" before 0.32. SGLang: `incremental` streams deltas as with
-    `--incremental-streaming-output`; `spans` reports `weight_versions`, as from 0.5.19 on; `images` are the settings of
-    the image processor of a model that reads images (needs Pillow and `tokenizer`); `keeps_ids` False tokenises the
-    text of a prompt with images again, as before 0.5.15 and with SGLANG_MM_AVOID_RETOKENIZE=0; `reports_prompts` False
-    ignores `return_prompt_token_ids`, as earlier versions do. Both: requests are looked up in `prefix_cache` and added
-    to it.
+    - `tokenizer`: enables texts in replies and the route `/tokenize`.
+    - `model`: the name under which the model is served.
+    - `prefix_cache`: each request is looked up in this cache and then added to it.
+
+    For vLLM:
+
+    - `generate_route`: False refuses `/inference/v1/generate`, as without `--enable-scale-out`.
+    - `text_token_ids`: writes that route's log-probabilities as vLLM did up to 0.31.
+    - `labels`: False omits the version label of the weights and the version spans, as in 0.26.
+    - `cached_token_counts`: False omits the counts of cached tokens, as without `--enable-prompt-tokens-details`.
+    - `finishes_aborted`: False omits the finish reason of generations that a pause aborted, as 0.26 often does.
+    - `dev_mode`: False omits the routes that pause, label or load weights.
+    - `refuses_while_paused`: returns 503 during a pause, as in 0.33.
+    - `pixel_form`: the type of the pixel values that the model takes, "float32" before 0.32.
+
+    For SGLang:
+
+    - `incremental`: streams only new content, as with `--incremental-streaming-output`.
+    - `spans`: reports `weight_versions`, as since 0.5.19.
+    - `images`: the image processor's settings, for a model that reads images. Needs Pillow and `tokenizer`.
+    - `keeps_ids`: False tokenizes the text of a prompt with images again, as before 0.5.15 and with
+      SGLANG_MM_AVOID_RETOKENIZE=0.
+    - `reports_prompts`: False ignores `return_prompt_token_ids`, as in earlier versions.
     """
 
     tokenizer: Tokenizer | None = None
@@ -75,7 +85,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskedSampling(msgspec.Struct, kw_only=True):
-    """The sampling parameters with the same names in both protocols."""
+    """The sampling parameters that have the same names in the protocols of vLLM and SGLang."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -89,7 +99,7 @@ class AskedSampling(msgspec.Struct, kw_only=True):
 
 
 class ServerDied(Exception):
-    """Raised for a request at which the real server would exit."""
+    """Raised for a request that makes the real server exit."""
 
 
 class HttpCall:
@@ -120,7 +130,7 @@ class HttpCall:
                 return b"".join(parts)
 
     async def read(self, shape: type[T]) -> T:
-        """Read the JSON body. Raises EngineRejected when the body does not match the route's type."""
+        """Read the JSON body. Raises EngineRejected if the body does not have the type `shape`."""
         try:
             return msgspec.json.decode(await self.body(), type=shape)
         except msgspec.DecodeError as error:
@@ -138,12 +148,12 @@ class HttpCall:
         await self._send({"type": "http.response.body", "body": body})
 
     async def cut(self) -> None:
-        """Break the connection. The response has fewer bytes than its headers announce, or its stream has no end
+        """Break the connection off: the response has fewer bytes than its headers announce, or its stream has no end
         event."""
         if not self.streaming:
             headers = [*JSON_HEADERS, (b"content-length", b"1")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            # An empty piece of the body follows, because the server sends the headers only with the first piece.
+            # The server sends the headers only with the first piece of the body, so an empty piece follows.
             await self._send({"type": "http.response.body", "body": b"", "more_body": True})
 
     async def event(self, content: Any) -> None:
@@ -159,8 +169,7 @@ class HttpCall:
         await self._send({"type": "http.response.body", "body": DONE})
 
     async def while_connected(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`, which responds to the call. The work is cancelled if the client disconnects before the work
-        ends."""
+        """Run `work`, which responds to the call. If the client disconnects first, the work is cancelled."""
         await while_connected(self._scope, work)
 
 
@@ -168,7 +177,7 @@ Routes = dict[tuple[str, str], Callable[[HttpCall], Awaitable[None]]]
 """Handlers by (method, path)."""
 
 NOT_FOUND = {"detail": "Not Found"}
-"""The response of both servers for a missing route."""
+"""The response of both vLLM and SGLang to an unknown route."""
 
 
 class _Tokenize(msgspec.Struct):
@@ -176,13 +185,14 @@ class _Tokenize(msgspec.Struct):
 
 
 class Served:
-    """One engine behind one server's protocol. `routes` has the protocol's own routes in addition to the routes of both
-    protocols. `dead` is True once the server counts as exited; every connection is then broken."""
+    """One engine behind the protocol of vLLM or SGLang. `routes` are the routes that only this protocol has; those of
+    both protocols are added. `dead` is True after a request that makes the real server exit. Every connection is then
+    broken off."""
 
     owner = ""
     """The `owned_by` of the served model."""
     tokenizer_length: int | None = None
-    """The `max_model_len` in the response of `/tokenize`, if it differs from the server's context."""
+    """The `max_model_len` in the response of `/tokenize`; None means the context length of the model."""
 
     def __init__(self, engine: Engine, settings: ServeSettings, routes: Routes) -> None:
         self.engine = engine
@@ -216,8 +226,8 @@ class Served:
         constraint: Constraint | None,
         **sampling: Any,
     ) -> GenerateRequest:
-        """Return the request for the engine. `sampling` has the parameters whose names differ between the two
-        protocols. Raises EngineRejected if the engine cannot enforce the constraint."""
+        """Return the request for the engine. `sampling` has the parameters that vLLM and SGLang name differently.
+        Raises EngineRejected if the engine cannot enforce the constraint."""
         if constraint is not None and not (
             isinstance(self.engine, TakesConstraints) and constraint.kind in self.engine.constraints
         ):
@@ -242,7 +252,7 @@ class Served:
         )
 
     async def set_version(self, label: str) -> None:
-        """Set the version of the engine. Raises EngineRejected if the engine does not support this."""
+        """Set the engine's version to that of `label`. Raises EngineRejected if the engine does not support this."""
         if not isinstance(self.engine, SetsVersion):
             raise EngineRejected("this engine's version cannot be set")
         await self.engine.set_version(version_of(label))
@@ -259,5 +269,5 @@ class Served:
 
 
 def labelled(chunk: Chunk) -> list[dict[str, Any]]:
-    """Return a chunk's version spans in the format of both protocols."""
+    """Return a chunk's version spans in the format that vLLM and SGLang share."""
     return [{"version": label_of(span.version), "start": span.start, "end": span.end} for span in chunk.versions]

@@ -1,8 +1,7 @@
-"""A server's prefix cache, reduced to the needs of tests: the cached ids with their salt and the version of their
-weights.
+"""A fake prefix cache. It stores which ids are cached, their salt and the version of their weights, but not the
+attention keys and values.
 
-The cache does not store keys and values. Invariant: a hit on ids that were computed with other weights is counted in
-`stale`.
+Invariant: a hit on ids that were computed with other weights is counted in `stale`.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 BLOCK = 4
-"""Number of tokens of a block, the unit in which prefixes are cached and found."""
+"""Number of tokens in a block. Prefixes are cached and found in whole blocks."""
 
 
 class PrefixCache:
-    """The cache for `ServeSettings.prefix_cache`. In the methods, `weights` is the version of the weights. `hits` is
-    the number of found tokens, `stale` the number of found tokens computed with other weights, and `salts` has the salt
-    of every lookup."""
+    """The cache for `ServeSettings.prefix_cache`. The argument `weights` of its methods is the version of the weights.
+    `hits` counts the tokens found, and `stale` those of them that were computed with other weights. `salts` has the
+    salt of every lookup."""
 
     def __init__(self) -> None:
         self.hits = 0
@@ -25,8 +24,8 @@ class PrefixCache:
         self._blocks: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def look(self, salt: str, prompt: Sequence[int], weights: int) -> int:
-        """Return the number of cached tokens at the beginning of a prompt. The last token never counts as cached,
-        because a server always computes it."""
+        """Return how many tokens at the beginning of a prompt are cached. The last token is never counted, because a
+        server always computes it."""
         self.salts.append(salt)
         found = 0
         for end in range(BLOCK, len(prompt), BLOCK):
@@ -39,7 +38,7 @@ class PrefixCache:
         return found
 
     def keep(self, salt: str, ids: Sequence[int], weights: int) -> None:
-        """Cache the ids of a sequence computed by these weights."""
+        """Cache the ids of a sequence that was computed with these weights."""
         for end in range(BLOCK, len(ids) + 1, BLOCK):
             self._blocks.setdefault((salt, tuple(ids[:end])), weights)
 

@@ -1,9 +1,12 @@
 """An engine behind SGLang's HTTP protocol: `/generate` with token ids, and the control routes.
 
-The responses are those of SGLang 0.5.17 on a GPU (tests/golden/real_engines), including its faults. A request at which
-the real server exits also ends this server. Requests that arrive during a pause wait until the end of the pause.
-If the pause had mode abort, these requests get code 499 at its end. The error of a streamed request is an event of the
-stream. Images are handled as in the sources of SGLang 0.5.23 for a model of the Qwen-VL families, by `with_images`.
+The responses are those of SGLang 0.5.17 on a GPU (tests/golden/real_engines), including its bugs:
+
+- A request that makes the real server exit also ends this server.
+- Requests that arrive during a pause wait for its end. If the pause had the mode `abort`, they then get status 499.
+- The error of a streamed request is an event of the stream.
+
+`with_images` handles images as the source code of SGLang 0.5.23 does for models of the Qwen-VL families.
 """
 
 from __future__ import annotations
@@ -58,8 +61,7 @@ class _Sampling(AskedSampling, kw_only=True, forbid_unknown_fields=True):
     stream_interval: int | None = None
 
     def constraint(self) -> Constraint | None:
-        """Return the requested constraint, or None. Raises EngineRejected if several forms of constraints are
-        requested."""
+        """Return the requested constraint, or None. Raises EngineRejected if the request has more than one."""
         forms = {
             ConstraintKind.JSON_SCHEMA: self.json_schema,
             ConstraintKind.REGEX: self.regex,
@@ -108,7 +110,7 @@ class ServedSGLang(Served):
 
     owner = "sglang"
     tokenizer_length = 131_072
-    """The limit in the tokenizer's files, with which the real server responds to `/tokenize`."""
+    """The real server answers `/tokenize` with the limit in the tokenizer's files."""
 
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
         routes: Routes = {
@@ -131,12 +133,13 @@ class ServedSGLang(Served):
         """The tasks of the requests that a real scheduler would have: admitted generations, and health checks."""
 
     def error_body(self, message: str, status: int) -> Any:
-        """Return the body of an error outside a stream. The body does not contain the status."""
+        """Return the body of an error reply, which does not contain the status. Errors within a stream have another
+        format."""
         return {"error": {"message": message}}
 
     async def _health(self, call: HttpCall) -> None:
-        """Report the health. The real server samples a token for a health check, so this server waits during a pause,
-        for at most HEALTH_SECONDS."""
+        """Report the health. The real server samples a token for a health check, so during a pause this server waits up
+        to HEALTH_SECONDS for the end of the pause."""
         self.health_checks += 1
         if self._paused is not None:
             with self._tracked():
@@ -149,7 +152,7 @@ class ServedSGLang(Served):
         try:
             body = msgspec.json.decode(content, type=_Generate)
         except msgspec.ValidationError:
-            # SGLang 0.5.17 does not check names and types, so its handler fails.
+            # SGLang 0.5.17 does not check names and types, so its handler crashes on wrong ones.
             await call.answer_text(500, "Internal Server Error")
             return
         except msgspec.DecodeError as error:
@@ -163,7 +166,7 @@ class ServedSGLang(Served):
     async def _answer(self, call: HttpCall, body: _Generate) -> None:
         try:
             images: tuple[RequestImage, ...] = ()
-            if body.image_data and self.settings.images is not None:  # a model without images ignores them
+            if body.image_data and self.settings.images is not None:  # a model that reads no images ignores them
                 ids, images = with_images(body.input_ids, body.image_data, self.settings)
                 body = msgspec.structs.replace(body, input_ids=ids)
             request = msgspec.structs.replace(await self._request(body), images=images)
@@ -174,7 +177,7 @@ class ServedSGLang(Served):
         except EngineError as error:
             await self._refuse(call, error.message, error.http_status, body)
             return
-        except IndexError:  # the real handler also fails here, and breaks the connection
+        except IndexError:  # the real handler also crashes here, which breaks the connection off
             await call.cut()
             return
         except asyncio.CancelledError:
@@ -196,8 +199,8 @@ class ServedSGLang(Served):
         await call.end()
 
     async def _held(self) -> bool:
-        """Wait while the server is paused. Returns True if the request must be aborted afterwards, because it arrived
-        during a pause in mode abort."""
+        """Wait while the server is paused. Returns True if the request must then be aborted, because the pause had the
+        mode `abort`."""
         aborted = False
         while self._paused is not None:
             aborted = aborted or self._paused == "abort"
@@ -214,15 +217,15 @@ class ServedSGLang(Served):
             self._in_flight.discard(task)
 
     def _die(self) -> NoReturn:
-        """End the server at a request at which the real server exits. Raises ServerDied."""
+        """End the server, for a request that makes the real server exit. Raises ServerDied."""
         self.dead = True
         for task in self._in_flight - {asyncio.current_task()}:
             task.cancel()
         raise ServerDied
 
     async def _request(self, body: _Generate) -> GenerateRequest:
-        """Check and convert a request. Raises EngineRejected, and ContextOverflow if the request is longer than the
-        context."""
+        """Check and convert a request. Raises EngineRejected, or ContextOverflow if prompt and output do not fit into
+        the context."""
         sampling = body.sampling_params
         if not body.input_ids:
             raise EngineRejected("input_ids cannot be empty.")
@@ -326,8 +329,8 @@ class ServedSGLang(Served):
         loader = self.loader()
         if body.abort_all_requests:
             await self.engine.pause("abort")
-        # During a pause in place, requests stay in the scheduler. A cache flush asserts that the scheduler has no
-        # requests, so the real server exits here.
+        # An in-place pause leaves requests in the scheduler. The real server asserts that the scheduler has none before
+        # it flushes the cache, so it exits here.
         if body.flush_cache and self._paused == "in_place" and self._in_flight:
             self._die()
         try:
@@ -344,7 +347,7 @@ class ServedSGLang(Served):
 
 
 class _SGLangWriter:
-    """Writes one response. Each event repeats the content of all earlier events, unless the server streams
+    """Writes one response. Each event of a stream repeats the content of all earlier events, unless the server streams
     incrementally."""
 
     def __init__(self, request: GenerateRequest, settings: ServeSettings, cached: int | None, body: _Generate) -> None:
@@ -363,8 +366,8 @@ class _SGLangWriter:
         self._text = ""
 
     def event(self, chunk: Chunk, version: int) -> dict[str, Any] | None:
-        """Return the next event. Returns None if fewer tokens than the interval are unsent, except for the first token,
-        which is sent at once. `version` is the version of the server's current weights."""
+        """Return the next event. The first token is sent at once. After that, returns None until `stream_interval`
+        tokens are unsent. `version` is the version of the server's current weights."""
         if not self._cumulative and self._sent == len(self.sampled):
             self._ids, self._entries, self._text = [], [], ""
         self.sampled += chunk.ids
@@ -386,7 +389,7 @@ class _SGLangWriter:
             "completion_tokens": count,
             "weight_version": label_of(version),
         }
-        if not waited:  # the real server omits both counts for a request that was still waiting
+        if not waited:  # the real server omits both counts for a request that was aborted before it began
             cached = chunk.cached_tokens if self._cached is None else self._cached
             meta |= {"prompt_tokens": len(self._request.input_ids), "cached_tokens": cached or 0}
         if self._logprobs:
@@ -400,9 +403,8 @@ class _SGLangWriter:
 def with_images(
     ids: list[int], image_data: list[str], settings: ServeSettings
 ) -> tuple[list[int], tuple[RequestImage, ...]]:
-    """Return the ids of a prompt, and the prompt's images. Each placeholder is repeated as often as its image has
-    tokens. All other ids are kept. Raises IndexError for more placeholders than images. With fewer placeholders, the
-    last images are ignored."""
+    """Return the ids and the images of a prompt. Each placeholder id is repeated as often as its image has tokens.
+    Raises IndexError if there are more placeholders than images. If there are fewer, the last images are ignored."""
     assert settings.images is not None
     assert settings.tokenizer is not None
     placeholder = settings.tokenizer.convert_tokens_to_ids(PLACEHOLDER)
@@ -424,8 +426,8 @@ def with_images(
 
 
 def _pixels(text: str, settings: ImageSettings) -> Pixels:
-    """Return the patches of an image, which is given in base64 or as a data URL. The real server also reads files and
-    addresses. Raises EngineRejected."""
+    """Return the patches of an image in base64 or in a data URL. The real server also accepts files and URLs. Raises
+    EngineRejected."""
     try:
         data = base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
         return pixels_of(data, settings)

@@ -1,8 +1,8 @@
 """An engine behind vLLM's HTTP protocol: generate with token ids, completions with ids, and the control routes.
 
-The responses have the format of vLLM 0.32 on a GPU (tests/golden/real_engines). With the settings for vLLM 0.26, they
-have the format of this version, which writes ids as text and does not label the weights. There are no chat routes,
-because this server renders nothing.
+The responses have the format of vLLM 0.32 on a GPU (tests/golden/real_engines). With some settings they have the format
+of vLLM 0.26, which writes ids as text and does not label the weights. There are no chat routes, because this server
+does not render prompts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _StructuredOutputs(msgspec.Struct):
     structural_tag: str | None = None
 
     def constraint(self) -> Constraint:
-        """Return the requested constraint. Raises EngineRejected unless exactly one form is requested."""
+        """Return the requested constraint. Raises EngineRejected unless the request has exactly one."""
         forms = {
             ConstraintKind.JSON_SCHEMA: None if self.json is None else msgspec.json.encode(self.json).decode(),
             ConstraintKind.JSON_OBJECT: "" if self.json_object else None,
@@ -164,7 +164,7 @@ class ServedVLLM(Served):
         await call.while_connected(self._respond(call, request, reply, body))
 
     async def _render(self, call: HttpCall) -> None:
-        """Respond with the type of pixel values that the model takes. Nothing is rendered."""
+        """Answer with a fixed reply that only shows which type of pixel values the model takes. Nothing is rendered."""
         await call.read(dict)
         item = {"pixel_values": {"data": [self.settings.pixel_form, [0, 0], b""]}}
         encoded = base64.b64encode(msgspec.msgpack.encode(item)).decode()
@@ -208,7 +208,7 @@ class ServedVLLM(Served):
         try:
             async with aclosing(self.engine.generate(request)) as chunks:
                 async for chunk in chunks:
-                    # the version is read only now, because the request may have waited during a pause
+                    # read the version only now, because a pause may have delayed the request
                     if cache and weights < 0:
                         weights = (await self.engine.health()).version
                         reply.cached_tokens = cache.look(salt, prompt, weights)
@@ -255,8 +255,8 @@ class ServedVLLM(Served):
         await call.answer(200, {"success": True, "new_version": label})
 
     async def _collective_rpc(self, call: HttpCall) -> None:
-        """Load weights, as the workers' method `reload_weights` does. A separate request sets the label of the
-        version."""
+        """Load weights, as the workers' method `reload_weights` does. Clients set the version label with a separate
+        request."""
         path = (await call.read(_Reload)).kwargs.weights_path
         loader = self.loader()
         try:
@@ -274,7 +274,7 @@ class ServedVLLM(Served):
 
 
 class _VLLMWriter:
-    """Writes one response, as events or as a whole. `choices` writes the format of the response's route."""
+    """Writes one response, as events or as a whole. `choices` writes the parts whose format depends on the route."""
 
     def __init__(
         self, request: GenerateRequest, choices: _TokenChoices | _CompletionChoices, settings: ServeSettings

@@ -1,2 +1,2 @@
-"""A cluster for tests: an API server with the subset of the Kubernetes API that sandboxes use, and a machine that runs
-the containers of pods in namespaces of this machine."""
+"""A Kubernetes cluster for tests: an API server with the part of the API that sandboxes use, and a machine that runs
+the containers of pods in Linux namespaces."""

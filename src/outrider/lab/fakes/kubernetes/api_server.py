@@ -1,8 +1,8 @@
-"""An API server for tests, with the part of the Kubernetes API that sandboxes use: pods, commands in them, watches,
+"""A Kubernetes API server for tests. It has the part of the API that sandboxes use: pods, commands in pods, watches,
 daemon sets, and the errors of a busy or strict cluster.
 
-Pods run on a `FakeMachine`. Invariant: every response has the form of a real API server's, which the official Python
-client reads without change.
+Pods run on a `FakeMachine`. Invariant: the official Python client can read every response, because it has the form of a
+real API server's response.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from outrider.lab.fakes.kubernetes.machine import FakeImage, FakeMachine, now
 
 NODE = "fake-node"
 NAMESPACE = "rl"
-"""Namespace of the kubeconfig."""
+"""The namespace in the kubeconfig."""
 HISTORY = 1000
-"""Number of changes that a watch can start from."""
+"""Number of changes that are kept. A watch can start only from a kept change."""
 PODS = "/api/v1/namespaces/{namespace}/pods"
 DAEMON_SETS = "/apis/apps/v1/namespaces/{namespace}/daemonsets"
 
@@ -33,7 +33,7 @@ Json = dict[str, Any]
 
 
 class ApiFailure(Exception):
-    """A refused request, whose response is a `Status` of Kubernetes."""
+    """An error reply, whose body is a Kubernetes `Status`."""
 
     def __init__(self, status: int, reason: str, message: str, **headers: str) -> None:
         super().__init__(message)
@@ -53,16 +53,21 @@ class ApiFailure(Exception):
 
 
 Fault = Callable[[web.Request], Any]
-"""A function that is called with each request. It raises, waits, or returns a response in place of the server's own. If
-it returns None, the server handles the request."""
+"""A test's function that is called with each request. It can raise, wait, or return a response instead of the server's
+own. If it returns None, the server handles the request."""
 
 
 @dataclass
 class ClusterRules:
-    """The settings of the server that a test may change at any time. `token` is the only accepted token. `role` are the
-    rules of the account's Role in `NAMESPACE`, as in Kubernetes; None allows everything. `denied` are further forbidden
-    verbs on pods, such as `create` or `create pods/exec`. `quota` is the maximum number of pods, and `room` the maximum
-    number of pods that have a machine. `faults` are tried in order for each request."""
+    """Settings of the server, which a test may change at any time.
+
+    - `token`: the only accepted token.
+    - `role`: the rules of the account's Role in `NAMESPACE`, as in Kubernetes. None allows everything.
+    - `denied`: more verbs on pods to forbid, such as `create` or `create pods/exec`.
+    - `quota`: the maximum number of pods.
+    - `room`: the maximum number of pods that are scheduled on the machine. Further pods stay pending.
+    - `faults`: called in order for each request.
+    """
 
     token: str | None = None
     role: Sequence[Mapping[str, Sequence[str]]] | None = None
@@ -73,7 +78,7 @@ class ClusterRules:
 
 
 class FakeApiServer:
-    """The state and the routes of the fake API server. `fake_cluster` makes and serves the object."""
+    """The state and the routes of the fake API server. `fake_cluster` creates and serves it."""
 
     def __init__(self, machine: FakeMachine) -> None:
         self.machine = machine
@@ -83,11 +88,11 @@ class FakeApiServer:
         self.created: list[str] = []
         """Names of all pods ever created, in order."""
         self.deletions: list[tuple[str, int | None]] = []
-        """Names and grace periods of all requests for a removal."""
+        """Names and grace periods in all requests that delete a pod."""
         self.changes: list[tuple[int, str, Json]] = []
         """The newest changes: (version, type, pod)."""
         self.watches: list[web.Request] = []
-        """The watches that are open."""
+        """The open watches."""
         self.url = ""
         self._versions = itertools.count(1)
         self._version = 0
@@ -109,13 +114,14 @@ class FakeApiServer:
         return app
 
     def forget_changes(self) -> None:
-        """Forget all changes, as a real server does after some minutes: watches from an older version fail with 410."""
+        """Forget all changes, as a real server does after some minutes. Watches that start from an older version then
+        fail with status 410."""
         self.changes.clear()
         self._forgotten = self._version
         self._note()
 
     def kubeconfig(self) -> str:
-        """Return a kubeconfig for this server, as JSON, which is also YAML."""
+        """Return a kubeconfig for this server. It is JSON, which is also valid YAML."""
         user = {} if self.rules.token is None else {"token": self.rules.token}
         return json.dumps(
             {
@@ -145,8 +151,8 @@ class FakeApiServer:
             return web.json_response(failure.body(), status=failure.status, headers=failure.headers)
 
     def _authorize(self, request: web.Request) -> None:
-        """Raise ApiFailure if the account has no right to the request, as in a cluster with RBAC. Rights are also
-        checked for paths that the server does not have."""
+        """Raise ApiFailure if the account may not make the request, as in a cluster with RBAC. Unknown paths are
+        checked, too."""
         for action in actions_of(request):
             words = f"{action.verb} {action.resource}"
             if words in self.rules.denied or words.removesuffix(" pods") in self.rules.denied:
@@ -191,7 +197,7 @@ class FakeApiServer:
         return web.json_response(pod, status=201)
 
     def schedule(self) -> None:
-        """Give waiting pods a machine, while there is room."""
+        """Start waiting pods on the machine, while there is room."""
         for pod in list(self.pods.values()):
             if "nodeName" in pod["spec"]:
                 continue
@@ -340,7 +346,7 @@ class FakeApiServer:
 
 @dataclass(frozen=True)
 class ApiAction:
-    """The action of a request, in the terms of RBAC: API group, namespace, resource and verb."""
+    """What a request does, in the terms of RBAC: API group, namespace, resource and verb."""
 
     group: str
     namespace: str
@@ -348,7 +354,7 @@ class ApiAction:
     verb: str
 
     def allowed_by(self, rule: Mapping[str, Sequence[str]]) -> bool:
-        """Return True if a rule of a Role in NAMESPACE allows the action."""
+        """Return True if the rule, which belongs to a Role in NAMESPACE, allows the action."""
         named = self.group in rule["apiGroups"] and self.resource in rule["resources"] and self.verb in rule["verbs"]
         return named and self.namespace == NAMESPACE
 
@@ -357,7 +363,7 @@ VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch"}
 
 
 def actions_of(request: web.Request) -> list[ApiAction]:
-    """Return the actions for which a request needs rights. The request for the server's version needs none."""
+    """Return the actions that an account must be allowed to do for a request. There are none for `/version`."""
     match request.path.strip("/").split("/"):
         case ["api", _, *rest]:
             group = ""
@@ -378,12 +384,12 @@ def actions_of(request: web.Request) -> list[ApiAction]:
     else:
         verb = VERBS[request.method]
     resource = "/".join([resource, *below])
-    verbs = ["get", "create"] if resource == "pods/exec" else [verb]  # newer servers require the rights for both verbs
+    verbs = ["get", "create"] if resource == "pods/exec" else [verb]  # newer servers require the right to both verbs
     return [ApiAction(group, namespace, resource, one) for one in verbs]
 
 
 def check_pod(pod: Json) -> None:
-    """Raise ApiFailure for a pod that a real server refuses for its form."""
+    """Raise ApiFailure for a pod that a real server would reject as invalid."""
     names = [one["name"] for one in pod["spec"]["containers"]]
     wrong = next((key for key, value in (pod["metadata"].get("labels") or {}).items() if len(value) > 63), None)
     if wrong is not None or not names:

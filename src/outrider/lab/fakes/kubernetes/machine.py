@@ -1,7 +1,8 @@
-"""The machine of a test cluster: runs containers as processes in Linux namespaces of this machine, as root.
+"""The machine of a test cluster. It runs containers as root, as processes in Linux namespaces.
 
-An image is a folder. Containers have no network but their own loopback. The machine neither limits resources nor drops
-capabilities. Invariant: when `FakeMachine` is left, none of its processes is alive, and its folder is removed.
+An image is a folder. A container's only network is its own loopback device. Resources are not limited, and capabilities
+are not dropped. Invariant: after the `async with` block of `FakeMachine`, none of its processes is alive, and its
+folder is removed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from aiohttp import WSMsgType, web
 EXEC_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 PIECE = 1 << 15
 CLOSE_CHANNEL = 255
-"""Number of the channel by which version 5 of the protocol closes another channel."""
+"""The channel on which version 5 of the protocol closes another channel."""
 ENTER = """
 set -e
 ip link set lo up
@@ -47,7 +48,7 @@ exec chroot {as_user} {base}/root {command}
 
 @dataclass(frozen=True)
 class FakeImage:
-    """The root folder of an image, its variables, and the folders of this machine that are visible in it at the same
+    """An image: its root folder, its environment variables, and the host folders that are visible in it at the same
     paths."""
 
     root: Path
@@ -57,7 +58,7 @@ class FakeImage:
 
 @dataclass
 class Container:
-    """A running container. `pid` is the id, on this machine, of the container's first process."""
+    """A running container. `pid` is the host's id of the container's first process."""
 
     process: asyncio.subprocess.Process
     pid: int
@@ -71,15 +72,16 @@ def now() -> str:
 
 
 class FakeMachine:
-    """Runs the containers of pods: `async with FakeMachine(images) as machine`. `images` are the images by name."""
+    """Runs the containers of pods. `images` are the images by name. Use it as `async with FakeMachine(images) as
+    machine`."""
 
     def __init__(self, images: Mapping[str, FakeImage]) -> None:
         self.images = dict(images)
         self.execs = 0
         self.tasks = asyncio.TaskGroup()
-        """The pods that run, and other work of the cluster."""
+        """Runs the pods, and other work of the cluster."""
         self.sockets: dict[web.WebSocketResponse, web.Request] = {}
-        """The connections to the commands that run."""
+        """The connections to running commands."""
         self._running: dict[str, Container] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -100,7 +102,7 @@ class FakeMachine:
         self._tasks[uid] = self.tasks.create_task(self._run(uid, pod, report), name=f"pod {uid}")
 
     async def kill(self, uid: str) -> None:
-        """Kill all processes of a pod, and wait for their end. Idempotent."""
+        """Kill all processes of a pod, and wait until they have ended. Idempotent."""
         task = self._tasks.pop(uid, None)
         if task is not None:
             task.cancel()
@@ -194,7 +196,8 @@ class FakeMachine:
         try:
             yield Container(process, await first_inside(process), env, user, group)
         finally:
-            # A first process with another user than root has lost its death signal, so it is killed by its id.
+            # The container's first process loses its parent-death signal if it switches to a user other than root, so
+            # it is killed by its id.
             with contextlib.suppress(OSError, IndexError):
                 os.kill(child_of(process.pid), signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
@@ -202,7 +205,7 @@ class FakeMachine:
             await process.wait()
 
     async def exec(self, uid: str, request: web.Request) -> web.WebSocketResponse:
-        """Run a command in a pod's container, with its streams on a WebSocket, as the machines of a cluster do."""
+        """Run a command in a pod's container, with its standard streams on a WebSocket, as a real node does."""
         container = self._running.get(uid)
         if container is None:
             raise web.HTTPInternalServerError(text="container not found")
@@ -251,8 +254,8 @@ class FakeMachine:
         return answer
 
     async def cut(self, status: Mapping[str, Any] | None = None) -> None:
-        """Break the connections to all commands, as a server that dies does. With `status`, the server first sends this
-        status as the end of each command."""
+        """Break the connections to all commands, as a dying server does. If `status` is given, first send it as the end
+        of each command."""
         for answer, request in list(self.sockets.items()):
             if status is not None:
                 with contextlib.suppress(ConnectionError):
@@ -268,10 +271,10 @@ async def forward(stream: asyncio.StreamReader, socket: web.WebSocketResponse, c
 
 
 async def feed(socket: web.WebSocketResponse, stdin: asyncio.StreamWriter) -> None:
-    """Pass the messages of channel 0 on to a command, until the connection or the channel is closed."""
+    """Pass the messages of channel 0 on to a command, until the connection or this channel is closed."""
     try:
         async for message in socket:
-            # The official Python client sends text as messages of text.
+            # The official Python client sends strings as text messages, not as binary messages.
             content = message.data.encode() if message.type is WSMsgType.TEXT else message.data
             if not content:
                 continue
@@ -288,7 +291,7 @@ async def feed(socket: web.WebSocketResponse, stdin: asyncio.StreamWriter) -> No
 
 
 def end_status(code: int) -> dict[str, Any]:
-    """Return the `Status` of a command's end, as the machines of a cluster send it."""
+    """Return the `Status` that a real node sends when a command ends."""
     if code == 0:
         return {"metadata": {}, "status": "Success"}
     return {
@@ -321,8 +324,8 @@ async def tail(process: asyncio.subprocess.Process) -> str:
 
 
 async def first_inside(process: asyncio.subprocess.Process) -> int:
-    """Wait until the first process of the new pid namespace has the container's root, and return the id of this process
-    on this machine. Returns 0 if `process` ends before."""
+    """Wait until the first process of the new pid namespace has the container's root folder. Returns the host's id of
+    this process, or 0 if `process` ends first."""
     while process.returncode is None:
         with contextlib.suppress(OSError, IndexError):
             if (pid := child_with_own_root(process.pid)) is not None:
@@ -332,7 +335,8 @@ async def first_inside(process: asyncio.subprocess.Process) -> int:
 
 
 def child_with_own_root(pid: int) -> int | None:
-    """Return the first child of a process, if the child has another root folder. Raises OSError, IndexError."""
+    """Return the first child of a process; None if the child still has the host's root folder. Raises OSError,
+    IndexError."""
     child = child_of(pid)
     return child if os.readlink(f"/proc/{child}/root") != "/" else None
 

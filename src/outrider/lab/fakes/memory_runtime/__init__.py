@@ -1,1 +1,1 @@
-"""The runtime `memory`: a fake sandbox for tests, with files in memory and a small shell."""
+"""The runtime `memory`: a fake sandbox for tests, with files in memory and a very small shell."""

@@ -1,8 +1,7 @@
-"""The files of a sandbox in memory. Patterns match as in the tool server of real sandboxes.
+"""The files of a sandbox in memory. Patterns match in the same way as in real sandboxes.
 
-Files have no owners and no modes, and links do not exist: modes in a patch are ignored, and a patch that makes a
-symbolic link is refused.
-Invariant: every file's folder exists, and no path is both a file and a folder.
+Files have no owners and no modes, and there are no links. Modes in a patch are ignored, and a patch that makes a
+symbolic link is refused. Invariant: every file's folder exists, and no path is both a file and a folder.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from outrider.sandbox.runtimes.base import GIT_APPLY, GIT_ENVIRONMENT, PatchConf
 
 
 class MemoryFiles:
-    """Files and folders by absolute normalised path. Methods raise the OSErrors of the system calls that they
+    """Files and folders by absolute, normalized path. Methods raise the same OSErrors as the system calls they
     imitate."""
 
     def __init__(self) -> None:
@@ -48,8 +47,7 @@ class MemoryFiles:
         self._data[path] = (self._data.get(path, b"") if append else b"") + data
 
     def make_folder(self, path: str) -> None:
-        """Make a folder with its parents. Makes none and raises FileExistsError if a parent or the path itself is a
-        file."""
+        """Make a folder and its parents. If one of these paths is a file, raises FileExistsError and makes nothing."""
         missing = set()
         while path not in self._folders:
             if path in self._data:
@@ -83,8 +81,8 @@ class MemoryFiles:
         return sorted(f"{lead}{name}{end}" for name in names if fits(parts, name.split("/")))
 
     def patch(self, folder: str, text: bytes) -> None:
-        """Apply a diff to the files below a folder, as defined by `Runtime.patch`. The files are written to a folder of
-        the host, where git applies the diff, and then read back. Blocks. Raises PatchConflict."""
+        """Apply a diff to the files below a folder, as defined by `Runtime.patch`. The files are written to a temporary
+        folder of the host, patched there by git, and read back. Blocks. Raises PatchConflict."""
         with tempfile.TemporaryDirectory(prefix="outrider-patch-") as host:
             for path in self.below(folder):
                 place = Path(host, posixpath.relpath(path, folder))
@@ -109,7 +107,7 @@ class MemoryFiles:
 
 
 def os_error(number: int, path: str) -> OSError:
-    """Return the error of a system call. Python chooses the subclass of OSError by `number`."""
+    """Return the OSError for an error number. Python chooses the subclass."""
     return OSError(number, os.strerror(number), path)
 
 

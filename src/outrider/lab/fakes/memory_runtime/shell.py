@@ -1,9 +1,9 @@
-"""A very small shell over files in memory, with only the commands of tests and scripted agents.
+"""A very small shell over files in memory. It has only the commands that tests and scripted agents use.
 
-The shell uses neither processes nor the host, and waits only in `sleep`. The shell supports quotes, `$NAME`, `$?`,
-assignments, output redirections, `;`, `&&` and `||`. Other features of bash (pipes, substitutions, loops) are syntax
-errors, so that a test never passes because the shell misinterprets a command. Invariant: an unsupported command gives
-an exit code and an error message, as in bash, never an exception.
+The shell uses neither processes nor the host, and only `sleep` waits. It supports quotes, `$NAME`, `$?`, assignments,
+output redirections, `;`, `&&` and `||`. Other features of bash (pipes, substitutions, loops) are syntax errors, so that
+no test passes only because the shell misread a command. Invariant: an unsupported command gives an exit code and an
+error message, as in bash, never an exception.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 PIECE = re.compile(r"""'([^']*)'|"((?:[^"\\]|\\.)*)"|\\(.)|([^'"\\]+)""", re.DOTALL)
-"""A part of a word: in single quotes, in double quotes, an escaped character, or plain."""
+"""A part of a word: single-quoted, double-quoted, an escaped character, or plain."""
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*)|(\?))")
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
@@ -37,8 +37,8 @@ class Output(NamedTuple):
 
 
 class Simple(NamedTuple):
-    """One command, unexpanded. `connector` (`;`, `&&` or `||`) is the operator before the command. `redirects` are
-    pairs of an operator and the following word, "" for an operator such as 2>&1."""
+    """One command before expansion. `connector` is the operator before it: `;`, `&&` or `||`. `redirects` are pairs of
+    an operator and its target, "" for an operator without a target such as 2>&1."""
 
     connector: str
     words: list[str]
@@ -54,8 +54,8 @@ class ShellExit(Exception):
 
 
 class MemoryShell:
-    """The state of a shell: its variables, working directory and output. `out` and `err` are one buffer if `merged`.
-    The command `exit` sets `ended`."""
+    """The state of a shell: its variables, working directory and output. If `merged` is True, `out` and `err` are the
+    same buffer. `ended` is True after the command `exit`."""
 
     def __init__(self, files: MemoryFiles, env: Mapping[str, str], cwd: str, *, merged: bool) -> None:
         self.files = files
@@ -67,7 +67,7 @@ class MemoryShell:
         self._status = 0
 
     async def run(self, text: str, stdin: bytes = b"") -> int:
-        """Run the commands of a text. Returns the exit code; output is added to `out` and `err`."""
+        """Run the commands in a text and return the exit code. Output is added to `out` and `err`."""
         try:
             for simple in parse(text):
                 if (simple.connector == "&&" and self._status) or (simple.connector == "||" and not self._status):
@@ -92,7 +92,8 @@ class MemoryShell:
         return self._status
 
     async def run_argv(self, argv: Sequence[str], stdin: bytes = b"") -> int:
-        """Run one command, given as a list of arguments. Returns the exit code; output is added to `out` and `err`."""
+        """Run one command, given as a list of arguments, and return its exit code. Output is added to `out` and
+        `err`."""
         try:
             self._status = self._emit(await self._command(list(argv), stdin))
         except ShellExit as stop:
@@ -112,7 +113,7 @@ class MemoryShell:
 
         out = ""
         for single, double, escaped, plain in PIECE.findall(word):
-            # Splitting at backslashes keeps "\$X" from being expanded.
+            # The text is split at backslashes, so that "\$X" is not expanded.
             parts = re.split(r'\\(["\\$`])', double)
             out += single + "".join(part if at % 2 else value(part) for at, part in enumerate(parts))
             out += escaped + value(plain)
@@ -172,7 +173,7 @@ class MemoryShell:
                     for name in args or ["-"]:
                         try:
                             out += stdin if name == "-" else self.files.read(self._path(name))
-                        except OSError as error:  # as in `cat`, the other files are still printed
+                        except OSError as error:  # like `cat`, go on with the next file
                             err += f"cat: {name}: {error.strerror}\n"
                     return Output(int(bool(err)), out, err.encode())
                 case "mkdir":
@@ -238,7 +239,7 @@ def parse(text: str) -> list[Simple]:
     current = Simple(";", [], [])
     operator = ""
     """The redirection operator whose target is the next word."""
-    text += "\n;"  # the added operator ends the last command
+    text += "\n;"  # an operator at the end completes the last command
     at = 0
     while at < len(text):
         token = TOKEN.match(text, at)
