@@ -1,5 +1,4 @@
-"""`outrider consumers`, `outrider callbacks` and `outrider gc`: manage the consumers of the results and the callbacks,
-and remove old groups."""
+"""`outrider consumers` and `outrider callbacks` manage how results are delivered; `outrider gc` removes old groups."""
 
 from __future__ import annotations
 
@@ -28,8 +27,9 @@ LISTED = 1000
 def list_consumers(terminal: Terminal, service: Client) -> None:
     """List the consumers with their positions.
 
-    Groups that a consumer has not acknowledged are not removed: look for
-    consumers that were last seen long ago.
+    A consumer is a named reader of the results. The service keeps a group
+    until every consumer has acknowledged it. If a consumer was last seen long
+    ago and is gone, remove it.
 
     Example:
 
@@ -49,6 +49,8 @@ def acknowledge(
 ) -> None:
     """Move a consumer to a cursor.
 
+    The consumer has then acknowledged all groups up to CURSOR.
+
     Examples:
 
         outrider consumers ack trainer 1200
@@ -67,7 +69,7 @@ def remove_consumer(
 ) -> None:
     """Remove a consumer.
 
-    Groups are no longer kept for it.
+    The service then keeps no more groups for this consumer.
 
     Examples:
 
@@ -81,6 +83,9 @@ def remove_consumer(
 @command
 def list_callbacks(terminal: Terminal, service: Client) -> None:
     """List the callbacks that were given up, the newest first.
+
+    A callback sends a finished group to a URL. After too many failures, the
+    service gives the callback up.
 
     Example:
 
@@ -96,7 +101,7 @@ def redeliver(
     group: Annotated[str | None, CliArgument(metavar="[GROUP]", help="The group whose callback it is.")] = None,
     everything: Annotated[bool, CliOption("--all", help="All callbacks that were given up.")] = False,
 ) -> None:
-    """Try again to deliver callbacks that were given up.
+    """Try again to deliver one or all of the callbacks that were given up.
 
     Examples:
 
@@ -118,7 +123,7 @@ def discard(
 ) -> None:
     """Discard a callback that was given up.
 
-    Its group is then kept no longer than other groups.
+    Until then, its group is kept, and `outrider gc` does not remove it.
 
     Example:
 
@@ -146,7 +151,11 @@ def gc(
 ) -> None:
     """Remove old groups with their sessions, turns, images, artifacts and events.
 
-    Groups that have not ended, that a consumer has not acknowledged, or whose callback is not delivered, are kept.
+    These groups are kept:
+
+    - groups that have not ended
+    - groups that a consumer has not acknowledged (--force removes them)
+    - groups whose callback is neither delivered nor discarded
 
     Examples:
 

@@ -1,5 +1,5 @@
-"""The tables of the command line: sessions, groups, engines, lanes and others. Tables show types of schemas.py and need
-no client."""
+"""The tables that the command line prints, such as sessions, groups, engines and nodes. They are made from types of
+schemas.py and need no client."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MAX_ERROR = 72
 """Maximum length of an error in a table, in characters."""
 
 STAGES = ("wait s>", "init s>", "run s>", "eval s>")
-"""The table's columns for the four numbers that `stage_seconds` returns."""
+"""The column names for the four numbers that `stage_seconds` returns."""
 
 UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 """Units for ages of at least a minute, the largest first, each with its length in seconds."""
@@ -59,8 +59,8 @@ STYLES = {
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> FittedTable:
-    """Return a table without a frame. A column whose name ends in ">" is aligned to the right. A cell is a value of any
-    type: None becomes "-", a truth value "yes" or "no", a float gets two decimals, and control characters in a text are
+    """Return a table without borders. A column whose name ends in ">" is aligned to the right. Cells may be of any
+    type: None is shown as "-", a bool as "yes" or "no", and a float with two decimals. Control characters are
     escaped."""
     return FittedTable(columns, [tuple(map(_cell, row)) for row in rows], title)
 
@@ -74,7 +74,7 @@ def _cell(value: object) -> str | Text:
 
 
 def word(text: str) -> Text:
-    """Return a state, or "yes" or "no", in its colour from STYLES."""
+    """Return a word, such as "yes" or a state, in its colour from STYLES."""
     return Text(text, style=STYLES.get(text, ""))
 
 
@@ -83,8 +83,9 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def session_table(group: GroupView) -> RenderableType:
-    """Return a row for each session: state or stop reason, reward, turns, sampled tokens, seconds of each stage,
-    error. Without an error, the last cell has the number of failed model calls, if there are any."""
+    """Return a table with a row for each session of a group: state or stop reason, reward, turns, sampled tokens,
+    seconds of each stage, and error. If there is no error, the last cell has other remarks, such as the agent's exit
+    code or the number of failed model calls."""
     columns = ("session", "state", "reward>", "turns>", "tokens>", *STAGES, "error")
     rows: list[Sequence[object]] = []
     for session in group.sessions:
@@ -110,8 +111,8 @@ def session_table(group: GroupView) -> RenderableType:
 
 
 def sessions_table(sessions: Sequence[SessionView]) -> RenderableType:
-    """Return a row for each session of several groups: state or stop reason, reward, turns, sampled tokens, error.
-    Without an error, the last cell has the number of failed model calls, if there are any."""
+    """Return a table with a row for each session of several groups: state or stop reason, reward, turns, sampled
+    tokens, and error. If there is no error, the last cell has the number of failed model calls, if any."""
     rows: list[Sequence[object]] = []
     for session in sessions:
         result = session.result
@@ -125,7 +126,7 @@ def sessions_table(sessions: Sequence[SessionView]) -> RenderableType:
 
 
 def _failed_calls(result: SessionResult) -> str:
-    """Return the number of the session's failed model calls as a text, empty without one."""
+    """Return a text such as "2 failed model calls", or "" if no model call failed."""
     failed = sum(result.failed_calls.values())
     return counted(failed, "failed model call") if failed else ""
 
@@ -135,7 +136,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def run_table(done: RolledOut) -> RenderableType:
-    """Return one row with the figures of a data set's run. `mixed` groups have rewards that are not all equal."""
+    """Return a table with one row, the figures of a data set's run. A group is mixed if its rewards are not all
+    equal."""
     columns = ("tasks>", "sessions>", "graded>", "reward>", "mixed groups>", "turns>", "sampled>", "trained>")
     counts = (done.mixed, done.turns, done.sampled, done.trained)
     return table(columns, [(len(done.groups), done.sessions, done.graded, done.mean_reward, *counts)])
@@ -153,7 +155,8 @@ def group_table(groups: Iterable[GroupSummary]) -> RenderableType:
 
 
 def consumer_table(consumers: Iterable[ConsumerView]) -> RenderableType:
-    """Return a row for each consumer. A consumer that reads all tenants' groups has the tenant `*`."""
+    """Return a table with a row for each consumer. The tenant `*` marks a consumer that reads the groups of all
+    tenants."""
     rows = [(each.name, each.tenant or "*", each.cursor, each.lag, age(each.seen)) for each in consumers]
     return table(("consumer", "tenant", "acknowledged>", "left>", "last seen>"), rows)
 
@@ -189,7 +192,7 @@ def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:
 
 
 def policy_line(policy: PolicyStatus) -> str:
-    """Return a line with the policy's version and, if the policy is paused, its pause."""
+    """Return a line with the policy's version. If the policy is paused, the line also has the kind of the pause."""
     paused = (
         "" if policy.paused is None else f", paused ({policy.paused}): generations wait, agents' clocks stand still"
     )
@@ -197,12 +200,12 @@ def policy_line(policy: PolicyStatus) -> str:
 
 
 def policy_table(policy: PolicyStatus) -> RenderableType:
-    """Return a row for each engine of the policy."""
+    """Return a table with a row for each engine of the policy."""
     return table(("engine", "version>", "up"), [(each.name, each.version, each.ok) for each in policy.engines])
 
 
 def token_table(tokens: Iterable[TokenView]) -> RenderableType:
-    """Return a row for each token, with the end of its validity."""
+    """Return a table with a row for each token. The last column shows how long the token is valid."""
 
     def until(token: TokenView) -> str:
         if token.revoked is not None:
@@ -217,9 +220,9 @@ def token_table(tokens: Iterable[TokenView]) -> RenderableType:
 
 
 def node_table(node: NodeStats) -> RenderableType:
-    """Return a row for each lane of a node, and one for the resources that tasks have reserved. There is a row for warm
-    sandboxes, and a row for stalls of the event loop, each only if there were any. The column `waited` is the mean wait
-    of all sessions served so far."""
+    """Return a table with a row for each lane of a node, and a row for the resources that tasks have reserved. If there
+    were any, warm sandboxes (sandboxes started ahead of time) and stalls of the event loop have a row, too. The column
+    `waited` has the mean wait of all sessions served so far."""
     rows: list[Sequence[object]] = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
     resources = node.resources
     memory = f"{resources.memory_mb_set_aside:,}/{resources.memory_mb:,} MiB"
@@ -240,7 +243,7 @@ def node_table(node: NodeStats) -> RenderableType:
 
 
 def failing_table(failing: Sequence[FailingChore]) -> RenderableType:
-    """Return a row for each piece of background work that fails at present."""
+    """Return a table with a row for each piece of background work that fails at present."""
     now = time.time()
     rows = []
     for each in failing:
@@ -251,12 +254,13 @@ def failing_table(failing: Sequence[FailingChore]) -> RenderableType:
 
 
 def _passage(stats: LaneStats | ResourceStats) -> tuple[int, int, str]:
-    """Return the number of waiting sessions, the number of served sessions, and the mean wait of the served ones."""
+    """Return the last three cells of a row: the number of waiting sessions, and the number and mean wait of served
+    sessions."""
     mean = stats.waited_seconds / stats.served if stats.served else 0.0
     return stats.waiting, stats.served, f"{mean:.2f} s"
 
 
 def stage_seconds(seconds: StageSeconds) -> tuple[float, float, float, float]:
-    """Return the seconds spent waiting (all waits together), preparing, running and grading."""
+    """Return the seconds of the four stages in STAGES. The first number is the sum of all waits."""
     waited = seconds.queued + seconds.ready + seconds.eval_wait
     return waited, seconds.init, seconds.run, seconds.eval

@@ -1,8 +1,8 @@
 """Reads a task from its TOML file.
 
-The service checks the task. So this module imports neither the classes of tasks nor the readers of data sets, and a
-command with one task starts fast. Invariant: an `upload` step of a file or folder beside a TOML file becomes `write`
-steps of the same bytes to the same path, so that the service needs no copy of the file.
+The task is not validated here, because the service does that. So this module needs neither the classes of tasks nor the
+readers of data sets, which load slowly. Invariant: if an `upload` step names a file or folder beside the TOML file, the
+step is replaced by `write` steps with the same bytes. So the service needs no copy of these files.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from outrider.text_files import read_toml_file
 Step = dict[str, Any]
 
 ROWS = "rows"
-"""Name of the table in a task's TOML file that names a file of rows. The task is a template for these rows."""
+"""Name of a table in a task's TOML file. With this table, the task is a template, and the table names a file of rows
+that fill it."""
 
 
 def is_one_task(path: Path) -> bool:
-    """Return True if a source is a TOML file with one task, and not a template for rows. A TOML file that is missing
-    counts as one task."""
+    """Return True if `path` is a TOML file with one task, and not a template for rows. Also returns True if the TOML
+    file is missing, because reading the task then raises the error."""
     if path.suffix != ".toml" or path.is_dir():
         return False
     return not path.exists() or ROWS not in read_toml_file(path, field="task")
 
 
 def load_example(path: Path) -> Example:
-    """Return the task in file `path`, not validated, with the solution in the file's table `gold`. Raises InvalidField
-    and TooLarge as `load_group` does."""
+    """Return the task in the file `path`, with the known solution from the file's table `gold`. The task is not
+    validated. Raises InvalidField, and TooLarge for files that are too big to send with the task."""
     task = load_table(path)
     if ROWS in task:
         raise InvalidField(
@@ -49,7 +50,8 @@ def load_example(path: Path) -> Example:
 
 
 def load_table(path: Path) -> dict[str, Any]:
-    """Return the content of a task's TOML file, with `upload` steps of files beside it replaced by `write` steps."""
+    """Return the content of a task's TOML file. Each `upload` step of files beside the TOML file is replaced by `write`
+    steps."""
     task = read_toml_file(path, field="task")
     places = [("task.runtime", task.get("runtime"))]
     graded = [("task.evaluator", task.get("evaluator"))]
@@ -70,7 +72,7 @@ def load_table(path: Path) -> dict[str, Any]:
 
 
 def gold_of(table: Any, path: Path) -> Gold:
-    """Parse the table `gold` of the file `path`."""
+    """Parse the table `gold` of the file `path`, which has the known solution of the task."""
     try:
         return msgspec.convert(table, Gold)
     except msgspec.ValidationError as error:
@@ -80,7 +82,8 @@ def gold_of(table: Any, path: Path) -> Gold:
 
 
 def _inlined(step: Any, field: str, folder: Path) -> Iterator[Step]:
-    """Yield the steps to send for one step: `write` steps for an upload from `folder`, else the step itself."""
+    """Yield the steps to send in place of one step: `write` steps if the step uploads files from `folder`, else the
+    step itself."""
     if not isinstance(step, dict) or step.keys() != {"upload", "to"}:
         yield step
         return
@@ -114,7 +117,7 @@ def _write_file(source: Path, target: str, root: Path, field: str) -> Step:
         data = source.read_bytes()
     except OSError as error:
         raise InvalidField(f"cannot read {source}: {error.strerror}", field=field) from error
-    text = base64.b64encode(data).decode()  # a JSON string cannot hold arbitrary bytes
+    text = base64.b64encode(data).decode()  # base64, because a JSON string cannot hold arbitrary bytes
     if len(text) > MAX_INLINE_FILE:
         raise TooLarge(
             f"{source} has {len(data)} bytes, too many to send with the task",
