@@ -11,16 +11,15 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. `argv` has the arguments without the program's name. By default, these
-    are the arguments of this process."""
+    """Run one command and return its exit code. `argv` is by default the command line of this process, without the
+    program's name."""
     try:
         # The imports are inside the `try`, because they are slow, and Ctrl-C during an import must not print a
         # traceback.
         import sys
 
         if (sys.argv[1:] if argv is None else list(argv)) == ["--version"]:
-            # `--version` is handled before click and rich are imported, because importing them takes longer than
-            # printing the version.
+            # `--version` is handled first, because importing click and rich takes longer than printing the version.
             from outrider.environment import installed_version
 
             print(f"outrider {installed_version('outrider')}")

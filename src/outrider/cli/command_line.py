@@ -1,8 +1,8 @@
 """Classes for the command line, built on click: commands, groups of commands, options, arguments, and their help.
 
-The annotation of a function's parameter declares an option or argument: `Annotated[int | None, CliOption("-n",
-metavar="N")]`. The module does not depend on any command. It uses click and not Typer, because Typer imports pydantic
-as soon as it reads an option. Importing Typer and pydantic takes 0.2 s of processor time.
+Options and arguments are declared by annotations, such as `Annotated[int | None, CliOption("-n", metavar="N")]`. The
+module does not depend on any command. It uses click and not Typer, because importing Typer and pydantic takes 0.2 s of
+processor time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from outrider.cli.exit_codes import USAGE
 ARGUMENTS = "Arguments"
 OPTIONS = "Options"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-"""Settings that click gets for every command: the options that show its help, and the help's maximum width in
-columns."""
+"""click's settings for every command: the options that show its help, and the help's maximum width in columns."""
 
 Callback = Callable[[click.Context, click.Parameter, Any], Any]
 """A function that click calls with the context, the parameter and the value of an option. The function returns the
@@ -31,8 +30,8 @@ value to use instead."""
 
 
 class CliArgument:
-    """Declares a positional argument. If `show_default` is True, an option's help shows the default. A text is shown in
-    place of the default. A number must be at least `min`."""
+    """Declares a positional argument. The help shows its default, or the text `show_default` in place of it. A number
+    must be at least `min`."""
 
     def __init__(
         self, *, metavar: str | None = None, help: str = "", show_default: str | bool = True, min: float | None = None
@@ -119,9 +118,8 @@ class CliCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         if not gc.isenabled():
-            # If the command line has its own process, `main` has turned garbage collection off. Imported objects are
-            # never garbage, so `freeze` exempts them. Scanning them, during the imports and when Python exits, would
-            # take a quarter of a short command's time.
+            # `main` may have turned garbage collection off. Imported objects are never garbage: scanning them, during
+            # the imports and when Python exits, would take a quarter of a short command's time.
             gc.freeze()
             gc.enable()
         return super().invoke(ctx)
@@ -133,10 +131,10 @@ class CliCommand(click.Command):
 
 
 class CliGroup(click.Group):
-    """A group of commands and of other groups, its members, which are loaded only when they are needed.
+    """A group of commands and other groups. Each is loaded only when it runs or its help is shown.
 
-    `lines` maps each member's name to the first line of its help. If the line is None, the member is loaded to read the
-    line. `load` returns the member with a given name. It is called when this member runs or its help is shown.
+    `load` returns the command or group with a given name. `lines` has the first line of its help by name. If the line
+    is None, the command is loaded to read it.
     """
 
     def __init__(
@@ -166,7 +164,7 @@ class CliGroup(click.Group):
         return list(self._lines)
 
     def member(self, name: str) -> click.Command:
-        """Return the member with this name. Raises KeyError for an unknown name."""
+        """Return the command or group with this name. Raises KeyError for an unknown name."""
         if name not in self._lines:
             raise KeyError(name)
         return self._load(name)
@@ -207,8 +205,8 @@ class CliGroup(click.Group):
 
 
 def _single(kind: Any) -> tuple[Any, bool]:
-    """Return the type of a single value, and True if the parameter takes a list of values. For `list[str] | None`, this
-    is `str` and True."""
+    """Return the type of a single value, and True if the parameter takes a list: `str` and True for `list[str] |
+    None`."""
     [given] = [each for each in get_args(kind) if each is not NoneType] if NoneType in get_args(kind) else [kind]
     return (get_args(given)[0], True) if get_origin(given) is list else (given, False)
 

@@ -1,8 +1,7 @@
-"""The program `outrider`: the list of its commands, and how it prints their errors.
+"""The program `outrider`: its commands, and how it prints their errors.
 
-Each command's work is done in the command's own module. Invariant: an OutriderError is printed in one line and never as
-a traceback. The same holds if the machine has no disk space, descriptors, memory or threads left, or if a file is
-missing.
+The commands' work is done in other modules. Invariant: an OutriderError is printed in one line and never as a
+traceback. So is an error from the machine, such as a full disk or a missing file.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ Then start a service with `outrider serve` and run a task with `outrider run`.
 """
 
 CLIENT_VARIABLES = {"OUTRIDER_URL", "OUTRIDER_TOKEN", "OUTRIDER_CA", "OUTRIDER_HOME"}
-"""Environment variables that every client reads. Any other variable that starts with OUTRIDER_ is checked: if nothing
-reads it, the user gets a warning."""
+"""Environment variables that every client reads. The user is warned about other OUTRIDER_ variables that nothing
+reads."""
 
 COMMANDS = {
     "serve": ("serve:serve", "Serve rollouts until Ctrl-C or SIGTERM."),
@@ -168,8 +167,7 @@ GROUPS = {
 
 
 def run_command(argv: Sequence[str] | None) -> int:
-    """Run one command and return its exit code. The caller, `outrider.cli.main`, handles the KeyboardInterrupt that
-    Ctrl-C raises."""
+    """Run one command and return its exit code. Raises KeyboardInterrupt for Ctrl-C."""
     terminal = Terminal()
     words = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -181,7 +179,7 @@ def run_command(argv: Sequence[str] | None) -> int:
     except OutriderError as error:
         return _failed(terminal, error)
     except BaseExceptionGroup as failures:
-        # Several asyncio tasks failed together. An error that `_is_shown` does not accept is a bug, and needs its
+        # Several asyncio tasks failed together. If one error is a bug, all are raised again, because it needs its
         # traceback.
         matched, others = failures.split(_is_shown)
         if matched is None or others is not None:
@@ -200,7 +198,7 @@ def run_command(argv: Sequence[str] | None) -> int:
         # Python flushes it at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
-    except Exception as error:  # an error that is not shown in one line is raised again
+    except Exception as error:  # a bug is raised again, because it needs its traceback
         if not _is_shown(error):
             raise
         return _failed(terminal, _shown(error))

@@ -27,9 +27,8 @@ LISTED = 1000
 def list_consumers(terminal: Terminal, service: Client) -> None:
     """List the consumers with their positions.
 
-    A consumer is a named reader of the results. The service keeps a group
-    until every consumer has acknowledged it. If a consumer was last seen long
-    ago and is gone, remove it.
+    A consumer is a named reader of the results. Groups are kept until every
+    consumer has acknowledged them: remove consumers that no longer read.
 
     Example:
 
@@ -49,7 +48,7 @@ def acknowledge(
 ) -> None:
     """Move a consumer to a cursor.
 
-    The consumer has then acknowledged all groups up to CURSOR.
+    All groups up to CURSOR are then acknowledged.
 
     Examples:
 
@@ -84,8 +83,8 @@ def remove_consumer(
 def list_callbacks(terminal: Terminal, service: Client) -> None:
     """List the callbacks that were given up, the newest first.
 
-    A callback sends a finished group to a URL. After too many failures, the
-    service gives the callback up.
+    A callback sends a finished group to a URL, and is given up after too many
+    failures.
 
     Example:
 
@@ -101,7 +100,7 @@ def redeliver(
     group: Annotated[str | None, CliArgument(metavar="[GROUP]", help="The group whose callback it is.")] = None,
     everything: Annotated[bool, CliOption("--all", help="All callbacks that were given up.")] = False,
 ) -> None:
-    """Try again to deliver one or all of the callbacks that were given up.
+    """Try again to deliver callbacks that were given up.
 
     Examples:
 
@@ -123,7 +122,7 @@ def discard(
 ) -> None:
     """Discard a callback that was given up.
 
-    Until then, its group is kept, and `outrider gc` does not remove it.
+    Until then, `outrider gc` does not remove its group.
 
     Example:
 

@@ -23,7 +23,7 @@ from outrider.schemas import RunDiagnosis, RunFinding, RunSeconds
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 FAIL_ON = {"error": {"error"}, "warning": {"error", "warning"}}
-"""The severities of findings that make the command fail, by the value of --fail-on."""
+"""The severities for which the command fails, by the value of --fail-on."""
 
 
 @command
@@ -47,8 +47,8 @@ def diagnose(
 ) -> None:
     """List the faults of a run, with evidence and the next step.
 
-    The command reads the results of all sessions of the run, and the turns of a
-    sample of them. Without a label or a group, it reads all groups.
+    The command reads the results of all sessions, and the turns of a sample of
+    them. Without a label or a group, it reads all groups.
 
     Examples:
 

@@ -1,5 +1,5 @@
-"""`outrider engines dial`: connects to a session proxy of verl's recipe, and answers the proxy's model calls with a
-local engine, until a signal ends the command."""
+"""`outrider engines dial`: answers the model calls of a session proxy of verl's recipe with an engine, until a signal
+ends the command."""
 
 from __future__ import annotations
 

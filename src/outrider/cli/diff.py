@@ -29,9 +29,9 @@ def diff(
 ) -> None:
     """Compare two runs: rewards, pass@k, turns, tokens, failures, flips.
 
-    Each difference has a 95 % confidence interval over the tasks. Groups of
-    both runs belong to the same task if their label `task` is equal or, without
-    this label, if their instructions are equal.
+    Each difference has a 95 % confidence interval over tasks. Groups belong to
+    the same task if they have the same label `task` or, without this label, the
+    same instruction.
 
     Examples:
 
@@ -80,8 +80,8 @@ def _shown(found: RunDiff) -> Iterator[RenderableType]:
 
 
 def _some(found: RunDiff) -> list[Flip]:
-    """Return the flips to show, at most FLIPS_SHOWN: first sessions that are solved only in `a`, then sessions that are
-    solved only in `b`. The first kind fills at most half of the places."""
+    """Return at most FLIPS_SHOWN flips: sessions solved only in `a`, at most half of FLIPS_SHOWN, then sessions solved
+    only in `b`."""
     lost = [flip for flip in found.flips if flip.a_reward >= found.passed]
     gained = [flip for flip in found.flips if flip.a_reward < found.passed]
     return [*lost[: FLIPS_SHOWN // 2], *gained[: FLIPS_SHOWN - min(len(lost), FLIPS_SHOWN // 2)]]

@@ -1,5 +1,5 @@
-"""Parses KIND=WHERE, which names an engine on the command line, such as `vllm=http://127.0.0.1:8000`. The module does
-not import the settings of a service, because they load slowly."""
+"""Parses KIND=WHERE, which names an engine on the command line: `vllm=http://127.0.0.1:8000`. The module does not
+import the settings of a service."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ Name = Annotated[str, CliArgument(metavar="NAME", help="The engine's name.")]
 def list_engines(terminal: Terminal, service: Client) -> None:
     """List the engines with their load.
 
-    The load is the requests in flight, the sessions, and the tokens generated
-    since the service started.
+    The load is the number of requests in flight, of sessions, and of tokens
+    generated since the service started.
 
     Example:
 
@@ -44,8 +44,8 @@ def add(
 ) -> None:
     """Add an engine.
 
-    The engine must be running. Its tokenizer must be the tokenizer of the model
-    that it serves: the policy, or the frozen model that --serves names.
+    The engine must be up. Its tokenizer must be that of the model that it
+    serves: the policy, or the frozen model that --serves names.
 
     Examples:
 
@@ -64,7 +64,7 @@ def add(
 def drain(terminal: Terminal, service: Client, name: Name) -> None:
     """Stop giving new sessions to an engine.
 
-    The engine's current sessions stay on it until they end.
+    Its current sessions stay on it until they end.
 
     Example:
 
@@ -77,7 +77,7 @@ def drain(terminal: Terminal, service: Client, name: Name) -> None:
 def remove(terminal: Terminal, service: Client, name: Name) -> None:
     """Remove an engine from the pool.
 
-    The engine's sessions continue on other engines.
+    Its sessions continue on other engines.
 
     Example:
 

@@ -37,8 +37,8 @@ def _started_threads() -> ThreadPoolExecutor:
     """Return a thread pool for blocking calls, with all its threads started. Raises RuntimeError if one cannot be
     started.
 
-    Python would start a thread only when a call needs it. If the machine has no room for another thread, this raises an
-    error, although the call is already queued and may still run later on another thread.
+    Otherwise Python starts a thread when a call needs it. If the machine has no room for the thread, the call raises an
+    error, although it is already queued and may still run later.
     """
     number = min(32, (os.cpu_count() or 1) + 4)  # as many as in asyncio's default executor
     threads = ThreadPoolExecutor(number, thread_name_prefix="outrider-blocking")

@@ -44,12 +44,11 @@ PAGE = 20
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
     """The output of `outrider export --json`.
 
-    samples, groups: the numbers of samples and groups in the file.
     left_out: the number of samples whose reward is missing or below `--min-reward`.
     evaluations: the number of groups that were left out because they evaluate a policy.
     cursor: the value of `--after` for the next export.
     sha256: the digest of the file.
-    images: the number of different images of the samples that the service stores.
+    images: the number of the samples' images that the service stores.
     image_files: the folder to which the images were written.
     """
 

@@ -43,11 +43,10 @@ class FittedTable:
                 yield from self._row(console, columns, row)
 
     def _parts(self, room: int) -> Iterator[dict[int, int]]:
-        """Yield the columns of each table: a mapping from a column's position to its width. `room` is the width of the
-        output."""
+        """Yield the columns of each table: a mapping from a column's position to its width."""
         places = range(len(self._names))
         if sum(self._widths) + GAP * (len(places) - 1) > room and self._is_text(places[-1]):
-            # A last column without any text is left out, such as a column of errors when there are no errors.
+            # A last column without text is left out, such as a column of errors if there are none.
             places = places if any(self._cells(places[-1])) else places[:-1]
         columns: dict[int, int] = {}
         for at in places:
@@ -59,12 +58,12 @@ class FittedTable:
         yield self._widened(columns, room)
 
     def _is_text(self, at: int) -> bool:
-        """Return True for the last column, unless it is aligned to the right. No other cells may wrap."""
+        """Return True for the last column if it is aligned to the left: only its cells may wrap."""
         return at == len(self._names) - 1 and not self._right[at]
 
     def _smallest(self, at: int, room: int) -> int:
-        """Return the minimum width of a column: the width of its widest cell or of the longest word of its name. If its
-        cells may wrap, TEXT_WIDTH is enough."""
+        """Return the minimum width of a column: the width of its widest cell or of the longest word of its name. A
+        column that may wrap needs at most TEXT_WIDTH."""
         words = max(map(cell_len, self._names[at].split()), default=0)
         width = max(words, *self._cells(at), 0)
         if self._is_text(at):

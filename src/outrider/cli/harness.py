@@ -22,7 +22,7 @@ Preset = Annotated[str, CliArgument(metavar="PRESET", help=PRESET_HELP)]
 class HarnessRow(msgspec.Struct, frozen=True, kw_only=True):
     """A preset and its program.
 
-    version: the program's version that the preset pins. None if the preset has no program.
+    version: the pinned version of the program. None if the preset has no program.
     path: the folder in which this version is installed. None if it is not installed.
     versions: all installed versions.
     """
@@ -100,9 +100,8 @@ def update_harness(
 
     The newest version in the registry is installed beside the pinned one. The
     command checks both, as `outrider harness check` does, and prints the
-    differences. If the newest version passes, it is written into the preset as
-    the pinned version. This needs a checkout of Outrider's source; with --check,
-    the preset stays as it is.
+    differences. Without --check, a newest version that passes becomes the pinned
+    one, which needs a checkout of Outrider's source.
 
     Exit code 0: the newest version passes, or is pinned already.
     Exit code 1: it does not pass.
@@ -209,8 +208,7 @@ def record_harness(
     The program runs here, without a sandbox. The variables of all vendors
     (OPENAI_BASE_URL, ANTHROPIC_BASE_URL, ...) point to a model endpoint that
     records the calls. {base_url}, {api_key}, {model} and {instruction} are
-    replaced by their values in the program's arguments, variables and settings
-    files.
+    filled in in its arguments, variables and settings files.
 
     NAME.toml is the draft of a task that runs the program. NAME.wire.jsonl has
     the model calls, without secrets. The exit code is that of the program.

@@ -1,7 +1,7 @@
-"""The work of `outrider harness check`: finds the harness, checks it, and prints its certificate.
+"""The work of `outrider harness check`: makes a harness do small tasks with a scripted model, and prints a certificate
+with one row per task.
 
-A certificate is a list of rows. Each row is a small task that the harness must do with a scripted model. The module
-needs the server's libraries, so commands import it only when they run.
+Commands import the module only when they run, because it needs the server's libraries.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from outrider.sandbox.runtimes.default_runtime import default_runtime
 from outrider.spec import HarnessSpec, RuntimeSpec
 
 VERSION = "version"
-"""The row that starts a preset's installed program once, to read its version. Only certificates of presets have this
-row."""
+"""The row that starts a preset's installed program once, to read its version. Other harnesses do not have this row."""
 
 VENDORS = {"anthropic": "messages", "openai": "chat", "google": "gemini"}
 """Dialects by vendor name: users may name a vendor in place of a dialect."""
@@ -154,8 +153,7 @@ def _version_row(harness: HarnessSpec) -> RowVerdict:
 
 
 def print_certificate(terminal: Terminal, certificate: Certificate) -> None:
-    """Print a certificate: the table of rows, the reasons, the ends of logs, and the result. No line is wider than the
-    terminal."""
+    """Print the table of rows, the rows' reasons, log tails and the result. No line is wider than the terminal."""
     cells = []
     for row in certificate.rows:
         numbers = (row.turns, row.sampled_tokens, row.drift_tokens, number(row.seconds, 1))

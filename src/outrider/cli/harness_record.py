@@ -29,7 +29,7 @@ from outrider.lab.record.draft import INSTRUCTION, TaskDraft, place_of, task_tom
 from outrider.lab.record.run import Program, files_below, record
 
 UNTOLD = "Run the command `echo hello`, and report what it prints."
-"""The instruction for the program if the option --instruction is not given."""
+"""The program's instruction without the option --instruction."""
 OURS = 0o600
 """Mode of the written files. Only the owner can read them, because a transcript has whole conversations."""
 
@@ -52,9 +52,8 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of `outrider harness record --json`. `has_instruction` is false if the draft does not contain
-    {instruction}. `refused` counts the model calls that were answered with an error, by method, path, status and
-    reason."""
+    """The output of `outrider harness record --json`. `has_instruction` is false if the draft lacks {instruction}.
+    `refused` counts the model calls answered with an error, by method, path, status and reason."""
 
     task: str
     transcript: str
@@ -86,7 +85,7 @@ def record_and_draft(terminal: Terminal, answers: Answers) -> int:
         files=files,
         stdin=answers.stdin,
     )
-    # Read now, because the program may change its own files when it runs.
+    # The program may change its own files when it runs.
     place = place_of(answers.words, environment("PATH"))
     answers.output.mkdir(parents=True, exist_ok=True)
     terminal.note(f"running {answers.words[0]}")

@@ -21,7 +21,7 @@ from outrider.lab.certify.judge import Certificate, RowVerdict
 
 
 class VersionDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """A difference between the certificates of the pinned and of the newest version: one fact of one row."""
+    """A difference between the certificates of the pinned and the newest version."""
 
     row: str
     fact: str
@@ -50,12 +50,12 @@ class TriedUpdate(msgspec.Struct, frozen=True, kw_only=True):
 def update_and_print(
     terminal: Terminal, name: str, *, only_check: bool, runtime: str | None, rows: Sequence[str], seconds: float
 ) -> int:
-    """Check the newest version of a preset's program and return the exit code. Unless `only_check` is set, a version
-    that passes is written into the preset as its pin.
+    """Check the newest version of a preset's program and return the exit code. Without `only_check`, a version that
+    passes becomes the preset's pin.
 
-    Raises InvalidField for a preset without a program, and if a pin cannot be written because Outrider does not run
-    from a checkout of its source. Raises HarnessUnavailable if the registry does not reply or the program cannot be
-    installed.
+    Raises InvalidField for a preset without a program. Without `only_check`, also raises InvalidField if Outrider does
+    not run from a checkout of its source. Raises HarnessUnavailable if the registry does not reply or the program
+    cannot be installed.
     """
     preset = load_preset(name, field="preset")
     if not only_check and preset.install is not None:

@@ -75,7 +75,7 @@ def pull_image(terminal: Terminal, images: Annotated[list[str], CliArgument(meta
     """Get images from container registries.
 
     The command needs the program skopeo. It pulls up to four images at once. If
-    one of several images cannot be pulled, the others still are.
+    one cannot be pulled, the others still are.
 
     Exit code 1: an image could not be pulled.
 

@@ -57,7 +57,7 @@ def join(
         outrider token create --role node --name nodes
 
     After a signal, the machine gets no new sessions, and its running sessions
-    have --stop-seconds to end. The others then start again on other machines.
+    have --stop-seconds to end. The remaining ones start again elsewhere.
 
     Examples:
 

@@ -1,8 +1,8 @@
-"""`python -m outrider.cli.node_process`: runs a node, which runs sessions, in a process of its own.
+"""`python -m outrider.cli.node_process`: a node in its own process. The starting program is `outrider serve
+--processes` or, for a service on another machine, `outrider nodes join`.
 
-The starting program is `outrider serve --processes` or, for a service on another machine, `outrider nodes join`.
 Standard input is a socket to the starting program, which sends the settings. The process exits when the starting
-program closes the socket.
+program hangs up.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Starter:
         await self._tell(Ready(error=error.record()))
 
     async def read_orders(self) -> None:
-        """Read orders from the starting program. The only order is to leave the service. Returns when the starting
-        program hangs up, or after an order that arrives before this process works for the service."""
+        """Carry out the starting program's orders to leave the service. Returns when the starting program hangs up, or
+        after an order that arrives before this process works for a service."""
         with suppress(Disconnected):
             while True:
                 assert isinstance(TO_PROCESS.decode(await self._pipe.receive()), LeaveService)

@@ -49,7 +49,7 @@ def pull(
 
     Each machine needs the program skopeo. If another image already has the name,
     the new image takes the name over. Up to four images are pulled at once. If
-    one of several images cannot be pulled, the others still are.
+    one cannot be pulled, the others still are.
 
     Exit code 1: a machine lacks an image, or no machine runs sessions.
 

@@ -1,5 +1,5 @@
-"""Turns functions into commands. `command` adds the options that several commands share, such as --url. From these
-options it makes objects, such as a client, and passes them to the function."""
+"""Turns functions into commands. `command` adds the options that several commands share, such as --url, and passes the
+objects made from them, such as a client, to the function."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ Json = Annotated[bool, CliOption("--json", callback=_json, help="Write one JSON 
 
 
 def command(function: Callable[..., None]) -> CliCommand:
-    """Return the command that calls a function. Parameters of the function are options, except for parameters of these
+    """Return the command of a function. Parameters of the function become options, except for parameters of these
     types:
 
     - `Terminal`: the command's output.
     - `Client`: an open client of the service that --url, --token and --ca name.
-    - `AsyncClient`: a client of this service that the function opens itself.
+    - `AsyncClient`: the same client, not yet open.
     - `RunFilter`: a filter of sessions, from the options of `run_filter.py`.
     - `Config`, `MachineConfig`: the settings, from --config and one option per setting.
 
@@ -139,8 +139,8 @@ FOR_ANY_HARNESS = ("mcp_servers", "skills")
 def with_harness(
     task: Mapping[str, Any], harness: str | None, agent: str | None, *, default: str | None = None
 ) -> dict[str, Any]:
-    """Return the task with the agent that the user has chosen. If the preset `harness` is given, it replaces the task's
-    own agent. Otherwise a task without its own agent gets the Python agent `agent` or, if that is None, `default`."""
+    """Return the task with the user's choice of agent. The preset `harness` replaces the task's own agent. Without it,
+    a task without an agent gets the Python agent `agent` or `default`."""
     own = task.get("harness") or {}
     given = {name: own[name] for name in FOR_ANY_HARNESS if name in own}
     if harness:
@@ -151,7 +151,7 @@ def with_harness(
 
 
 def _made(kind: Any, ctx: click.Context, given: Mapping[str, Any]) -> Any:
-    """Return the object for a parameter that is not an option, such as a `Terminal`."""
+    """Return the object for a parameter that is not an option."""
     if kind is Terminal:
         return terminal_of(ctx)
     if kind is RunFilter:
@@ -192,8 +192,8 @@ def _parameter(name: str, annotation: Any, default: Any = None) -> click.Paramet
 
 
 def _listed(value: Any) -> Any:
-    """click passes the values of a repeated option as a tuple. Return a tuple as a list, or None if it is empty. Return
-    any other value unchanged."""
+    """click passes repeated values as a tuple: return it as a list, or None if it is empty. Return other values
+    unchanged."""
     return (list(value) or None) if isinstance(value, tuple) else value
 
 

@@ -114,8 +114,7 @@ def read_topology(path: Path) -> dict[str, Any]:
 
 
 def settings_of(topology: PolarTopology) -> dict[str, Any]:
-    """Return the settings of one service that replaces all gateway nodes. Raises InvalidField for a part without a
-    matching setting."""
+    """Return the settings of one service that replaces all nodes. Raises InvalidField."""
     rollout, nodes = topology.rollout, topology.gateway.nodes
     for number, node in enumerate(nodes):
         field = f"gateway.nodes.{number}"

@@ -15,8 +15,7 @@ from outrider.schemas import PolicyStatus
 
 
 class Mode(StrEnum):
-    """What a pause of the policy does to generations in flight: it lets them finish, or cuts them off and continues
-    them later."""
+    """Whether generations in flight finish, or are cut off and continued later, when the policy is paused."""
 
     FINISH = "finish"
     ABORT = "abort"

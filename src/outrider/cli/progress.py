@@ -37,8 +37,8 @@ def session_progress(terminal: Terminal, first: str = "submitting") -> Iterator[
 
 @contextmanager
 def run_progress(terminal: Terminal) -> Iterator[Callable[[RunProgress], None]]:
-    """Show one bar for the sessions of a run, and the number of unfinished sessions in each state. If standard error is
-    not a terminal, write a line instead each time a tenth of the sessions has ended."""
+    """Show one bar for the sessions of a run, and the number of unfinished sessions in each state. Without a terminal,
+    write a line instead for each tenth of the sessions."""
     with _progress(terminal, transient=False) as progress:
         bar = progress.add_task("submitting", total=None)
         tenth = 0
@@ -62,8 +62,7 @@ def _states(now: RunProgress) -> str:
 
 @contextmanager
 def row_progress(terminal: Terminal, rows: int) -> Iterator[Callable[[RowVerdict], None]]:
-    """Show one bar for the rows of a harness's certificate. Also write a line for each verdict, on any kind of
-    output."""
+    """Show one bar for the rows of a harness's certificate. Always write a line for each verdict, too."""
     with _progress(terminal, transient=True) as progress:
         bar = progress.add_task("starting a service", total=rows)
 

@@ -25,9 +25,9 @@ def pause(
 ) -> None:
     """Start no more sessions of the groups that the options name.
 
-    Without options, the pause is for all groups. Running sessions continue, and
-    the service still accepts groups. The pause survives a restart of the
-    service. Sessions do not expire while a pause holds them.
+    Without options, no sessions of any group start. Running sessions continue,
+    and groups are still accepted. The pause survives a restart of the service.
+    Held sessions do not expire.
 
     Examples:
 

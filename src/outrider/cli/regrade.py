@@ -39,7 +39,7 @@ def regrade(
     grading continues in the service; to end it, cancel the new groups.
 
     Exit code 0: every session was graded.
-    Exit code 1: at least one session was not graded.
+    Exit code 1: at least one session was not.
 
     Examples:
 
@@ -91,7 +91,7 @@ def _evaluator(path: Path) -> Mapping[str, Any]:
 
 
 def _graded(session: SessionView) -> str:
-    """Return the id of the session whose agent ran: the earlier session if this session grades it again, else this
+    """Return the id of the session whose agent ran: the earlier session if this session regrades one, else this
     session."""
     return session.result.regrades or session.id if session.result else session.id
 

@@ -38,13 +38,13 @@ from outrider.errors import InvalidField
 from outrider.schemas import GroupView
 
 ANSWER_SECONDS = 10.0
-"""Seconds that the command waits after Ctrl-C for the reply to its submission. The service may have accepted the group,
-which must then be cancelled. The wait is bounded, because no reply comes while the service's queue is full."""
+"""Seconds to wait after Ctrl-C for the reply to the submission, because an accepted group must be cancelled. The wait
+is bounded, because no reply comes while the service's queue is full."""
 
 
 class Ran(msgspec.Struct, frozen=True):
-    """The output of `outrider run --json` for a data set. `result` has the figures. `export` is the command that writes
-    the training rows."""
+    """The output of `outrider run --json` for a data set: the figures, and the command that writes the training
+    rows."""
 
     result: RolledOut
     export: str
@@ -76,12 +76,11 @@ def run(
 ) -> None:
     """Run a task, or all tasks of a data set, and wait for them.
 
-    If `upload` steps of TASK.toml name files beside it, these files are sent
-    with the task.
+    If `upload` steps of TASK.toml name files beside it, the files are sent, too.
 
-    If you run one task, Ctrl-C cancels its sessions. If you run a data set, its
-    sessions continue in the service after Ctrl-C. Then --resume RUN waits for
-    them, and submits the missing ones.
+    Ctrl-C cancels the sessions of a single task. The sessions of a data set
+    continue in the service: --resume RUN waits for them, and submits the
+    missing ones.
 
     Exit code 0: every session ended without an error.
     Exit code 1: at least one session ended with an error.
@@ -97,7 +96,7 @@ def run(
     if resume is None and len(sources) == 1 and is_one_task(Path(sources[0])):
         task = with_harness(load_example(Path(sources[0])).task, harness, agent)
         raise Exit(asyncio.run(_run(terminal, client, {"task": task, "n": n, "priority": priority})))
-    # Imported here, because only a data set needs these modules: a single task is checked by the service.
+    # Imported here, because only a data set needs these modules: the service checks a single task.
     from outrider.cli.task_sources import examples_in
     from outrider.service.admission import validate_group
 
@@ -109,7 +108,7 @@ def run(
             task = with_harness(example.task, harness, agent, default=BUILT_IN)
             try:
                 validate_group({"task": task, "n": n, "priority": priority})
-            except InvalidField as error:  # nothing has been submitted yet
+            except InvalidField as error:
                 raise InvalidField(
                     f"task {example.id!r} of {source}: {error.message}", field=error.field, hint=error.hint
                 ) from error

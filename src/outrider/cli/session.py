@@ -52,9 +52,8 @@ def open_(
 ) -> None:
     """Open a session for an agent that runs elsewhere, and print its variables.
 
-    The output sets the environment variables of the agent in a shell. One of
-    them has the session's credential, which only allows model calls of this
-    session.
+    The output is for a shell, which sets the variables. They contain the
+    session's credential, which only allows model calls of this session.
 
     Examples:
 
@@ -178,8 +177,7 @@ def capture(
 
 
 def _folders(folder: Path) -> dict[str, str]:
-    """Make the folders for a program's files below `folder`. Returns the variables that name these folders. Raises
-    InvalidField."""
+    """Make a program's folders below `folder`, and return the variables that name them. Raises InvalidField."""
     named = folder_environment(SessionFolders(parent=str(folder.resolve())))
     try:
         for path in named.values():

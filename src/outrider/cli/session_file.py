@@ -1,9 +1,8 @@
-"""Makes one HTML file that shows a session as the service's web page does. The file needs neither a service nor a
-network.
+"""Writes one session, as the service's web page shows it, to an HTML file that needs neither a service nor a network.
 
-The file holds the page's script and style, and the service's replies about the session. The replies are JSON in a
-`<script>` element that browsers do not run. Invariant: the file's content security policy allows only this script and
-this style, by their hashes, and no network requests. So text of an agent can neither run nor be sent anywhere.
+The file holds the page's script and style, and the service's replies about the session as JSON, in an element that
+browsers do not run. Invariant: the file's content security policy allows only this script and style, by their hashes,
+and no network requests. So text of an agent can neither run nor be sent anywhere.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 def session_page(service: Client, session_id: str) -> bytes:
-    """Return the HTML file of a session. Raises NotFound for an unknown session, and other errors of the client."""
+    """Return the HTML file of a session. Raises NotFound for an unknown session, and the client's errors."""
     replies = _replies(service, session_id)
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime())
     return html_file(Recording(made, replies), title=session_id)
@@ -121,7 +120,7 @@ def _file(data: bytes, media_type: str) -> Recorded:
 
 
 def _digests(turns: dict[str, Any]) -> Iterator[str]:
-    """Yield the digests of the images in the messages of turns. Images that were sent as a URL have none."""
+    """Yield the digests of the images in the messages of turns, without images that were sent as a URL."""
     for turn in turns["turns"]:
         for message in (turn.get("tokens") or {}).get("messages", ()):
             for part in message.get("parts", ()):

@@ -29,15 +29,15 @@ MACHINE = OWN - {"data"}
 """Settings that a machine sets for itself when it joins a service. The data folder is not one of these settings,
 because a node has no store."""
 MachineConfig = Annotated[Config, MACHINE]
-"""Type of a function's parameter whose command has options for the settings in MACHINE. With the type `Config`, a
-command has options for all settings."""
+"""Type of a function's parameter. The command has options for the settings in MACHINE; with the type `Config`, for all
+settings."""
 
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
 def setting_options(only: frozenset[str] | None) -> Iterator[tuple[str, Any]]:
-    """Yield the options of all settings or, if `only` is given, of the settings and sections named there. Each option
-    is the name and the annotation of a function's parameter."""
+    """Yield the options of all settings, or only of the settings and sections `only`. An option is the name and the
+    annotation of a function's parameter."""
     yield "config", ConfigFile
     for path, field, setting in all_settings():
         section, dot, _ = path.partition(".")
@@ -58,8 +58,7 @@ def setting_options(only: frozenset[str] | None) -> Iterator[tuple[str, Any]]:
 
 
 def read_settings(options: Mapping[str, Any]) -> Config:
-    """Return the settings, merged from the options, the environment, and the file given with --config. Raises
-    InvalidField."""
+    """Return the settings, merged from the options, the environment and the file of --config. Raises InvalidField."""
     flags = {path: options.get(_parameter(path)) or None for path, _, _ in all_settings()}
     if engines := flags["engines"]:
         flags["engines"] = [parse_engine(text) for text in engines]

@@ -32,7 +32,7 @@ class Record(msgspec.Struct, frozen=True):
     session: SessionView
     turns: tuple[TurnView, ...]
     network: tuple[SpanView, ...] = ()
-    """The spans of the kind `network` in the session's timeline: one for each server that a sandbox called."""
+    """The spans of the kind `network` in the timeline, one for each server that was called."""
 
 
 class SessionFile(msgspec.Struct, frozen=True):
@@ -90,7 +90,7 @@ def write_page(terminal: Terminal, page: bytes, file: Path) -> None:
 def print_session(
     console: Console, session: SessionView, turns: Sequence[TurnView], network: Sequence[SpanView] = ()
 ) -> None:
-    """Print a session: a heading, the turns, the servers that its sandboxes called, and the result or the state."""
+    """Print a session: a heading, the turns, the calls to servers, and the result or the state."""
     for line in _lines(session, turns, network):
         console.print(line, soft_wrap=line.no_wrap is True)
 

@@ -34,9 +34,9 @@ SERVICE_ONLY = ("processes", "stop_seconds", "token")
 class Submitted(msgspec.Struct, frozen=True, kw_only=True):
     """The output of `outrider slurm --json`.
 
-    job: the number of the job. None if the script was only written.
-    url, token: the files with the service's address and token. The file `url` exists while the service runs.
-    logs: a pattern that matches the log files.
+    job: the job's number. None if the script was only written.
+    url, token: files with the service's address and token. The file `url` exists while the service runs.
+    logs: the pattern of the log files.
     """
 
     job: str | None
@@ -172,8 +172,7 @@ def slurm(
 
 
 def settings_of(flags: Sequence[str]) -> Config:
-    """Return the settings of a service that `outrider serve` starts with these flags. Raises UsageError for an unknown
-    flag."""
+    """Return the settings of a service with these flags of `outrider serve`. Raises UsageError for an unknown flag."""
     return read_settings(_serve_options(flags))
 
 
@@ -199,8 +198,8 @@ def _check(given: Mapping[str, Any], settings: Config) -> None:
 
 
 def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None) -> list[str]:
-    # At the end of a job, Slurm sends SIGTERM to all processes, including the agents. A node must not wait for its
-    # agents, because it would grade their interrupted runs.
+    # Slurm also sends SIGTERM to the agents of a job that ends. The node must not wait for them, because it would grade
+    # their interrupted runs.
     words = ["--stop-seconds", "0"]
     if processes is not None:
         words += ["--processes", str(processes)]
@@ -217,7 +216,7 @@ def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None
 
 
 def _make_folder(data: Path, folder: Path) -> None:
-    """Make the job's folder with a new token in it. A token that exists is kept. Other users cannot read the folder."""
+    """Make the job's folder, which other users cannot read, with a token in it. An existing token is kept."""
     for each in (data, folder):
         each.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / TOKEN_FILE

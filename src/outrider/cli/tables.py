@@ -1,5 +1,5 @@
-"""The tables that the command line prints, such as sessions, groups, engines and nodes. They are made from types of
-schemas.py and need no client."""
+"""The tables of the command line, such as sessions, groups, engines and lanes. They show types of schemas.py and need
+no client."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def session_table(group: GroupView) -> RenderableType:
     """Return a table with a row for each session of a group: state or stop reason, reward, turns, sampled tokens,
-    seconds of each stage, and error. If there is no error, the last cell has other remarks, such as the agent's exit
-    code or the number of failed model calls."""
+    seconds of each stage, and error. Without an error, the last cell may have the exit code or the number of failed
+    model calls."""
     columns = ("session", "state", "reward>", "turns>", "tokens>", *STAGES, "error")
     rows: list[Sequence[object]] = []
     for session in group.sessions:
@@ -112,7 +112,7 @@ def session_table(group: GroupView) -> RenderableType:
 
 def sessions_table(sessions: Sequence[SessionView]) -> RenderableType:
     """Return a table with a row for each session of several groups: state or stop reason, reward, turns, sampled
-    tokens, and error. If there is no error, the last cell has the number of failed model calls, if any."""
+    tokens, and error. Without an error, the last cell has the number of failed model calls, if any."""
     rows: list[Sequence[object]] = []
     for session in sessions:
         result = session.result
@@ -136,8 +136,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def run_table(done: RolledOut) -> RenderableType:
-    """Return a table with one row, the figures of a data set's run. A group is mixed if its rewards are not all
-    equal."""
+    """Return a table with the figures of a data set's run. A group is mixed if its rewards are not all equal."""
     columns = ("tasks>", "sessions>", "graded>", "reward>", "mixed groups>", "turns>", "sampled>", "trained>")
     counts = (done.mixed, done.turns, done.sampled, done.trained)
     return table(columns, [(len(done.groups), done.sessions, done.graded, done.mean_reward, *counts)])
@@ -155,8 +154,7 @@ def group_table(groups: Iterable[GroupSummary]) -> RenderableType:
 
 
 def consumer_table(consumers: Iterable[ConsumerView]) -> RenderableType:
-    """Return a table with a row for each consumer. The tenant `*` marks a consumer that reads the groups of all
-    tenants."""
+    """Return a row for each consumer. The tenant `*` marks a consumer of the groups of all tenants."""
     rows = [(each.name, each.tenant or "*", each.cursor, each.lag, age(each.seen)) for each in consumers]
     return table(("consumer", "tenant", "acknowledged>", "left>", "last seen>"), rows)
 
@@ -192,7 +190,7 @@ def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:
 
 
 def policy_line(policy: PolicyStatus) -> str:
-    """Return a line with the policy's version. If the policy is paused, the line also has the kind of the pause."""
+    """Return a line with the policy's version and the kind of its pause, if it is paused."""
     paused = (
         "" if policy.paused is None else f", paused ({policy.paused}): generations wait, agents' clocks stand still"
     )
@@ -200,12 +198,12 @@ def policy_line(policy: PolicyStatus) -> str:
 
 
 def policy_table(policy: PolicyStatus) -> RenderableType:
-    """Return a table with a row for each engine of the policy."""
+    """Return a row for each engine of the policy."""
     return table(("engine", "version>", "up"), [(each.name, each.version, each.ok) for each in policy.engines])
 
 
 def token_table(tokens: Iterable[TokenView]) -> RenderableType:
-    """Return a table with a row for each token. The last column shows how long the token is valid."""
+    """Return a row for each token, with the time for which it is still valid."""
 
     def until(token: TokenView) -> str:
         if token.revoked is not None:
@@ -220,9 +218,9 @@ def token_table(tokens: Iterable[TokenView]) -> RenderableType:
 
 
 def node_table(node: NodeStats) -> RenderableType:
-    """Return a table with a row for each lane of a node, and a row for the resources that tasks have reserved. If there
-    were any, warm sandboxes (sandboxes started ahead of time) and stalls of the event loop have a row, too. The column
-    `waited` has the mean wait of all sessions served so far."""
+    """Return a row for each lane of a node, and a row for the resources that tasks have reserved. Sandboxes started
+    ahead of time (`warm`) and stalls of the event loop have a row only if there were any. The column `waited` is the
+    mean wait of all sessions served so far."""
     rows: list[Sequence[object]] = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
     resources = node.resources
     memory = f"{resources.memory_mb_set_aside:,}/{resources.memory_mb:,} MiB"
@@ -243,7 +241,7 @@ def node_table(node: NodeStats) -> RenderableType:
 
 
 def failing_table(failing: Sequence[FailingChore]) -> RenderableType:
-    """Return a table with a row for each piece of background work that fails at present."""
+    """Return a row for each piece of background work that fails at present."""
     now = time.time()
     rows = []
     for each in failing:
@@ -254,13 +252,13 @@ def failing_table(failing: Sequence[FailingChore]) -> RenderableType:
 
 
 def _passage(stats: LaneStats | ResourceStats) -> tuple[int, int, str]:
-    """Return the last three cells of a row: the number of waiting sessions, and the number and mean wait of served
-    sessions."""
+    """Return three cells: the number of waiting sessions, the number of served sessions, and the mean wait of the
+    served ones."""
     mean = stats.waited_seconds / stats.served if stats.served else 0.0
     return stats.waiting, stats.served, f"{mean:.2f} s"
 
 
 def stage_seconds(seconds: StageSeconds) -> tuple[float, float, float, float]:
-    """Return the seconds of the four stages in STAGES. The first number is the sum of all waits."""
+    """Return the seconds spent waiting (all waits together), preparing, running and grading."""
     waited = seconds.queued + seconds.ready + seconds.eval_wait
     return waited, seconds.init, seconds.run, seconds.eval

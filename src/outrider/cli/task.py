@@ -55,8 +55,8 @@ MIN_INSTRUCTION, MAX_ID = 12, 32
 
 
 class Listed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A task, or a row of a data set that cannot be a task yet. `gold` is true if a solution is known. `missing` lists
-    what the row lacks; `row` is the row's number."""
+    """A task, or a row that cannot be a task yet, with its number `row` and what it lacks (`missing`). `gold` is true
+    if a solution is known."""
 
     id: str
     evaluator: str
@@ -79,8 +79,8 @@ def list_(
 ) -> None:
     """List the tasks of sources: how each is graded, whether a solution is known, its instruction.
 
-    If rows of a data set lack something that a task needs, only these rows are
-    listed, with the missing columns and the remedies.
+    If rows lack something that a task needs, only these rows are listed, with
+    the missing columns and the remedies.
 
     Examples:
 
@@ -128,7 +128,7 @@ def listed_of(example: Example, row: int) -> Listed:
 
 
 def task_table(listed: Sequence[Listed]) -> RenderableType:
-    """Return the table of tasks. Instructions are cut so that a line has at most WIDTH columns."""
+    """Return the table of tasks, with instructions cut so that a line has at most WIDTH columns."""
     ids = [shortened(one.id, MAX_ID) for one in listed]
     used = max(map(len, (*ids, "task"))) + max(map(len, (*(one.evaluator for one in listed), "evaluator")))
     rest = max(MIN_INSTRUCTION, WIDTH - used - len("solution") - 3 * GAP)
@@ -140,7 +140,7 @@ def task_table(listed: Sequence[Listed]) -> RenderableType:
 
 
 def faulty_tables(listed: Sequence[Listed]) -> list[RenderableType]:
-    """Return a table of the rows that cannot be tasks yet, followed by the remedy for each kind of fault."""
+    """Return a table of the rows that cannot be tasks yet, and the remedy for each kind of fault."""
     bad = [one for one in listed if one.missing]
     rows = [
         (
@@ -246,8 +246,7 @@ def import_(
 
 
 def chosen(examples: Sequence[Example], task: str | None, source: str) -> Example:
-    """Return the example with the id `task`, or the first example if `task` is None. Raises InvalidField if there is
-    none."""
+    """Return the example with the id `task`, by default the first. Raises InvalidField if there is none."""
     for example in examples:
         if task is None or example.id == task:
             return example
@@ -259,16 +258,15 @@ def chosen(examples: Sequence[Example], task: str | None, source: str) -> Exampl
 
 
 def evaluator_of(example: Example) -> str:
-    """Return the kind of the example's evaluator as text to display. The task has not been validated, so the evaluator
-    may have any form."""
+    """Return the kind of the example's evaluator, for display. The task is not validated yet."""
     evaluator = example.task.get("evaluator")
     kind = evaluator.get("kind", "command") if isinstance(evaluator, dict) else "-"
     return printable(str(kind))
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of each field within a value. The names are dotted, such as `runtime.image`. A list
-    is a single field unless it holds tables."""
+    """Yield the names and texts of the fields within a value. The names are dotted: `runtime.image`. A list is one
+    field unless it holds tables."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from leaves(inner, f"{name}.{key}" if name else str(key))
@@ -317,16 +315,15 @@ def check(
 ) -> None:
     """Check that each task gives its solution the reward 1, and doing nothing 0.
 
-    Both are tried twice. The command needs no model and no service. The known
-    solution of a task is
+    Both are tried twice, without a model or a service. The solution is
 
     - in a TOML file: the table `gold`, with `run` (a command for the sandbox)
       or `reply` (the agent's last reply)
-    - in a folder of a Harbor task: solution/solve.sh
+    - in a Harbor folder: solution/solve.sh
     - in a row of SWE-bench: the gold patch
 
     Exit code 0: all tasks are good.
-    Exit code 1: at least one task is not good.
+    Exit code 1: at least one task is not.
 
     Examples:
 

@@ -1,8 +1,8 @@
 """Reads a task from its TOML file.
 
-The task is not validated here, because the service does that. So this module needs neither the classes of tasks nor the
-readers of data sets, which load slowly. Invariant: if an `upload` step names a file or folder beside the TOML file, the
-step is replaced by `write` steps with the same bytes. So the service needs no copy of these files.
+The task is not validated here, because the service does that. So this module needs no classes of tasks or readers of
+data sets, which load slowly. Invariant: an `upload` step of a file or folder beside the TOML file becomes `write` steps
+of the same bytes, so that the service needs no copy of the file.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from outrider.text_files import read_toml_file
 Step = dict[str, Any]
 
 ROWS = "rows"
-"""Name of a table in a task's TOML file. With this table, the task is a template, and the table names a file of rows
-that fill it."""
+"""Name of a table in a TOML file. It names a file of rows, and makes the file's task a template for these rows."""
 
 
 def is_one_task(path: Path) -> bool:
-    """Return True if `path` is a TOML file with one task, and not a template for rows. Also returns True if the TOML
-    file is missing, because reading the task then raises the error."""
+    """Return True if `path` is a TOML file with one task, and not a template for rows. A missing TOML file counts as
+    one task, so that reading it raises the error."""
     if path.suffix != ".toml" or path.is_dir():
         return False
     return not path.exists() or ROWS not in read_toml_file(path, field="task")
 
 
 def load_example(path: Path) -> Example:
-    """Return the task in the file `path`, with the known solution from the file's table `gold`. The task is not
-    validated. Raises InvalidField, and TooLarge for files that are too big to send with the task."""
+    """Return the task in the file `path`, with the solution in the table `gold`. The task is not validated. Raises
+    InvalidField, and TooLarge for files that are too big to send."""
     task = load_table(path)
     if ROWS in task:
         raise InvalidField(
@@ -50,8 +49,7 @@ def load_example(path: Path) -> Example:
 
 
 def load_table(path: Path) -> dict[str, Any]:
-    """Return the content of a task's TOML file. Each `upload` step of files beside the TOML file is replaced by `write`
-    steps."""
+    """Return the content of a task's TOML file, with `upload` steps of files beside it replaced by `write` steps."""
     task = read_toml_file(path, field="task")
     places = [("task.runtime", task.get("runtime"))]
     graded = [("task.evaluator", task.get("evaluator"))]
@@ -72,7 +70,7 @@ def load_table(path: Path) -> dict[str, Any]:
 
 
 def gold_of(table: Any, path: Path) -> Gold:
-    """Parse the table `gold` of the file `path`, which has the known solution of the task."""
+    """Parse the table `gold` of the file `path`: the known solution."""
     try:
         return msgspec.convert(table, Gold)
     except msgspec.ValidationError as error:

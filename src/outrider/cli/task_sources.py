@@ -91,8 +91,8 @@ def examples_in(
 
     image, test_command: the image of the tasks, and the command that runs their tests.
     offline: run Harbor tasks without the network that they request.
-    network: what Harbor tasks may reach if they request a public network.
-    faults: also return rows that cannot be tasks yet. By default, such rows raise InvalidField.
+    network: what Harbor tasks reach if they request a public network.
+    faults: also return rows that cannot be tasks yet, which otherwise raise InvalidField.
     """
     given = Additions(image=image, test_command=test_command)
     examples = _examples_in(source, limit, given, offline=offline, network=network or PUBLIC)
@@ -137,8 +137,8 @@ def _examples_in(
 
 
 def examples_in_file(path: Path) -> list[Example]:
-    """Return the tasks in a file. A JSON Lines file has any number of tasks. A TOML file has one task, unless the task
-    is a template: then it has a task for each row."""
+    """Return the tasks in a file: all tasks of a JSON Lines file, and the only task of a TOML file. If this task is a
+    template, return a task for each row."""
     if not path.exists():
         raise InvalidField(f"cannot read {path}: there is no such file", field="source", hint=SOURCES)
     if path.name.endswith(TASK_LINES):
@@ -151,8 +151,8 @@ def examples_in_file(path: Path) -> list[Example]:
 
 def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
     """Return one example for each row of the file that `table` names. The row's values fill the template and the
-    solution in the table `gold`. If the table `rows` names a kind, the kind's adapter makes the tasks instead, and the
-    fields of the TOML file override the adapter's fields."""
+    solution in the table `gold`. If the table `rows` names a kind, the kind's adapter makes the tasks, and the fields
+    of the TOML file override its fields."""
     try:
         rows_table = msgspec.convert(table.pop(ROWS), RowsTable)
     except msgspec.ValidationError as error:

@@ -1,6 +1,6 @@
-"""Prints the output of the command line: text for people, one JSON document for programs, and each error in one line.
+"""Output of the command line: text for people, one JSON document for programs, and each error in one line.
 
-The module is independent of the service. Invariant: if `json` is set, standard output gets exactly one JSON document,
+The module is independent of the service. Invariant: with `json` set, standard output gets exactly one JSON document,
 and everything else goes to standard error.
 """
 
@@ -52,8 +52,7 @@ class Terminal:
             self.out.print(each, soft_wrap=isinstance(each, str))
 
     def error(self, record: ErrorRecord) -> None:
-        """Write the lines `error: ...` and `hint: ...` to standard error. With --json, also write the error as the JSON
-        document."""
+        """Write the lines `error: ...` and `hint: ...`, and with --json also a JSON document."""
         told = record.field and re.search(rf"\b{re.escape(record.field)}\b", record.message)
         named = f"{record.field}: " if record.field and not told else ""
         self._line("error", f"{named}{record.message}", "bold red")

@@ -1,6 +1,6 @@
 """`outrider top`: shows what a service does now, once or redrawn every second.
 
-`frame` draws a `TopView` and is pure. A view is made from the service's status, its rates, and a query for the newest
+`frame` is a pure function of a `TopView`. The view is made from the status, the rates, and a query for the newest
 errors. A tenant's token may not read the rates, so they are computed from two readings of the status.
 """
 
@@ -50,7 +50,7 @@ FROM errors WHERE at > unixepoch() - {ERROR_SECONDS} GROUP BY code, boundary ORD
 
 
 class ErrorCause(msgspec.Struct, frozen=True, kw_only=True):
-    """The errors of the last hour that have the same code and boundary. `times` is their number. `at`, `session` and
+    """The errors of the last hour with the same code and boundary. `times` is their number. `at`, `session` and
     `message` are those of the newest error."""
 
     code: str
@@ -92,8 +92,8 @@ def top(
 
     The view has the sessions by state, the sessions and tokens per second, the
     lanes, the engines, the policy version, and the errors of the last hour by
-    cause. It is redrawn every second. Press q to quit. If the output is not a
-    terminal, the view is printed once.
+    cause. It is redrawn every second. Press q to quit. Without a terminal, the
+    view is printed once.
 
     Examples:
 
@@ -127,7 +127,7 @@ def top(
 
 
 class TopReadings:
-    """Reads a `TopView` from a service at each call of `read`. Raises the errors of the client."""
+    """Reads a `TopView` from a service. Raises the errors of the client."""
 
     def __init__(self, service: Client) -> None:
         self._service = service
@@ -240,8 +240,8 @@ class _Cut:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits up to the given seconds for a key, and returns the keys that were pressed. Within the
-    block, the terminal passes on each key at once and does not show it. Ctrl-C still interrupts."""
+    """Yield a function that waits up to the given seconds for a key, and returns the pressed keys. Within the block,
+    the terminal passes each key on at once without showing it. Ctrl-C still interrupts."""
     import termios  # imported late, because only a terminal needs these modules
     import tty
 

@@ -43,7 +43,7 @@ async def _look(terminal: Terminal, client: AsyncClient, every: float) -> None:
 
 
 def _progress(status: ServiceStatus) -> object:
-    """Return figures from the status. At least one of them changes with every step of any session."""
+    """Return figures, at least one of which changes with every step of any session."""
     engines = [(each.in_flight, each.generated_tokens, each.failures) for each in status.engines]
     lanes = [(lane.in_use, lane.served) for node in status.nodes for lane in node.lanes]
     return status.sessions, engines, lanes, status.cursor

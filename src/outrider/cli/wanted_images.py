@@ -17,8 +17,7 @@ HELP = "REFERENCE NAME for one image; NAME=REFERENCE for each of several."
 
 
 def read_images(words: Sequence[str]) -> dict[str, str]:
-    """Parse REFERENCE NAME for one image, or NAME=REFERENCE for each of several. Returns the references by name. Raises
-    InvalidField."""
+    """Parse REFERENCE NAME, or NAME=REFERENCE for each image. Returns the references by name. Raises InvalidField."""
     found: dict[str, str] = {}
     if len(words) == 2 and not any("=" in word for word in words):
         return {words[1]: words[0]}
@@ -39,9 +38,8 @@ def read_images(words: Sequence[str]) -> dict[str, str]:
 async def pull_each(
     images: Mapping[str, str], pull: Callable[[str, str], Awaitable[T]], terminal: Terminal
 ) -> dict[str, T | ErrorRecord]:
-    """Call `pull(reference, name)` for all images, at most AT_ONCE at once, and return each result or error by the
-    image's name. If there are several images, write a line when a pull begins and ends. If there is only one image, its
-    error is raised."""
+    """Call `pull(reference, name)` for all images, at most AT_ONCE at once. Returns each result or error by the image's
+    name. For several images, write a line when each begins and ends. The error of a single image is raised."""
     slots, done, total = asyncio.Semaphore(AT_ONCE), 0, len(images)
 
     async def one(name: str, reference: str) -> T | OutriderError:

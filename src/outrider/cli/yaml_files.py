@@ -13,13 +13,13 @@ from outrider.errors import InvalidField
 from outrider.text_files import read_text_file
 
 RECIPE, TOPOLOGY = (re.compile(f"^{name}:", re.MULTILINE) for name in ("proxy_server", "gateway"))
-"""Patterns of the line that a configuration of verl's recipe has, and of the line that a topology of Polar has."""
+"""Patterns of a line that only verl's recipe has, and of a line that only a topology of Polar has."""
 
 
 def yaml_reader(systems: Sequence[Any]) -> Callable[[Path], dict[str, Any]]:
-    """Return the function that reads a YAML file with settings. `systems` are the values of `--compat` from the flags
-    and the environment. A configuration of verl's recipe is refused unless `systems` has `verl`. A topology of Polar
-    needs no flag, because its settings turn on `polar`."""
+    """Return the reader of a YAML file. `systems` are the values of `--compat` from the flags and the environment. The
+    reader refuses a configuration of verl's recipe unless `systems` has `verl`. A topology of Polar needs no flag,
+    because its settings choose `polar`."""
 
     def read(path: Path) -> dict[str, Any]:
         text = read_text_file(path, field=FIELD, limit=MOST, what="YAML file")
