@@ -30,8 +30,8 @@ value to use instead."""
 
 
 class CliArgument:
-    """Declares a positional argument. The help shows its default, or the text `show_default` in place of it. A number
-    must be at least `min`."""
+    """Declares a positional argument. If `show_default` is a text, the help shows it as the default. A number must be
+    at least `min`."""
 
     def __init__(
         self, *, metavar: str | None = None, help: str = "", show_default: str | bool = True, min: float | None = None
@@ -133,8 +133,8 @@ class CliCommand(click.Command):
 class CliGroup(click.Group):
     """A group of commands and other groups. Each is loaded only when it runs or its help is shown.
 
-    `load` returns the command or group with a given name. `lines` has the first line of its help by name. If the line
-    is None, the command is loaded to read it.
+    `load` returns the command or group with a given name. `lines` maps each name to the first line of the help. If the
+    line is None, the command is loaded to read it.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class CliGroup(click.Group):
 
     @property
     def names(self) -> list[str]:
-        """The names of the members, in the order of the help."""
+        """The names of the commands, in the order of the help."""
         return list(self._lines)
 
     def member(self, name: str) -> click.Command:
@@ -170,7 +170,7 @@ class CliGroup(click.Group):
         return self._load(name)
 
     def first_line(self, name: str) -> str:
-        """Return the first line of a member's help."""
+        """Return the first line of a command's help."""
         line = self._lines[name]
         return (self.member(name).help or "").partition("\n")[0] if line is None else line
 

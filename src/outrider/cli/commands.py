@@ -1,7 +1,7 @@
 """The program `outrider`: its commands, and how it prints their errors.
 
-The commands' work is done in other modules. Invariant: an OutriderError is printed in one line and never as a
-traceback. So is an error from the machine, such as a full disk or a missing file.
+The commands' work is done in other modules. Invariant: an OutriderError is printed in one line, never as a traceback.
+An error of the machine, such as a full disk, is printed in the same way.
 """
 
 from __future__ import annotations

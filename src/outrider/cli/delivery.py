@@ -48,8 +48,6 @@ def acknowledge(
 ) -> None:
     """Move a consumer to a cursor.
 
-    All groups up to CURSOR are then acknowledged.
-
     Examples:
 
         outrider consumers ack trainer 1200
@@ -68,7 +66,7 @@ def remove_consumer(
 ) -> None:
     """Remove a consumer.
 
-    The service then keeps no more groups for this consumer.
+    The service then no longer keeps groups for this consumer to read.
 
     Examples:
 
@@ -83,8 +81,7 @@ def remove_consumer(
 def list_callbacks(terminal: Terminal, service: Client) -> None:
     """List the callbacks that were given up, the newest first.
 
-    A callback sends a finished group to a URL, and is given up after too many
-    failures.
+    A callback sends a finished group to a URL.
 
     Example:
 
@@ -122,7 +119,7 @@ def discard(
 ) -> None:
     """Discard a callback that was given up.
 
-    Until then, `outrider gc` does not remove its group.
+    Its group can then be removed, for example by `outrider gc`.
 
     Example:
 

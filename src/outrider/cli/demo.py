@@ -62,8 +62,8 @@ def demo(
     With --open, the service's page opens in a browser before the first session,
     and the service runs until Ctrl-C.
 
-    Exit code 1: a session failed, or a recorded token differs from the engine's.
-    With --train, also if the reward did not rise from below 0.3 to above 0.85.
+    Exit code 1: a session failed, or a recorded token differs from the engine's,
+    or with --train, the reward did not rise from below 0.3 to above 0.85.
     Exit code 130: Ctrl-C.
 
     Examples:

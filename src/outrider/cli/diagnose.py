@@ -104,8 +104,8 @@ def _finding(finding: RunFinding) -> Iterator[Text]:
 
 
 def _time_line(seconds: RunSeconds) -> str:
-    """Return a line with the shares of the sessions' time, such as `model 62%, tools 30%`, the largest first. Returns
-    "" if no session has taken any time."""
+    """Return the shares of the sessions' time, such as `model 62%, tools 30%`, the largest first. Returns "" if no
+    session has taken any time."""
     used = {name: getattr(seconds, name) for name in RunSeconds.__struct_fields__}
     total = sum(used.values())
     if not total:
@@ -123,7 +123,7 @@ def _label(text: str) -> tuple[str, str]:
 
 def _time(text: str, now: float) -> float:
     """Parse a time into seconds since the epoch. `text` is an age such as 2h, or a date with or without a time of day.
-    If it has no time zone, local time is used."""
+    A time without a zone is local."""
     if age := re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|min|h|d)", text):
         return max(0.0, now - float(age[1]) * UNITS[age[2]])
     try:

@@ -1,5 +1,4 @@
-"""`outrider engines dial`: answers the model calls of a session proxy of verl's recipe with an engine, until a signal
-ends the command."""
+"""`outrider engines dial`: answers model calls of a session proxy of verl's recipe, until a signal ends the command."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ def dial(
     """Answer the calls of a session proxy of verl's recipe, until Ctrl-C.
 
     The proxy is the recipe's own proxy in its relay mode, or an Outrider
-    service with --compat verl. This command connects to it, and has the engine
-    answer its model calls. The engine must accept token ids.
+    service with --compat verl. The engine must accept token ids.
 
     Example:
 

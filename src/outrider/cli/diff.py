@@ -80,8 +80,8 @@ def _shown(found: RunDiff) -> Iterator[RenderableType]:
 
 
 def _some(found: RunDiff) -> list[Flip]:
-    """Return at most FLIPS_SHOWN flips: sessions solved only in `a`, at most half of FLIPS_SHOWN, then sessions solved
-    only in `b`."""
+    """Return at most FLIPS_SHOWN flips: first sessions solved only in `a` (at most half), then sessions solved only in
+    `b`."""
     lost = [flip for flip in found.flips if flip.a_reward >= found.passed]
     gained = [flip for flip in found.flips if flip.a_reward < found.passed]
     return [*lost[: FLIPS_SHOWN // 2], *gained[: FLIPS_SHOWN - min(len(lost), FLIPS_SHOWN // 2)]]

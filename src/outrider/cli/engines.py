@@ -19,8 +19,8 @@ Name = Annotated[str, CliArgument(metavar="NAME", help="The engine's name.")]
 def list_engines(terminal: Terminal, service: Client) -> None:
     """List the engines with their load.
 
-    The load is the number of requests in flight, of sessions, and of tokens
-    generated since the service started.
+    The load: requests in flight, sessions, and tokens generated since the
+    service started.
 
     Example:
 

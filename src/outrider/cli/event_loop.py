@@ -37,8 +37,8 @@ def _started_threads() -> ThreadPoolExecutor:
     """Return a thread pool for blocking calls, with all its threads started. Raises RuntimeError if one cannot be
     started.
 
-    Otherwise Python starts a thread when a call needs it. If the machine has no room for the thread, the call raises an
-    error, although it is already queued and may still run later.
+    By default, Python starts a thread when a call needs it. If the machine has no room for the thread, the call raises
+    an error, although it is already queued and may still run later.
     """
     number = min(32, (os.cpu_count() or 1) + 4)  # as many as in asyncio's default executor
     threads = ThreadPoolExecutor(number, thread_name_prefix="outrider-blocking")
@@ -48,7 +48,7 @@ def _started_threads() -> ThreadPoolExecutor:
             # Each call blocks its thread, so the pool starts another thread for the next call.
             threads.submit(all_started.wait)
     except RuntimeError:
-        all_started.abort()  # ends the waiting threads, which would keep the process from exiting
+        all_started.abort()  # waiting threads would keep the process from exiting
         raise
     return threads
 

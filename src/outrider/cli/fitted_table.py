@@ -58,12 +58,12 @@ class FittedTable:
         yield self._widened(columns, room)
 
     def _is_text(self, at: int) -> bool:
-        """Return True for the last column if it is aligned to the left: only its cells may wrap."""
+        """Return True for a last column that is aligned to the left: only its cells may wrap."""
         return at == len(self._names) - 1 and not self._right[at]
 
     def _smallest(self, at: int, room: int) -> int:
-        """Return the minimum width of a column: the width of its widest cell or of the longest word of its name. A
-        column that may wrap needs at most TEXT_WIDTH."""
+        """Return the minimum width of a column: the width of its widest cell or of the longest word of its name. Cells
+        that may wrap need at most TEXT_WIDTH."""
         words = max(map(cell_len, self._names[at].split()), default=0)
         width = max(words, *self._cells(at), 0)
         if self._is_text(at):

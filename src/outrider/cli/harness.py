@@ -208,7 +208,7 @@ def record_harness(
     The program runs here, without a sandbox. The variables of all vendors
     (OPENAI_BASE_URL, ANTHROPIC_BASE_URL, ...) point to a model endpoint that
     records the calls. {base_url}, {api_key}, {model} and {instruction} are
-    filled in in its arguments, variables and settings files.
+    replaced in its arguments, variables and settings files.
 
     NAME.toml is the draft of a task that runs the program. NAME.wire.jsonl has
     the model calls, without secrets. The exit code is that of the program.

@@ -99,7 +99,8 @@ def find_subject(
 
 
 def check_and_print(terminal: Terminal, subject: Subject, *, names: Sequence[str], seconds: float) -> int:
-    """Check the subject, print its certificate, and return the exit code. For the parameters see `certificate_of`."""
+    """Check the harness `subject`, print its certificate, and return the exit code. For the parameters see
+    `certificate_of`."""
     certificate = certificate_of(terminal, subject, names=names, seconds=seconds)
     if terminal.json:
         terminal.write_json(certificate)
@@ -109,8 +110,8 @@ def check_and_print(terminal: Terminal, subject: Subject, *, names: Sequence[str
 
 
 def certificate_of(terminal: Terminal, subject: Subject, *, names: Sequence[str], seconds: float) -> Certificate:
-    """Check the subject and return its certificate. `names` are the rows to try, by default all rows. `seconds` is the
-    time limit of one row. Raises InvalidField for an unknown row."""
+    """Check the harness `subject` and return its certificate. `names` are the rows to try, by default all. `seconds` is
+    the time limit of one row. Raises InvalidField for an unknown row."""
     # Imported here, so that a wrong row or harness is refused before the server's libraries are loaded.
     from outrider.lab.certify.run import certify
 

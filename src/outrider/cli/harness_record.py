@@ -29,7 +29,7 @@ from outrider.lab.record.draft import INSTRUCTION, TaskDraft, place_of, task_tom
 from outrider.lab.record.run import Program, files_below, record
 
 UNTOLD = "Run the command `echo hello`, and report what it prints."
-"""The program's instruction without the option --instruction."""
+"""Default of the option --instruction."""
 OURS = 0o600
 """Mode of the written files. Only the owner can read them, because a transcript has whole conversations."""
 
@@ -85,7 +85,7 @@ def record_and_draft(terminal: Terminal, answers: Answers) -> int:
         files=files,
         stdin=answers.stdin,
     )
-    # The program may change its own files when it runs.
+    # First, because the program may change its own files when it runs.
     place = place_of(answers.words, environment("PATH"))
     answers.output.mkdir(parents=True, exist_ok=True)
     terminal.note(f"running {answers.words[0]}")

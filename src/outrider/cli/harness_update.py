@@ -61,7 +61,7 @@ def update_and_print(
     if not only_check and preset.install is not None:
         pin_file(preset)
     newest = newest_version(preset, terminal.note)
-    assert preset.install is not None  # `newest_version` raises an error for such a preset
+    assert preset.install is not None  # `newest_version` raises an error for a preset without a program
     pinned = preset.install.version
     update = TriedUpdate(harness=name, pinned=pinned, newest=newest, ok=True)
     if newest == pinned:

@@ -1,6 +1,6 @@
-"""`python -m outrider.cli.node_process`: a node in its own process. The starting program is `outrider serve
---processes` or, for a service on another machine, `outrider nodes join`.
+"""`python -m outrider.cli.node_process`: a node in its own process.
 
+The starting program is `outrider serve --processes` or, for a service on another machine, `outrider nodes join`.
 Standard input is a socket to the starting program, which sends the settings. The process exits when the starting
 program hangs up.
 """

@@ -139,8 +139,8 @@ FOR_ANY_HARNESS = ("mcp_servers", "skills")
 def with_harness(
     task: Mapping[str, Any], harness: str | None, agent: str | None, *, default: str | None = None
 ) -> dict[str, Any]:
-    """Return the task with the user's choice of agent. The preset `harness` replaces the task's own agent. Without it,
-    a task without an agent gets the Python agent `agent` or `default`."""
+    """Return the task with the agent chosen on the command line. The preset `harness`, if given, replaces the task's
+    own agent. Otherwise a task without an agent gets the Python agent `agent`, or `default`."""
     own = task.get("harness") or {}
     given = {name: own[name] for name in FOR_ANY_HARNESS if name in own}
     if harness:
@@ -163,8 +163,8 @@ def _made(kind: Any, ctx: click.Context, given: Mapping[str, Any]) -> Any:
     return read_settings(given)
 
 
-# The next two functions recognize a class by the name of its module, so that the class need not be imported. These
-# imports take most of the time of a start, although a service needs no client, and a client needs no settings.
+# The next two functions recognize a class by the name of its module, without importing it. A service needs no client,
+# a client needs no settings, and these imports take most of the time of a start.
 
 
 def _is_client(hint: Any) -> bool:

@@ -46,7 +46,7 @@ def show(terminal: Terminal, service: Client) -> None:
 def pause(terminal: Terminal, service: Client, mode: InFlight = Mode.FINISH) -> None:
     """Hold new generations back, and wait until no generation is in flight.
 
-    The time limits of sessions do not run until the policy is resumed.
+    The time limits of sessions are suspended until the policy is resumed.
 
     Example:
 
@@ -95,8 +95,8 @@ def update(
 ) -> None:
     """Set the policy's version, and have the engines load new weights.
 
-    The command pauses generation, loads the weights, sets the version and
-    resumes generation.
+    The command pauses generation, loads the weights, sets the version, and
+    resumes.
 
     Example:
 

@@ -76,7 +76,7 @@ def run(
 ) -> None:
     """Run a task, or all tasks of a data set, and wait for them.
 
-    If `upload` steps of TASK.toml name files beside it, the files are sent, too.
+    If `upload` steps of TASK.toml name files beside it, they are sent with it.
 
     Ctrl-C cancels the sessions of a single task. The sessions of a data set
     continue in the service: --resume RUN waits for them, and submits the
@@ -120,7 +120,7 @@ def run(
 async def _run_all(
     terminal: Terminal, client: AsyncClient, run: str, tasks: list[dict[str, Any]], *, n: int, priority: int
 ) -> int:
-    """Roll out a data set, and return the exit code. Ctrl-C leaves the sessions to the service."""
+    """Roll out a data set, and return the exit code. After Ctrl-C, the sessions continue in the service."""
     terminal.note(f"run {run}: {counted(len(tasks), 'task')}, {counted(n, 'session')} each")
     try:
         async with client:

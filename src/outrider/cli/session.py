@@ -52,8 +52,8 @@ def open_(
 ) -> None:
     """Open a session for an agent that runs elsewhere, and print its variables.
 
-    The output is for a shell, which sets the variables. They contain the
-    session's credential, which only allows model calls of this session.
+    The output is shell code that sets the variables. They contain the session's
+    credential, which only allows model calls of this session.
 
     Examples:
 

@@ -29,14 +29,14 @@ MACHINE = OWN - {"data"}
 """Settings that a machine sets for itself when it joins a service. The data folder is not one of these settings,
 because a node has no store."""
 MachineConfig = Annotated[Config, MACHINE]
-"""Type of a function's parameter. The command has options for the settings in MACHINE; with the type `Config`, for all
+"""Type of a parameter that gives a command options for the settings in MACHINE. The type `Config` gives options for all
 settings."""
 
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
 def setting_options(only: frozenset[str] | None) -> Iterator[tuple[str, Any]]:
-    """Yield the options of all settings, or only of the settings and sections `only`. An option is the name and the
+    """Yield the options of all settings, or of the settings and sections in `only`. An option is the name and the
     annotation of a function's parameter."""
     yield "config", ConfigFile
     for path, field, setting in all_settings():

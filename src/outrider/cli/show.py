@@ -32,7 +32,7 @@ class Record(msgspec.Struct, frozen=True):
     session: SessionView
     turns: tuple[TurnView, ...]
     network: tuple[SpanView, ...] = ()
-    """The spans of the kind `network` in the timeline, one for each server that was called."""
+    """The spans of the kind `network` in the session's timeline."""
 
 
 class SessionFile(msgspec.Struct, frozen=True):

@@ -84,8 +84,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def session_table(group: GroupView) -> RenderableType:
     """Return a table with a row for each session of a group: state or stop reason, reward, turns, sampled tokens,
-    seconds of each stage, and error. Without an error, the last cell may have the exit code or the number of failed
-    model calls."""
+    seconds of each stage, and error. Without an error, the last cell may have a remark."""
     columns = ("session", "state", "reward>", "turns>", "tokens>", *STAGES, "error")
     rows: list[Sequence[object]] = []
     for session in group.sessions:
@@ -218,8 +217,8 @@ def token_table(tokens: Iterable[TokenView]) -> RenderableType:
 
 
 def node_table(node: NodeStats) -> RenderableType:
-    """Return a row for each lane of a node, and a row for the resources that tasks have reserved. Sandboxes started
-    ahead of time (`warm`) and stalls of the event loop have a row only if there were any. The column `waited` is the
+    """Return a row for each lane of a node, and a row for the resources that tasks have reserved. Warm sandboxes
+    (started ahead of time) and stalls of the event loop have a row only if there were any. The column `waited` is the
     mean wait of all sessions served so far."""
     rows: list[Sequence[object]] = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
     resources = node.resources

@@ -55,8 +55,8 @@ MIN_INSTRUCTION, MAX_ID = 12, 32
 
 
 class Listed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A task, or a row that cannot be a task yet, with its number `row` and what it lacks (`missing`). `gold` is true
-    if a solution is known."""
+    """A task of a source. `gold` is true if its solution is known. If a row cannot be a task yet, `row` is its number,
+    and `missing` has what it lacks."""
 
     id: str
     evaluator: str
@@ -79,8 +79,8 @@ def list_(
 ) -> None:
     """List the tasks of sources: how each is graded, whether a solution is known, its instruction.
 
-    If rows lack something that a task needs, only these rows are listed, with
-    the missing columns and the remedies.
+    If rows lack something, only these rows are listed, with the missing columns
+    and the remedies.
 
     Examples:
 
@@ -313,7 +313,7 @@ def check(
     ] = None,
     at_once: Annotated[int, CliOption(metavar="N", help="Sandboxes at once.")] = 4,
 ) -> None:
-    """Check that each task gives its solution the reward 1, and doing nothing 0.
+    """Check that the solution of each task earns 1, and doing nothing earns 0.
 
     Both are tried twice, without a model or a service. The solution is
 

@@ -36,7 +36,7 @@ def is_one_task(path: Path) -> bool:
 
 def load_example(path: Path) -> Example:
     """Return the task in the file `path`, with the solution in the table `gold`. The task is not validated. Raises
-    InvalidField, and TooLarge for files that are too big to send."""
+    InvalidField, and TooLarge for files too big to send."""
     task = load_table(path)
     if ROWS in task:
         raise InvalidField(

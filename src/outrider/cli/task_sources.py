@@ -152,7 +152,7 @@ def examples_in_file(path: Path) -> list[Example]:
 def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
     """Return one example for each row of the file that `table` names. The row's values fill the template and the
     solution in the table `gold`. If the table `rows` names a kind, the kind's adapter makes the tasks, and the fields
-    of the TOML file override its fields."""
+    of the TOML file override the adapter's fields."""
     try:
         rows_table = msgspec.convert(table.pop(ROWS), RowsTable)
     except msgspec.ValidationError as error:

@@ -94,8 +94,7 @@ def _first_ctrl_c(terminal: Terminal) -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _progress(terminal: Terminal, seed: int, seeds: int, most: int) -> Iterator[Callable[[TrainStep], None]]:
-    """Yield a function to call after each step. On a terminal it draws the curve and the progress, of at most `most`
-    steps. To any other output it writes lines."""
+    """On a terminal, show the curve and how many of at most `most` steps are done. Write lines to any other output."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

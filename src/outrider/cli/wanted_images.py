@@ -38,8 +38,9 @@ def read_images(words: Sequence[str]) -> dict[str, str]:
 async def pull_each(
     images: Mapping[str, str], pull: Callable[[str, str], Awaitable[T]], terminal: Terminal
 ) -> dict[str, T | ErrorRecord]:
-    """Call `pull(reference, name)` for all images, at most AT_ONCE at once. Returns each result or error by the image's
-    name. For several images, write a line when each begins and ends. The error of a single image is raised."""
+    """Call `pull(reference, name)` for all images, at most AT_ONCE at once. Returns each result or error by the
+    image's name. For several images, write a line when each begins and ends. If there is only one image, its error
+    is raised."""
     slots, done, total = asyncio.Semaphore(AT_ONCE), 0, len(images)
 
     async def one(name: str, reference: str) -> T | OutriderError:

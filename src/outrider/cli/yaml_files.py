@@ -13,7 +13,7 @@ from outrider.errors import InvalidField
 from outrider.text_files import read_text_file
 
 RECIPE, TOPOLOGY = (re.compile(f"^{name}:", re.MULTILINE) for name in ("proxy_server", "gateway"))
-"""Patterns of a line that only verl's recipe has, and of a line that only a topology of Polar has."""
+"""Patterns of a line of verl's recipe, and of a line of a topology of Polar."""
 
 
 def yaml_reader(systems: Sequence[Any]) -> Callable[[Path], dict[str, Any]]:
