@@ -5,22 +5,21 @@ from __future__ import annotations
 
 from outrider.cli.exit_codes import INTERRUPTED, SUCCESS
 
-TYPE_CHECKING = False  # see outrider/__init__.py for the reason
+TYPE_CHECKING = False  # importing typing would be slow (see outrider/__init__.py)
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. `argv` are the arguments without the program's name, by default those
-    of this process."""
+    """Run one command and return its exit code. `argv` is by default the command line of this process, without the
+    program's name."""
     try:
-        # The imports are inside the block, because they take long, and Ctrl-C during the imports must not print a
+        # The imports are inside the `try`, because they are slow, and Ctrl-C during an import must not print a
         # traceback.
         import sys
 
         if (sys.argv[1:] if argv is None else list(argv)) == ["--version"]:
-            # The version is printed before click and rich are imported, because the import takes longer than the
-            # output.
+            # `--version` is handled first, because importing click and rich takes longer than printing the version.
             from outrider.environment import installed_version
 
             print(f"outrider {installed_version('outrider')}")
@@ -28,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None:
             import gc
 
-            gc.disable()  # turned on again by CliCommand.invoke, when the command runs
+            gc.disable()  # makes the imports faster; CliCommand.invoke turns it on again
         from outrider.cli.commands import run_command
 
         return run_command(argv)

@@ -39,7 +39,7 @@ def artifacts(
 ) -> None:
     """List the files kept from a session's sandbox, or get one of them.
 
-    A task names the files to keep in `artifacts`. The output of the graders is kept as `outrider:grading.log`.
+    A task's field `artifacts` names the files to keep. The output of the graders is kept as `outrider:grading.log`.
 
     Examples:
 

@@ -1,8 +1,8 @@
-"""The parts of the command line, on click: commands, groups of commands, options and arguments, and their help.
+"""Classes for the command line, built on click: commands, groups of commands, options, arguments, and their help.
 
-A parameter of a command is declared by an annotation, such as `Annotated[int | None, CliOption("-n", metavar="N")]`.
-The module does not depend on any command. It uses click and not Typer, because Typer imports pydantic as soon as it
-reads an option. The imports of Typer and pydantic together take a fifth of a second of processor time.
+Options and arguments are declared by annotations, such as `Annotated[int | None, CliOption("-n", metavar="N")]`. The
+module does not depend on any command. It uses click and not Typer, because importing Typer and pydantic takes 0.2 s of
+processor time.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from outrider.cli.exit_codes import USAGE
 ARGUMENTS = "Arguments"
 OPTIONS = "Options"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-"""Settings of every command: the options that show its help, and the help's maximum width in columns."""
+"""click's settings for every command: the options that show its help, and the help's maximum width in columns."""
 
 Callback = Callable[[click.Context, click.Parameter, Any], Any]
-"""A function that is called when the value of an option is read, with the context, the parameter and the value. Returns
-the value to be used instead."""
+"""A function that click calls with the context, the parameter and the value of an option. The function returns the
+value to use instead."""
 
 
 class CliArgument:
-    """Declares an argument: a value without a name. `show_default` is shown in the help in place of the default. If it
-    is False, no default is shown. A number must be at least `min`."""
+    """Declares a positional argument. If `show_default` is a text, the help shows it as the default. A number must be
+    at least `min`."""
 
     def __init__(
         self, *, metavar: str | None = None, help: str = "", show_default: str | bool = True, min: float | None = None
@@ -42,8 +42,8 @@ class CliArgument:
         self._min = min
 
     def made(self, name: str, kind: Any, default: Any) -> click.Parameter:
-        """Return click's parameter with this name, for values of the type `kind`. A parameter with the default
-        `inspect.Parameter.empty` must be given. A list stands for any number of values."""
+        """Return the click parameter `name`, whose values have the type `kind`. If `kind` is a list, the parameter
+        takes any number of values. If `default` is `inspect.Parameter.empty`, the parameter is required."""
         single, many = _single(kind)
         return _Argument([name], text=self._help, nargs=-1 if many else 1, **self._attributes(single, default))
 
@@ -66,8 +66,8 @@ class CliArgument:
 
 
 class CliOption(CliArgument):
-    """Declares an option. Without `names`, the option has the name of its parameter. `panel` is its section of the
-    help. An option with a `callback` is read before the others."""
+    """Declares an option. By default it is named after the function's parameter: `min_reward` becomes `--min-reward`.
+    `panel` is the section of the help that lists the option. Options with a `callback` are read before all others."""
 
     def __init__(
         self,
@@ -118,9 +118,8 @@ class CliCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         if not gc.isenabled():
-            # If the command line has a process of its own, `main` has turned the garbage collector off. Imported
-            # objects are never garbage, and scanning them during the imports and at the end of Python takes a quarter
-            # of the time of a short command.
+            # `main` may have turned garbage collection off. Imported objects are never garbage: scanning them, during
+            # the imports and when Python exits, would take a quarter of a short command's time.
             gc.freeze()
             gc.enable()
         return super().invoke(ctx)
@@ -132,9 +131,11 @@ class CliCommand(click.Command):
 
 
 class CliGroup(click.Group):
-    """Commands or groups by name. `load` returns the command or group with a name, and is called only for the command
-    that runs or whose help is shown. `lines` has the first line of each member's help by the member's name. If a line
-    is None, the command is loaded to read the line."""
+    """A group of commands and other groups. Each is loaded only when it runs or its help is shown.
+
+    `load` returns the command or group with a given name. `lines` maps each name to the first line of the help. If the
+    line is None, the command is loaded to read it.
+    """
 
     def __init__(
         self,
@@ -159,17 +160,17 @@ class CliGroup(click.Group):
 
     @property
     def names(self) -> list[str]:
-        """The names of the members, in the order of the help."""
+        """The names of the commands, in the order of the help."""
         return list(self._lines)
 
     def member(self, name: str) -> click.Command:
-        """Return the command or group with a name. Raises KeyError for an unknown name."""
+        """Return the command or group with this name. Raises KeyError for an unknown name."""
         if name not in self._lines:
             raise KeyError(name)
         return self._load(name)
 
     def first_line(self, name: str) -> str:
-        """Return the first line of a member's help."""
+        """Return the first line of a command's help."""
         line = self._lines[name]
         return (self.member(name).help or "").partition("\n")[0] if line is None else line
 
@@ -183,7 +184,7 @@ class CliGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in self._lines and not args[0].startswith("-"):
-            from difflib import get_close_matches  # late, because only a mistake needs this module
+            from difflib import get_close_matches  # imported late, because only a mistyped name needs it
 
             meant = get_close_matches(args[0], self.names, n=1)
             ctx.fail(f"No such command {args[0]!r}." + (f" Did you mean {meant[0]!r}?" if meant else ""))
@@ -204,8 +205,8 @@ class CliGroup(click.Group):
 
 
 def _single(kind: Any) -> tuple[Any, bool]:
-    """Return the type of one value of a parameter, and whether the parameter takes a list of values. For `list[str] |
-    None`: `str` and True."""
+    """Return the type of a single value, and True if the parameter takes a list: `str` and True for `list[str] |
+    None`."""
     [given] = [each for each in get_args(kind) if each is not NoneType] if NoneType in get_args(kind) else [kind]
     return (get_args(given)[0], True) if get_origin(given) is list else (given, False)
 

@@ -1,7 +1,7 @@
-"""The program `outrider`: its commands, and how their errors are shown.
+"""The program `outrider`: its commands, and how it prints their errors.
 
-The commands' work is done in other modules. Invariant: an OutriderError, or a missing resource of the machine (disk,
-descriptors, memory, threads, a file), is shown in one line, never as a traceback.
+The commands' work is done in other modules. Invariant: an OutriderError is printed in one line, never as a traceback.
+An error of the machine, such as a full disk, is printed in the same way.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HINTS = {
     errno.EEXIST: "something else has that name: choose another one",
     errno.EISDIR: "that is a folder: name a file",
 }
-"""Hints for the user by errno of a system error."""
+"""Hints for the user, by the errno of an OSError."""
 
 HELP = """Outrider serves agent rollouts to reinforcement-learning trainers.
 
@@ -48,7 +48,8 @@ Then start a service with `outrider serve` and run a task with `outrider run`.
 """
 
 CLIENT_VARIABLES = {"OUTRIDER_URL", "OUTRIDER_TOKEN", "OUTRIDER_CA", "OUTRIDER_HOME"}
-"""The variables of commands that call a service. These variables are not checked against the settings."""
+"""Environment variables that every client reads. The user is warned about other OUTRIDER_ variables that nothing
+reads."""
 
 COMMANDS = {
     "serve": ("serve:serve", "Serve rollouts until Ctrl-C or SIGTERM."),
@@ -75,8 +76,8 @@ COMMANDS = {
     "slurm": ("slurm:slurm", "Submit a job that runs a service and its nodes on a Slurm cluster."),
     "eval": ("evaluate:eval_", "Run the tasks of a source, and score the policy."),
 }
-"""The commands by name. The value has the command's place (`module:function`, in this package) and the first line of
-its help. So the list of commands can be shown without an import of the modules."""
+"""For each command, its function (`module:function`, in this package) and the first line of its help. The line is
+repeated here, so that the list of commands can be shown without importing the modules."""
 
 GROUPS = {
     "consumers": (
@@ -162,11 +163,11 @@ GROUPS = {
         {"create": "token:create", "list": "token:list_tokens", "revoke": "token:revoke"},
     ),
 }
-"""The groups of commands by name. The value has the group's help, and the group's commands in the form of COMMANDS."""
+"""For each group of commands, its help and the functions of its commands (`module:function`)."""
 
 
 def run_command(argv: Sequence[str] | None) -> int:
-    """Run one command and return its exit code, for `outrider.cli.main`. Raises KeyboardInterrupt for Ctrl-C."""
+    """Run one command and return its exit code. Raises KeyboardInterrupt for Ctrl-C."""
     terminal = Terminal()
     words = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -178,7 +179,8 @@ def run_command(argv: Sequence[str] | None) -> int:
     except OutriderError as error:
         return _failed(terminal, error)
     except BaseExceptionGroup as failures:
-        # Several tasks failed together. Any error that is not shown in one line is a bug and needs its traceback.
+        # Several asyncio tasks failed together. If one error is a bug, all are raised again, because it needs its
+        # traceback.
         matched, others = failures.split(_is_shown)
         if matched is None or others is not None:
             raise
@@ -192,11 +194,11 @@ def run_command(argv: Sequence[str] | None) -> int:
         terminal.error(RequestError(message, hint=f"{program} --help").record())
         return USAGE
     except BrokenPipeError:
-        # The program that reads the output, such as `head`, has ended. When Python ends, it writes the rest of the
-        # output, which would fail again.
+        # The program that reads the output, such as `head`, has exited. Standard output becomes /dev/null, because
+        # Python flushes it at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
-    except Exception as error:  # a missing resource is shown in one line; everything else is raised again
+    except Exception as error:  # a bug is raised again, because it needs its traceback
         if not _is_shown(error):
             raise
         return _failed(terminal, _shown(error))
@@ -234,7 +236,8 @@ def _load(place: str) -> CliCommand:
 @click.pass_context
 def _check_variables(ctx: click.Context, show_version: bool) -> None:
     if any(name.startswith("OUTRIDER_") and name not in CLIENT_VARIABLES for name in variables()):
-        from outrider.config import unknown_variables  # late, because a client needs no settings and no pydantic
+        # Imported late, because a client needs no settings and no pydantic.
+        from outrider.config import unknown_variables
 
         for unknown in unknown_variables():
             terminal_of(ctx).note(f"warning: {unknown}")

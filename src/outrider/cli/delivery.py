@@ -1,5 +1,4 @@
-"""`outrider consumers`, `outrider callbacks` and `outrider gc`: manage the consumers of the results and the callbacks,
-and remove old groups."""
+"""`outrider consumers` and `outrider callbacks` manage how results are delivered; `outrider gc` removes old groups."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ LISTED = 1000
 def list_consumers(terminal: Terminal, service: Client) -> None:
     """List the consumers with their positions.
 
-    Groups that a consumer has not acknowledged are not removed: look for
-    consumers that were last seen long ago.
+    A consumer is a named reader of the results. Groups are kept until every
+    consumer has acknowledged them: remove consumers that no longer read.
 
     Example:
 
@@ -67,7 +66,7 @@ def remove_consumer(
 ) -> None:
     """Remove a consumer.
 
-    Groups are no longer kept for it.
+    The service then no longer keeps groups for this consumer to read.
 
     Examples:
 
@@ -81,6 +80,8 @@ def remove_consumer(
 @command
 def list_callbacks(terminal: Terminal, service: Client) -> None:
     """List the callbacks that were given up, the newest first.
+
+    A callback sends a finished group to a URL.
 
     Example:
 
@@ -118,7 +119,7 @@ def discard(
 ) -> None:
     """Discard a callback that was given up.
 
-    Its group is then kept no longer than other groups.
+    Its group can then be removed, for example by `outrider gc`.
 
     Example:
 
@@ -146,7 +147,11 @@ def gc(
 ) -> None:
     """Remove old groups with their sessions, turns, images, artifacts and events.
 
-    Groups that have not ended, that a consumer has not acknowledged, or whose callback is not delivered, are kept.
+    These groups are kept:
+
+    - groups that have not ended
+    - groups that a consumer has not acknowledged (--force removes them)
+    - groups whose callback is neither delivered nor discarded
 
     Examples:
 

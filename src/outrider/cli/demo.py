@@ -54,15 +54,15 @@ def demo(
 
     The run takes some seconds and needs no engine, no network and no root.
 
-    With --train the model learns its task: TRL trains it on sessions of a
-    service in another process, until the model is right nearly every time.
-    Ctrl-C ends the training after the step that is under way, and keeps the
-    weights and the curve; a second Ctrl-C ends it at once.
+    With --train, TRL trains the model on sessions of a service in another
+    process, until the model is right nearly every time. Ctrl-C ends the
+    training after the current step, and keeps the weights and the curve of the
+    reward. A second Ctrl-C ends it at once.
 
-    With --open the service's page opens in a browser before the first session,
-    and the service stays until Ctrl-C.
+    With --open, the service's page opens in a browser before the first session,
+    and the service runs until Ctrl-C.
 
-    Exit code 1: a session failed, or a recorded token differs from the engine's;
+    Exit code 1: a session failed, or a recorded token differs from the engine's,
     or with --train, the reward did not rise from below 0.3 to above 0.85.
     Exit code 130: Ctrl-C.
 
@@ -76,8 +76,7 @@ def demo(
 
         outrider demo --model outrider-demo/policy-0
     """
-    # The imports are in the function, because the help of the program imports this module, too, and the server's
-    # libraries load slowly.
+    # Imported here, because these libraries load slowly and `outrider demo --help` imports this module, too.
     from outrider.lab.demo.dialogue import POLICY
     from outrider.lab.demo.run import run_demo
     from outrider.lab.demo.summary import sample_faults, write_files

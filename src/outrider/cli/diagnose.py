@@ -1,4 +1,4 @@
-"""`outrider diagnose`: finds the faults of a run by rules, and prints each with its evidence and the next step."""
+"""`outrider diagnose`: checks a run against rules, and prints each fault with its evidence and the next step."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def diagnose(
 ) -> None:
     """List the faults of a run, with evidence and the next step.
 
-    All results of the run are read, and the turns of a sample. Without a label
-    or a group: all groups.
+    The command reads the results of all sessions, and the turns of a sample of
+    them. Without a label or a group, it reads all groups.
 
     Examples:
 
@@ -74,7 +74,7 @@ def diagnose(
 
 
 def _lines(found: RunDiagnosis) -> Iterator[Text]:
-    """Yield the lines for people: what was read, where the time goes, and the findings."""
+    """Yield the lines to print: what was read, where the time went, and the findings."""
     read = [
         f"{counted(found.sessions, 'session')} in {counted(found.groups, 'group')} read",
         f"with all turns of {found.read_sessions:,}",
@@ -104,7 +104,8 @@ def _finding(finding: RunFinding) -> Iterator[Text]:
 
 
 def _time_line(seconds: RunSeconds) -> str:
-    """Return the uses of the sessions' time in percent, the largest first. "" if no session has taken any time."""
+    """Return the shares of the sessions' time, such as `model 62%, tools 30%`, the largest first. Returns "" if no
+    session has taken any time."""
     used = {name: getattr(seconds, name) for name in RunSeconds.__struct_fields__}
     total = sum(used.values())
     if not total:
@@ -121,8 +122,8 @@ def _label(text: str) -> tuple[str, str]:
 
 
 def _time(text: str, now: float) -> float:
-    """Return a time in seconds since the epoch: an age such as 2h, or a date with or without a time of day. A time
-    without a zone is local."""
+    """Parse a time into seconds since the epoch. `text` is an age such as 2h, or a date with or without a time of day.
+    A time without a zone is local."""
     if age := re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|min|h|d)", text):
         return max(0.0, now - float(age[1]) * UNITS[age[2]])
     try:

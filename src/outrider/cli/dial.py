@@ -1,5 +1,4 @@
-"""`outrider engines dial`: answers the model calls of a session proxy of verl's recipe, until a signal ends the
-command."""
+"""`outrider engines dial`: answers model calls of a session proxy of verl's recipe, until a signal ends the command."""
 
 from __future__ import annotations
 
@@ -42,8 +41,8 @@ def dial(
 ) -> None:
     """Answer the calls of a session proxy of verl's recipe, until Ctrl-C.
 
-    The proxy is the recipe's own in its relay mode, or a service with
-    --compat verl. The engine must take token ids.
+    The proxy is the recipe's own proxy in its relay mode, or an Outrider
+    service with --compat verl. The engine must accept token ids.
 
     Example:
 
@@ -59,8 +58,7 @@ def dial(
         terminal.out.print(f"{worker} serves {url}")
 
     async def serve_calls() -> None:
-        # The imports are in the function, because the help of the program imports this module, too, and these modules
-        # load slowly.
+        # Imported here, because these modules load slowly and `outrider engines --help` imports this module, too.
         from outrider.engines.base import EngineOptions
         from outrider.plugins import resolve
         from outrider.relay.verl import ProxyWorker
@@ -99,7 +97,7 @@ def dial(
                 terminal.note("stopping: the calls that run go to the proxy's other workers")
                 running.cancel()
                 attached.cancel()
-        except ExceptionGroup as group:  # the group holds the error that ended the worker
+        except ExceptionGroup as group:  # contains the error that ended the worker
             raise group.exceptions[0] from None
         except asyncio.CancelledError:
             if not signals.came:

@@ -29,8 +29,9 @@ def diff(
 ) -> None:
     """Compare two runs: rewards, pass@k, turns, tokens, failures, flips.
 
-    Differences have 95 % confidence intervals, over tasks. Groups of the same
-    task are paired: by the label `task`, or else by equal instructions.
+    Each difference has a 95 % confidence interval over tasks. Groups belong to
+    the same task if they have the same label `task` or, without this label, the
+    same instruction.
 
     Examples:
 
@@ -79,8 +80,8 @@ def _shown(found: RunDiff) -> Iterator[RenderableType]:
 
 
 def _some(found: RunDiff) -> list[Flip]:
-    """Return at most FLIPS_SHOWN flips. First come sessions solved only in `a`, which are at most half of FLIPS_SHOWN,
-    and then sessions solved only in `b`."""
+    """Return at most FLIPS_SHOWN flips: first sessions solved only in `a` (at most half), then sessions solved only in
+    `b`."""
     lost = [flip for flip in found.flips if flip.a_reward >= found.passed]
     gained = [flip for flip in found.flips if flip.a_reward < found.passed]
     return [*lost[: FLIPS_SHOWN // 2], *gained[: FLIPS_SHOWN - min(len(lost), FLIPS_SHOWN // 2)]]

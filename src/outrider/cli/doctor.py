@@ -13,17 +13,17 @@ from outrider.cli.terminal import Terminal
 from outrider.doctor import Finding, diagnose
 
 NAMES = {"gpus": "GPUs"}
-"""Headings in the report, by field of a `Diagnosis`. Any other field has its own name as its heading."""
+"""Headings of the report, by field of a `Diagnosis`. The heading of any other field is the field's name."""
 
 
 @command
 def doctor(terminal: Terminal) -> None:
     """Show what works on this machine, and how to get what does not.
 
-    Looks at runtimes, harnesses, engines, file formats, stores, the service's
-    port, the limit of open files, GPUs for sandboxes, and their network.
+    The command checks runtimes, harnesses, engines, file formats, stores, the
+    service's port, the limit of open files, and GPUs and networks of sandboxes.
 
-    Exit code 1: no sandbox can be made here.
+    Exit code 1: no kind of sandbox works here.
 
     Examples:
 

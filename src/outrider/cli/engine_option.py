@@ -1,4 +1,5 @@
-"""KIND=WHERE, by which a command line names an engine. The module does not import the settings of a service."""
+"""Parses KIND=WHERE, which names an engine on the command line: `vllm=http://127.0.0.1:8000`. The module does not
+import the settings of a service."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ KIND_HELP = (
 
 
 def parse_engine(text: str, *, field: str = "engine") -> dict[str, Any]:
-    """Return the fields of an engine spec from KIND=WHERE. Raises InvalidField."""
+    """Parse KIND=WHERE into the fields of an `EngineSpec`. Raises InvalidField."""
     kind, given, where = text.partition("=")
     if not (kind and given and where):
         raise InvalidField(f"{text!r} is not {KIND}", field=field, hint=f"give {KIND_HELP}")

@@ -19,8 +19,8 @@ Name = Annotated[str, CliArgument(metavar="NAME", help="The engine's name.")]
 def list_engines(terminal: Terminal, service: Client) -> None:
     """List the engines with their load.
 
-    Load: requests in flight, sessions, and tokens generated since the service
-    began.
+    The load: requests in flight, sessions, and tokens generated since the
+    service started.
 
     Example:
 
@@ -44,8 +44,8 @@ def add(
 ) -> None:
     """Add an engine.
 
-    The engine must be up. Its tokenizer must be that of the policy, or of the
-    frozen model that it serves.
+    The engine must be up. Its tokenizer must be that of the model that it
+    serves: the policy, or the frozen model that --serves names.
 
     Examples:
 
@@ -62,9 +62,9 @@ def add(
 
 @command
 def drain(terminal: Terminal, service: Client, name: Name) -> None:
-    """Give an engine no new sessions.
+    """Stop giving new sessions to an engine.
 
-    Its present sessions stay with it until they end.
+    Its current sessions stay on it until they end.
 
     Example:
 

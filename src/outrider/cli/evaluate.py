@@ -50,9 +50,9 @@ def eval_(
 ) -> None:
     """Run the tasks of a source, and score the policy.
 
-    Sessions that could not be graded are counted separately, and are in no
-    score. After Ctrl-C the sessions run on in the service; --resume continues
-    with them.
+    Sessions that could not be graded are counted separately, and are not part
+    of any score. After Ctrl-C, the sessions continue in the service, and
+    --resume continues the evaluation.
 
     Examples:
 
@@ -67,7 +67,7 @@ def eval_(
             source, limit=limit, image=image, test_command=test_command, offline=offline, network=network
         )
     ]
-    service.policy()  # fails at once, not after minutes, if no service has this address
+    service.policy()  # fails at once if no service has this address; the calls below retry for minutes
     run = resume or secrets.token_hex(6)
     terminal.note(
         f"run {run}: {counted(len(tasks), 'task')}, {counted(n, 'session')} each; "

@@ -2,8 +2,8 @@
 
 SUCCESS = 0
 FAILURE = 1
-"""The command could not do its work, or the outcome is bad, such as a failed session or a check that does not hold."""
+"""The command failed, or its outcome is bad, such as a failed session or a check that does not hold."""
 USAGE = 2
-"""The request is invalid."""
+"""The command line or the request is invalid."""
 INTERRUPTED = 130
 """Ctrl-C. Shells report this code for a program that SIGINT has ended."""

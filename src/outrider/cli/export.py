@@ -1,5 +1,5 @@
-"""`outrider export`: writes the samples of done groups, or the same data as conversations. The output is a file with
-the images in a folder beside the file, or JSON lines on standard output."""
+"""`outrider export`: writes the samples of done groups, or their sessions as conversations. The output is JSON lines on
+standard output, or a file with a folder of images beside it."""
 
 from __future__ import annotations
 
@@ -42,10 +42,15 @@ PAGE = 20
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of `outrider export --json`. `left_out` is the number of samples with a reward below `--min-reward`,
-    or without one. `evaluations` is the number of groups that were left out, because they evaluate a policy. The next
-    export begins at `cursor` (`--after`). `sha256` is the digest of the file. `images` is the number of the samples'
-    images that the service stores; `image_files` is the folder to which they were written."""
+    """The output of `outrider export --json`.
+
+    left_out: the number of samples whose reward is missing or below `--min-reward`.
+    evaluations: the number of groups that were left out because they evaluate a policy.
+    cursor: the value of `--after` for the next export.
+    sha256: the digest of the file.
+    images: the number of the samples' images that the service stores.
+    image_files: the folder to which the images were written.
+    """
 
     samples: int
     left_out: int
@@ -85,9 +90,9 @@ def export(
 ) -> None:
     """Write the training samples of done groups.
 
-    One row for each sample, in the order in which the groups finished.
+    There is one row for each sample, in the order in which the groups finished.
     Groups of evaluations are left out, unless --group names one.
-    Images of the samples are written to a folder `images` beside the file.
+    Images are written to the folder `images` beside the file.
 
     Examples:
 
@@ -198,7 +203,7 @@ class _Images:
 
 
 def _groups(service: Client, only: str | None, after: int, *, samples: bool) -> Generator[GroupView, None, None]:
-    """Yield the group with the id `only`, or every group after the cursor if `only` is None."""
+    """Yield the group with the id `only` or, if `only` is None, every done group after the cursor `after`."""
     if only is not None:
         group = service.group(only, samples=samples)
         if group.state is not GroupState.DONE:
@@ -214,14 +219,14 @@ def _groups(service: Client, only: str | None, after: int, *, samples: bool) -> 
 
 @asynccontextmanager
 async def _reading(client: AsyncClient, after: int, *, samples: bool) -> AsyncIterator[asyncio.Future[ResultsPage]]:
-    """While the block runs, read the page of results after a cursor in the background. Meanwhile the block can write
-    the previous page, which takes longer than reading. Yields a future with the page or the error."""
+    """Read the page of results after the cursor `after` in the background, and yield a future with the page. The block
+    writes the previous page meanwhile, which takes longer than reading."""
     page: asyncio.Future[ResultsPage] = asyncio.get_running_loop().create_future()
 
     async def read() -> None:
         try:
             page.set_result(await client.results(after=after, limit=PAGE, samples=samples))
-        except Exception as error:  # any error is raised in the block, where the page is awaited
+        except Exception as error:  # the block gets the error when it awaits the page
             page.set_exception(error)
 
     async with asyncio.TaskGroup() as tasks:
@@ -229,7 +234,7 @@ async def _reading(client: AsyncClient, after: int, *, samples: bool) -> AsyncIt
         yield page
         reading.cancel()
     if page.done():
-        page.exception()  # the block ended early: marks the error as seen, so that asyncio does not log it
+        page.exception()  # asyncio would log an error that the block has not awaited, unless it is read here
 
 
 async def _page_of(page: asyncio.Future[ResultsPage]) -> ResultsPage:

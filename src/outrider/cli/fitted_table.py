@@ -1,8 +1,8 @@
-"""A table without a frame that fits the width of its output.
+"""A table without borders, laid out for the width of its output.
 
-Invariant: no cell is cut. In an output that is wide enough, such as a file, each row is one line. In a narrow output
-the headers wrap first, then the text of the last column. Columns that still do not fit follow below, in a second table
-that repeats the first column.
+Invariant: no cell is cut. In a wide output, such as a file, each row is one line. In a narrow output the headers wrap
+first, then the text of the last column. Columns that still do not fit are moved to a second table below, which repeats
+the first column.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.text import Text
 GAP = 2
 """Number of spaces between two columns of the table."""
 TEXT_WIDTH = 24
-"""The width to which the last column may be wrapped, if it has text."""
+"""Minimum width of the last column, if its cells are text that may wrap."""
 
 
 class FittedTable:
@@ -28,7 +28,7 @@ class FittedTable:
         self._rows = rows
         self._title = title
         self._widths = [max(cell_len(name), *self._cells(at), 0) for at, name in enumerate(self._names)]
-        """The width of each column in one line."""
+        """The width of each column if no cell wraps."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         for number, columns in enumerate(self._parts(options.max_width)):
@@ -43,10 +43,10 @@ class FittedTable:
                 yield from self._row(console, columns, row)
 
     def _parts(self, room: int) -> Iterator[dict[int, int]]:
-        """Yield the columns of each table: a mapping from the column's position to its width."""
+        """Yield the columns of each table: a mapping from a column's position to its width."""
         places = range(len(self._names))
         if sum(self._widths) + GAP * (len(places) - 1) > room and self._is_text(places[-1]):
-            # The last column is left out if it has no text, such as a column of errors if there are none.
+            # A last column without text is left out, such as a column of errors if there are none.
             places = places if any(self._cells(places[-1])) else places[:-1]
         columns: dict[int, int] = {}
         for at in places:
@@ -58,12 +58,12 @@ class FittedTable:
         yield self._widened(columns, room)
 
     def _is_text(self, at: int) -> bool:
-        """Return True for the one column whose cells may be wrapped."""
+        """Return True for a last column that is aligned to the left: only its cells may wrap."""
         return at == len(self._names) - 1 and not self._right[at]
 
     def _smallest(self, at: int, room: int) -> int:
-        """Return the minimum width of a column, which is the width of its widest cell or of the longest word of its
-        name."""
+        """Return the minimum width of a column: the width of its widest cell or of the longest word of its name. Cells
+        that may wrap need at most TEXT_WIDTH."""
         words = max(map(cell_len, self._names[at].split()), default=0)
         width = max(words, *self._cells(at), 0)
         if self._is_text(at):
@@ -75,7 +75,7 @@ class FittedTable:
         return min(self._widths[0], room // 2)
 
     def _widened(self, columns: dict[int, int], room: int) -> dict[int, int]:
-        """Distribute the room that the minimum widths leave, from left to right."""
+        """Widen the columns, from left to right, with the room that the minimum widths leave."""
         left = room - sum(columns.values()) - GAP * (len(columns) - 1)
         widths = {}
         for at, width in columns.items():
@@ -87,8 +87,8 @@ class FittedTable:
     def _row(
         self, console: Console, columns: dict[int, int], cells: Sequence[str | Text], *, bottom: bool = False
     ) -> Iterator[Text]:
-        """Yield the lines of a row, whose cells begin in the first line or, with `bottom`, end in the last one. The
-        lines are made here and not by rich's Table, which takes five times as long."""
+        """Yield the lines of a row. Short cells are filled up with blank lines below or, with `bottom`, above. rich's
+        own Table would take five times as long."""
         folded = [self._folded(console, cells[at], at, width) for at, width in columns.items()]
         height = max(map(len, folded))
         for lines, width in zip(folded, columns.values(), strict=True):

@@ -20,8 +20,12 @@ Preset = Annotated[str, CliArgument(metavar="PRESET", help=PRESET_HELP)]
 
 
 class HarnessRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A preset. `version` is the pinned version of its program, None if it has no program; `path` is the folder in
-    which this version is installed, None if it is not installed. `versions` are all installed versions."""
+    """A preset and its program.
+
+    version: the pinned version of the program. None if the preset has no program.
+    path: the folder in which this version is installed. None if it is not installed.
+    versions: all installed versions.
+    """
 
     name: str
     summary: str
@@ -66,8 +70,8 @@ def install_harness(
 
     The program comes from PyPI or npm, in the version that the preset pins. It
     gets a folder of its own below ~/.cache/outrider (or $OUTRIDER_HOME).
-    Several versions may be installed. A task selects another version than the
-    pinned one by `harness.version`.
+    Several versions may be installed. Tasks use the pinned version, unless their
+    field `harness.version` names another one.
 
     Examples:
 
@@ -94,17 +98,19 @@ def update_harness(
 ) -> None:
     """Try the newest version of a preset's program.
 
-    The newest version in the registry is installed beside the pinned one.
-    Both are certified as by `outrider harness check`, and the differences are
-    printed. In a checkout of Outrider's source, the version is then written
-    into the preset, unless --check is given. Exit code 0: the newest version
-    is certified, or pinned already. 1: it is not certified.
+    The newest version in the registry is installed beside the pinned one. The
+    command checks both, as `outrider harness check` does, and prints the
+    differences. Without --check, a newest version that passes becomes the pinned
+    one, which needs a checkout of Outrider's source.
+
+    Exit code 0: the newest version passes, or is pinned already.
+    Exit code 1: it does not pass.
 
     Example:
 
         outrider harness update pi --check
     """
-    # The import is here, because the other commands of this group do not need the server's libraries.
+    # Imported here, because the other commands of this group do not need the server's libraries.
     from outrider.cli.harness_update import update_and_print
 
     raise Exit(
@@ -141,13 +147,13 @@ def check_harness(
 ) -> None:
     """Certify that a harness works with this version of Outrider.
 
-    A scripted model makes the program do small tasks, one for each row. The
-    tasks cover everything that makes clients rewrite a conversation. Every
-    recorded token is compared with the model's own input and output.
+    The program does small tasks with a scripted model. The tasks, called rows,
+    cover everything that makes clients rewrite a conversation. Every recorded
+    token is compared with the model's own input and output. A row holds if all
+    its checks succeed.
 
-    A row holds if all its checks succeed. Exit code 0: all tried rows hold.
-    1: a row does not hold, or a row that every harness needs could not be
-    tried.
+    Exit code 0: all rows that were tried hold.
+    Exit code 1: a row does not hold, or a required row could not be tried.
 
     Examples:
 
@@ -159,7 +165,7 @@ def check_harness(
 
         outrider harness check --task my-task.toml
     """
-    # The import is here, because the other commands of this group do not need the server's libraries.
+    # Imported here, because the other commands of this group do not need the server's libraries.
     from outrider.cli.harness_check import check_and_print, find_subject
 
     subject = find_subject(
@@ -197,13 +203,15 @@ def record_harness(
     tokenizer: Annotated[str | None, CliOption(metavar="PATH", help="The engine's tokenizer.")] = None,
     renderer: Annotated[str | None, CliOption(metavar="NAME", help="The renderer of the engine's model.")] = None,
 ) -> None:
-    """Run a program by hand, and write down how to run it in tasks.
+    """Run a program once, record its model calls, and draft a task that runs it.
 
-    The program runs here, not confined, with the variables of all vendors set
-    to a recording model endpoint. {base_url}, {api_key}, {model} and
-    {instruction} are filled in in its arguments, variables and settings files.
-    NAME.toml becomes a draft of a task with the program, NAME.wire.jsonl the
-    model calls, without secrets. The exit code is that of the program.
+    The program runs here, without a sandbox. The variables of all vendors
+    (OPENAI_BASE_URL, ANTHROPIC_BASE_URL, ...) point to a model endpoint that
+    records the calls. {base_url}, {api_key}, {model} and {instruction} are
+    replaced in its arguments, variables and settings files.
+
+    NAME.toml is the draft of a task that runs the program. NAME.wire.jsonl has
+    the model calls, without secrets. The exit code is that of the program.
 
     Examples:
 
@@ -211,7 +219,7 @@ def record_harness(
 
         outrider harness record --name mine --home settings -- my-agent --model {model} {instruction}
     """
-    # The import is here, because the other commands of this group do not need the server's libraries.
+    # Imported here, because the other commands of this group do not need the server's libraries.
     from outrider.cli.harness_record import Answers, record_and_draft
 
     answers = Answers(

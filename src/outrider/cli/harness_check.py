@@ -1,6 +1,7 @@
-"""The work of `outrider harness check`: finds the subject, certifies it, and prints the certificate.
+"""The work of `outrider harness check`: makes a harness do small tasks with a scripted model, and prints a certificate
+with one row per task.
 
-Only this command imports the module, because the module needs the server's libraries.
+Commands import the module only when they run, because it needs the server's libraries.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from outrider.sandbox.runtimes.default_runtime import default_runtime
 from outrider.spec import HarnessSpec, RuntimeSpec
 
 VERSION = "version"
-"""The row that starts the installed program of a preset once. Certificates of other programs do not have this row."""
+"""The row that starts a preset's installed program once, to read its version. Other harnesses do not have this row."""
 
 VENDORS = {"anthropic": "messages", "openai": "chat", "google": "gemini"}
 """Dialects by vendor name: users may name a vendor in place of a dialect."""
@@ -47,10 +48,10 @@ def find_subject(
     runtime: str | None,
     version: str | None = None,
 ) -> Subject:
-    """Return the subject to certify, named by exactly one of `preset`, `command` and `task`.
+    """Return the harness to check. Exactly one of `preset`, `command` and `task` names it.
 
-    Raises InvalidField for options that contradict each other or name nothing, HarnessUnavailable for a preset that is
-    not installed.
+    Raises InvalidField for an unknown name, and for options that contradict each other. Raises HarnessUnavailable for a
+    preset that is not installed.
     """
     dialect = VENDORS.get(dialect or "", dialect)
     known = [each.name for each in DIALECTS]
@@ -77,7 +78,7 @@ def find_subject(
         name, harness = words[0], HarnessSpec(command=words, venv=str(venv.absolute()) if venv else None)
     else:
         name, harness = str(preset), HarnessSpec(preset=load_preset(str(preset), field="preset").name)
-        load_preset(name).at_version(version)  # raises an error for a text that is no version
+        load_preset(name).at_version(version)  # raises an error if `version` does not look like a version
         harness = harness.model_copy(update={"version": version})
     if sandbox is None:
         sandbox = RuntimeSpec(kind=runtime or default_runtime()[0])
@@ -98,7 +99,8 @@ def find_subject(
 
 
 def check_and_print(terminal: Terminal, subject: Subject, *, names: Sequence[str], seconds: float) -> int:
-    """Certify the subject as `certificate_of` does, print its certificate, and return the exit code."""
+    """Check the harness `subject`, print its certificate, and return the exit code. For the parameters see
+    `certificate_of`."""
     certificate = certificate_of(terminal, subject, names=names, seconds=seconds)
     if terminal.json:
         terminal.write_json(certificate)
@@ -108,9 +110,9 @@ def check_and_print(terminal: Terminal, subject: Subject, *, names: Sequence[str
 
 
 def certificate_of(terminal: Terminal, subject: Subject, *, names: Sequence[str], seconds: float) -> Certificate:
-    """Certify the subject. `names` are the rows to try; all rows are tried if `names` is empty. `seconds` bounds the
-    run of one row. Raises InvalidField for an unknown row."""
-    # The import is here, so that a wrong row or harness is refused without loading the server's libraries.
+    """Check the harness `subject` and return its certificate. `names` are the rows to try, by default all. `seconds` is
+    the time limit of one row. Raises InvalidField for an unknown row."""
+    # Imported here, so that a wrong row or harness is refused before the server's libraries are loaded.
     from outrider.lab.certify.run import certify
 
     known = [VERSION, *(row.name for row in ROWS)]

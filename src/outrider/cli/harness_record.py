@@ -29,9 +29,9 @@ from outrider.lab.record.draft import INSTRUCTION, TaskDraft, place_of, task_tom
 from outrider.lab.record.run import Program, files_below, record
 
 UNTOLD = "Run the command `echo hello`, and report what it prints."
-"""The instruction of the recorded run without the option --instruction."""
+"""Default of the option --instruction."""
 OURS = 0o600
-"""Mode of the written files. Other users cannot read these files, because a transcript has whole conversations."""
+"""Mode of the written files. Only the owner can read them, because a transcript has whole conversations."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -53,7 +53,7 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
 
 class RecordedFiles(msgspec.Struct, frozen=True, kw_only=True):
     """The output of `outrider harness record --json`. `has_instruction` is false if the draft lacks {instruction}.
-    `refused` counts the calls that were answered with an error, by method, path, status and reason."""
+    `refused` counts the model calls answered with an error, by method, path, status and reason."""
 
     task: str
     transcript: str
@@ -85,7 +85,8 @@ def record_and_draft(terminal: Terminal, answers: Answers) -> int:
         files=files,
         stdin=answers.stdin,
     )
-    place = place_of(answers.words, environment("PATH"))  # before the program may change its own files
+    # First, because the program may change its own files when it runs.
+    place = place_of(answers.words, environment("PATH"))
     answers.output.mkdir(parents=True, exist_ok=True)
     terminal.note(f"running {answers.words[0]}")
     with _created(transcript) as file, _removed_after_failure(transcript):
@@ -140,7 +141,7 @@ def record_and_draft(terminal: Terminal, answers: Answers) -> int:
 
 
 def _settings(answers: Answers) -> Config | None:
-    """Return the settings of a service with the engine of the option --engine, or None without this option. Raises
+    """Return settings with the engine that the option --engine names, or None if the option is not given. Raises
     InvalidField."""
     if answers.engine is None:
         if answers.tokenizer is not None or answers.renderer is not None:

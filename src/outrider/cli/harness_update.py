@@ -1,5 +1,5 @@
-"""The work of `outrider harness update`: installs the newest version of a program beside the pinned one, certifies
-both, and prints the difference.
+"""The work of `outrider harness update`: installs the newest version of a preset's program beside the pinned one,
+checks both, and prints the differences.
 
 Only this command imports the module, because the module needs the server's libraries.
 """
@@ -21,7 +21,7 @@ from outrider.lab.certify.judge import Certificate, RowVerdict
 
 
 class VersionDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """One fact of a row that differs between the pinned and the newest version."""
+    """A difference between the certificates of the pinned and the newest version."""
 
     row: str
     fact: str
@@ -30,9 +30,12 @@ class VersionDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TriedUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of `outrider harness update --json`. `ok` is true if the newest version's certificate holds. It is
-    also true if the newest version is the pinned version; the certificates are then None. `written` is true if the
-    preset has a new pin."""
+    """The output of `outrider harness update --json`.
+
+    ok: the newest version passes all checks, or is pinned already.
+    written: the newest version has been written into the preset as its pin.
+    of_pinned, of_newest: the certificates. None if the newest version is pinned already.
+    """
 
     harness: str
     pinned: str
@@ -47,8 +50,8 @@ class TriedUpdate(msgspec.Struct, frozen=True, kw_only=True):
 def update_and_print(
     terminal: Terminal, name: str, *, only_check: bool, runtime: str | None, rows: Sequence[str], seconds: float
 ) -> int:
-    """Try the newest version of a preset's program and return the exit code. Without `only_check`, the version becomes
-    the preset's pin if its certificate holds.
+    """Check the newest version of a preset's program and return the exit code. Without `only_check`, a version that
+    passes becomes the preset's pin.
 
     Raises InvalidField for a preset without a program. Without `only_check`, also raises InvalidField if Outrider does
     not run from a checkout of its source. Raises HarnessUnavailable if the registry does not reply or the program
@@ -58,7 +61,7 @@ def update_and_print(
     if not only_check and preset.install is not None:
         pin_file(preset)
     newest = newest_version(preset, terminal.note)
-    assert preset.install is not None  # `newest_version` raises an error for such a preset
+    assert preset.install is not None  # `newest_version` raises an error for a preset without a program
     pinned = preset.install.version
     update = TriedUpdate(harness=name, pinned=pinned, newest=newest, ok=True)
     if newest == pinned:
@@ -100,8 +103,8 @@ def _result(update: TriedUpdate) -> str:
 
 
 def _differences(before: Certificate, after: Certificate) -> Iterator[VersionDifference]:
-    """Yield the differences between two certificates of the same rows. Times, tokens and logs are not compared, because
-    they always differ."""
+    """Yield the differences between two certificates with the same rows. Times, tokens and logs always differ and are
+    not compared."""
     for one, other in zip(before.rows, after.rows, strict=True):
         for (fact, pinned), (_, newest) in zip(_facts(one), _facts(other), strict=True):
             if pinned != newest:

@@ -44,8 +44,8 @@ class ImageRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Images(msgspec.Struct, frozen=True):
-    """The output of `outrider image list --json`, and of `outrider image build --json` and `outrider image pull --json`
-    for several images. `failed` are the errors of images that could not be pulled, by name."""
+    """The output of `outrider image list --json`, and of `build` and `pull` with --json for several images. `failed`
+    has the errors of images that could not be pulled, by name."""
 
     images: tuple[ImageRow, ...]
     failed: dict[str, ErrorRecord] = {}
@@ -59,8 +59,8 @@ def import_image(
 ) -> None:
     """Make an image from an archive.
 
-    SOURCE is a file of `docker save` or `podman save`, an OCI layout, a SIF,
-    or a tar of a root file system.
+    SOURCE is a file written by `docker save` or `podman save`, an OCI layout,
+    a SIF file, or a tar file of a root file system.
 
     Example:
 
@@ -74,10 +74,10 @@ def import_image(
 def pull_image(terminal: Terminal, images: Annotated[list[str], CliArgument(metavar="IMAGE...", help=HELP)]) -> None:
     """Get images from container registries.
 
-    Needs the program skopeo. Of several images, up to four are pulled at
-    once; if one fails, the others are pulled all the same.
+    The command needs the program skopeo. It pulls up to four images at once. If
+    one cannot be pulled, the others still are.
 
-    Exit code 1: one of several images could not be pulled.
+    Exit code 1: an image could not be pulled.
 
     Examples:
 
@@ -119,8 +119,8 @@ def pull_ahead_image(
 ) -> None:
     """Pull images on all machines of a Kubernetes cluster.
 
-    The cluster is that of the node's settings and of KUBECONFIG. A DaemonSet
-    pulls the images, and is removed at the end.
+    KUBECONFIG and the settings of a node (--config) name the cluster. A
+    DaemonSet pulls the images, and is removed at the end.
 
     Examples:
 
@@ -191,10 +191,12 @@ def build_image(
 ) -> None:
     """Build an image from a recipe or a Dockerfile.
 
-    A recipe names a base image, packages, files and commands, and needs the
-    program apptainer. A Dockerfile's FROM names an image of this machine; its
-    commands run in a sandbox, which has no network but the hosts that you
-    allow, and no container engine is needed.
+    A recipe names a base image, packages, files and commands. It needs the
+    program apptainer.
+
+    A Dockerfile needs no container engine: its commands run in a sandbox. The
+    sandbox can reach only the hosts that --allow-host names. FROM must name an
+    image of this machine.
 
     Examples:
 
@@ -267,9 +269,9 @@ def list_images(terminal: Terminal) -> None:
 
 @command
 def remove_image(terminal: Terminal, name: Name) -> None:
-    """Remove a name of an image.
+    """Remove a name from an image.
 
-    The image is deleted with its last name.
+    The image itself is deleted when its last name is removed.
 
     Example:
 
@@ -281,7 +283,8 @@ def remove_image(terminal: Terminal, name: Name) -> None:
 
 
 def pod_images(task: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the images of a task's sandboxes of the kind `kubernetes`, in the agent's and the evaluators' runtimes."""
+    """Yield the images that a task needs in sandboxes of the kind `kubernetes`, for its agent and for its
+    evaluators."""
     steps = [task, *task.get("then", ())]
     runtimes = [task.get("runtime"), *((step.get("evaluator") or {}).get("runtime") for step in steps)]
     for runtime in runtimes:

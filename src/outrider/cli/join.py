@@ -48,15 +48,16 @@ def join(
     ] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Run sessions of a service on another machine, until Ctrl-C or SIGTERM.
+    """Run a service's sessions on this machine, until Ctrl-C or SIGTERM.
 
-    The models, tokenizers included, and the engines are the service's. Lanes,
-    sandboxes and folders are this machine's. The token must be a node's:
+    Settings of models, tokenizers and engines come from the service. Settings of
+    lanes, sandboxes and folders come from this machine. The token must have the
+    role `node`:
 
         outrider token create --role node --name nodes
 
-    After a signal the machine gets no new sessions, and running sessions may
-    end within --stop-seconds. The remaining sessions are run elsewhere.
+    After a signal, the machine gets no new sessions, and its running sessions
+    have --stop-seconds to end. The remaining ones start again elsewhere.
 
     Examples:
 
@@ -74,8 +75,8 @@ def join(
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidField(f"{address!r} is no address of a service", field="url", hint=f"such as {DEFAULT_URL}")
-    # The import is in the function, because the help of the program imports this module, too, and `nodes.messages`
-    # imports the renderers, which load slowly.
+    # Imported here, because `nodes.messages` imports the renderers, which load slowly, and `outrider nodes --help`
+    # imports this module, too.
     from outrider.nodes.messages import NAMING, NODE_NAME
 
     name = name or platform.node() or "node"
@@ -94,8 +95,7 @@ def join(
             seconds = f"{settings.stop_seconds:g} s"
             terminal.note(f"stopping: the sessions that run have {seconds} to end (Ctrl-C again interrupts them)")
 
-        # The imports are in the function, because the help of the program imports this module, too, and these modules
-        # load slowly.
+        # Imported here, because these modules load slowly and `outrider nodes --help` imports this module, too.
         try:
             if ray is None:
                 from outrider.nodes.joining import JoiningMachine
@@ -115,8 +115,7 @@ def join(
             else:
                 from outrider.nodes.ray_machines import JoinTarget, RayFleet
 
-                # Settings that are not set are left out, because the default number of processes is different on each
-                # machine.
+                # Defaults are left out, because the default number of processes is different on each machine.
                 own = settings.model_dump_json(include=set(OWN), exclude_unset=True).encode()
                 file = "" if settings.read_from is None else str(settings.read_from.absolute())
                 fleet = RayFleet(

@@ -1,4 +1,4 @@
-"""The log and the signals of programs that run until a signal, or the program that started them, ends them."""
+"""Logging and signal handling for programs that run until they are told to stop."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def start_log(level: int, *, token: str | None = None, process: str = "", as_json: bool = False) -> None:
-    """Write the log to standard error, with the name of the `process` in each line."""
+    """Write the log to standard error, without the secret `token`. `process` is a name that each line contains."""
     log = logging.StreamHandler()
     log.setFormatter((JsonLogFormatter if as_json else LogFormatter)(token, process=process))
     logging.basicConfig(level=level, handlers=[log])
     if level > logging.DEBUG:
-        # Uvicorn logs the start and end of each of our servers, and the package mcp each request: hide these lines.
+        # Hide uvicorn's lines about the start and end of each server, and the package mcp's lines about each request.
         for name in ("uvicorn.error", "mcp"):
             logging.getLogger(name).setLevel(max(level, logging.WARNING))
 
 
 class StopSignals:
-    """The effects of SIGINT and SIGTERM on the task that makes this object. The first signal makes `first` return. The
-    second signal, or any signal before `first` is called, cancels the task and restores the usual effect of signals, so
-    that the next signal ends the process."""
+    """Handles SIGINT and SIGTERM for the task that creates this object.
+
+    The first signal makes `first` return. The second signal, or any signal before `first` is called, cancels the task.
+    It also restores the default handling, so that the next signal ends the process.
+    """
 
     def __init__(self) -> None:
         self.came = 0
@@ -36,13 +38,13 @@ class StopSignals:
             self._loop.add_signal_handler(number, self._stop)
 
     async def first(self) -> None:
-        for number in SIGNALS:  # the handlers are set a second time, because Ray replaces them when it starts
+        for number in SIGNALS:  # set a second time, because Ray replaces the handlers when it starts
             self._loop.add_signal_handler(number, self._stop)
         self._waiting = self._loop.create_future()
         await self._waiting
 
     def restore(self) -> None:
-        """Restore the usual effect of the signals."""
+        """Restore the default handling of the signals."""
         for number in SIGNALS:
             self._loop.remove_signal_handler(number)
 

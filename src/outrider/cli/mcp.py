@@ -1,4 +1,4 @@
-"""`outrider mcp`: the MCP server over standard input and output, for a service."""
+"""`outrider mcp`: an MCP server over standard input and output, whose tools call a service."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from outrider.errors import InvalidField
 def mcp(terminal: Terminal, service: Client) -> None:
     """Serve the MCP tools of a service over standard input and output.
 
-    A coding agent starts this command, and calls the tools: to look at runs
-    and, if the token's role allows, to cancel, retry, pause and drain. The
-    service itself has the same tools at /mcp.
+    A coding agent starts this command and calls its tools. They show runs and,
+    if the token's role allows it, cancel, retry, pause and drain. The service
+    itself offers the same tools at /mcp.
 
     Examples:
 
@@ -27,6 +27,6 @@ def mcp(terminal: Terminal, service: Client) -> None:
         raise InvalidField("standard output has the messages of the protocol", field="--json", hint="leave --json out")
     if find_spec("mcp") is None:
         raise InvalidField("the command needs the package mcp", field="mcp", hint=install_command("mcp"))
-    from outrider.mcp.server import mcp_server, serve_stdio  # late, because the package is an extra
+    from outrider.mcp.server import mcp_server, serve_stdio  # imported late, because the package `mcp` is optional
 
     service.run(serve_stdio(mcp_server(service.asynchronous)))

@@ -1,6 +1,6 @@
-"""`python -m outrider.cli.node_process`: a node in its own process, started by `outrider serve --processes`, or by
-`outrider nodes join` for a service on another machine.
+"""`python -m outrider.cli.node_process`: a node in its own process.
 
+The starting program is `outrider serve --processes` or, for a service on another machine, `outrider nodes join`.
 Standard input is a socket to the starting program, which sends the settings. The process exits when the starting
 program hangs up.
 """
@@ -41,7 +41,7 @@ log = logging.getLogger("outrider.node")
 
 def main() -> None:
     # The signals have no effect, because the service decides when its nodes end. The handler is a function and not
-    # SIG_IGN, because programs started by this process would inherit SIG_IGN.
+    # SIG_IGN, because child processes would inherit SIG_IGN.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     for name in os.listdir("/proc/self/fd"):
@@ -51,7 +51,7 @@ def main() -> None:
     end = socket.socket(fileno=os.dup(0))
     threading.Thread(target=_end_with_the_service, args=(os.dup(0),), daemon=True).start()
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # programs started by this process must not inherit the socket
+    os.dup2(nothing, 0)  # child processes must not inherit the socket
     os.close(nothing)
     run_service(_serve(end))
 
@@ -82,7 +82,7 @@ async def _serve(end: socket.socket) -> None:
 
 
 class Starter:
-    """The program that has started this process, if this program is not the service."""
+    """The starting program, if it is `outrider nodes join` and not the service itself."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
@@ -99,12 +99,12 @@ class Starter:
         await self._tell(Ready())
 
     async def note_failure(self, error: OutriderError) -> None:
-        """Report to the starting program the error that keeps this process from working for the service."""
+        """Report to the starting program an error that keeps this process from working for the service."""
         await self._tell(Ready(error=error.record()))
 
     async def read_orders(self) -> None:
-        """Carry out the starting program's orders to leave the service. Returns when the program hangs up, or after an
-        order that arrives before any work has begun."""
+        """Carry out the starting program's orders to leave the service. Returns when the starting program hangs up, or
+        after an order that arrives before this process works for a service."""
         with suppress(Disconnected):
             while True:
                 assert isinstance(TO_PROCESS.decode(await self._pipe.receive()), LeaveService)
@@ -113,7 +113,7 @@ class Starter:
                     return
 
     def leave(self) -> None:
-        """Stop the service from sending new attempts."""
+        """Have the service send no new attempts."""
         self._leaving = True
         if self._service is not None:
             self._service.leave()
@@ -126,8 +126,8 @@ class Starter:
 async def _join(join: Join, starter: Starter) -> None:
     """Join a service and run its attempts until the service or the starting program hangs up.
 
-    SIGTERM also ends the work, because the sender of the signal ends all processes of a batch job or of a systemd unit
-    at once, sandboxes included.
+    SIGTERM also ends the work, because batch systems and systemd send it to all processes of a job or unit, so that the
+    sandboxes end as well.
     """
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, starter.ending.set)
     async with asyncio.TaskGroup() as tasks:
@@ -178,8 +178,7 @@ async def _work(setup: NodeSetup, socket: Socket, starter: Starter | None = None
 
 
 async def _run(setup: NodeSetup, service: ServiceProxy, hung_up: asyncio.Task[Any], starter: Starter | None) -> None:
-    # The imports are in the function, because the module search path comes from the service, and is set before this
-    # call.
+    # Imported here, because the caller first sets the module search path that the service has sent.
     from outrider.api.gateway_server import serving_gateway
     from outrider.engines.pool.follower import PoolFollower
     from outrider.sandbox.host_paths import HostPaths
@@ -203,7 +202,7 @@ async def _run(setup: NodeSetup, service: ServiceProxy, hung_up: asyncio.Task[An
                 backend=models.policy,
                 frozen=models.frozen,
                 store=service.store,
-                # A node on another machine has no folder in common with the service, and sends its artifacts there.
+                # A node on another machine shares no folder with the service, so it sends its artifacts to the service.
                 artifacts=ArtifactStore(config.data / "artifacts") if starter is None else service.artifacts,
                 resources=service.resources,
                 paths=paths,

@@ -34,8 +34,8 @@ def list_nodes(terminal: Terminal, service: Client) -> None:
 
 
 class PulledByName(msgspec.Struct, frozen=True):
-    """The output of `outrider nodes pull --json` for several images: the result of each by its name, and the errors of
-    images that the service refused."""
+    """The output of `outrider nodes pull --json` for several images. `images` has the results by image name. `failed`
+    has the errors of images that the service refused."""
 
     images: dict[str, PulledImages]
     failed: dict[str, ErrorRecord] = {}
@@ -47,11 +47,11 @@ def pull(
 ) -> None:
     """Get images from container registries, on every machine that runs sessions.
 
-    Needs the program skopeo on each of them. If another image has a name,
-    the name passes to the new image. Of several images, up to four are pulled
-    at once; if one fails, the others are pulled all the same.
+    Each machine needs the program skopeo. If another image already has the name,
+    the new image takes the name over. Up to four images are pulled at once. If
+    one cannot be pulled, the others still are.
 
-    Exit code 1: a machine does not have an image, or there are no machines.
+    Exit code 1: a machine lacks an image, or no machine runs sessions.
 
     Examples:
 
@@ -80,10 +80,10 @@ def pull(
 
 @command
 def drain(terminal: Terminal, service: Client, name: Name) -> None:
-    """Give a node no new sessions.
+    """Stop giving new sessions to a node.
 
-    Its present sessions go on until they end. The node stays drained until it
-    is resumed, even if the service is restarted.
+    The node's current sessions run to their end. The node stays drained until
+    it is resumed, even if the service is restarted.
 
     Example:
 
@@ -94,7 +94,7 @@ def drain(terminal: Terminal, service: Client, name: Name) -> None:
 
 @command
 def resume(terminal: Terminal, service: Client, name: Name) -> None:
-    """Give a drained node sessions again.
+    """Give new sessions to a drained node again.
 
     Example:
 

@@ -1,5 +1,5 @@
-"""Makes functions into commands. `command` adds the options that several commands share, and passes the objects made
-from these options, such as a client, to the function."""
+"""Turns functions into commands. `command` adds the options that several commands share, such as --url, and passes the
+objects made from them, such as a client, to the function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.environment import DEFAULT_URL, environment
 
 
 def _json(ctx: click.Context, _: click.Parameter, given: bool) -> bool:
-    # An option with a callback is read before the others, so that an error in another option is also written as JSON.
+    # An option with a callback is read before all others, so that an error in another option is also written as JSON.
     terminal_of(ctx).json = given
     return given
 
@@ -75,7 +75,7 @@ HarnessName = Annotated[
     CliOption("--harness", metavar="PRESET", help="Agent program for all tasks.", show_default="their own"),
 ]
 BUILT_IN = "tools"
-"""Name of the built-in agent, which runs the tasks of a data set that name no agent."""
+"""Name of the built-in agent. It runs the tasks of a data set that name no agent."""
 AgentName = Annotated[
     str | None,
     CliOption("--agent", metavar="NAME", help="Agent in Python for tasks that name none.", show_default=BUILT_IN),
@@ -89,15 +89,16 @@ Json = Annotated[bool, CliOption("--json", callback=_json, help="Write one JSON 
 
 
 def command(function: Callable[..., None]) -> CliCommand:
-    """Return the command of a function. Parameters of the following types are not options; their values are made from
-    the shared options.
+    """Return the command of a function. Parameters of the function become options, except for parameters of these
+    types:
 
     - `Terminal`: the command's output.
-    - `Client`: an open client of the service that --url, --token and --ca name. `AsyncClient`: a client to be opened.
+    - `Client`: an open client of the service that --url, --token and --ca name.
+    - `AsyncClient`: the same client, not yet open.
     - `RunFilter`: a filter of sessions, from the options of `run_filter.py`.
     - `Config`, `MachineConfig`: the settings, from --config and one option per setting.
 
-    A command also has --json, unless the command takes settings and so runs until a signal ends it.
+    A command with settings runs until a signal ends it. Every other command also has --json.
     """
     hints = get_type_hints(function, include_extras=True)
     made = {
@@ -124,7 +125,7 @@ def command(function: Callable[..., None]) -> CliCommand:
         with ExitStack() as stack:
             for name, kind in made.items():
                 passed[name] = _made(kind, ctx, given)
-                if isinstance(passed[name], AbstractContextManager):  # a `Client`, which is closed after the command
+                if isinstance(passed[name], AbstractContextManager):  # a `Client` is closed after the command
                     stack.enter_context(passed[name])
             function(**passed)
 
@@ -132,14 +133,14 @@ def command(function: Callable[..., None]) -> CliCommand:
 
 
 FOR_ANY_HARNESS = ("mcp_servers", "skills")
-"""Fields of a task's harness that a data set sets for whichever agent runs the task."""
+"""Fields of a task's `harness` that do not choose an agent. They are kept if the user chooses another agent."""
 
 
 def with_harness(
     task: Mapping[str, Any], harness: str | None, agent: str | None, *, default: str | None = None
 ) -> dict[str, Any]:
-    """Return the task with the preset `harness`, if it is given, in place of the task's own harness. Otherwise, a task
-    without a harness gets the Python agent `agent`, or `default` if no agent is given."""
+    """Return the task with the agent chosen on the command line. The preset `harness`, if given, replaces the task's
+    own agent. Otherwise a task without an agent gets the Python agent `agent`, or `default`."""
     own = task.get("harness") or {}
     given = {name: own[name] for name in FOR_ANY_HARNESS if name in own}
     if harness:
@@ -157,13 +158,13 @@ def _made(kind: Any, ctx: click.Context, given: Mapping[str, Any]) -> Any:
         return RunFilter(given)
     if _is_client(kind):
         return kind(**_service(given))
-    from outrider.cli.setting_options import read_settings  # late: see the comment above `_is_client`
+    from outrider.cli.setting_options import read_settings  # imported late, see the comment on `_is_client`
 
     return read_settings(given)
 
 
-# The next two functions recognise a class by the name of its module, without an import: a service needs no client, a
-# client needs no settings and no pydantic, and these imports take most of the time of a start.
+# The next two functions recognize a class by the name of its module, without importing it. A service needs no client,
+# a client needs no settings, and these imports take most of the time of a start.
 
 
 def _is_client(hint: Any) -> bool:
@@ -171,7 +172,7 @@ def _is_client(hint: Any) -> bool:
 
 
 def _is_config(hint: Any) -> bool:
-    """Return True for `Config`, and for `MachineConfig`, which is annotated."""
+    """Return True for `Config` and for `MachineConfig`, which is an annotated `Config`."""
     return getattr(getattr(hint, "__origin__", hint), "__module__", "") == "outrider.config"
 
 
@@ -183,7 +184,7 @@ def _setting_options(hint: Any) -> list[click.Parameter]:
 
 
 def _parameter(name: str, annotation: Any, default: Any = None) -> click.Parameter:
-    """Return click's parameter for a parameter of a function. The annotation has the type, and a CliOption or
+    """Return the click parameter for a parameter of a function. The annotation holds the type and a CliOption or
     CliArgument."""
     kind, declared = get_args(annotation)
     found: click.Parameter = declared.made(name, kind, default)
@@ -191,7 +192,8 @@ def _parameter(name: str, annotation: Any, default: Any = None) -> click.Paramet
 
 
 def _listed(value: Any) -> Any:
-    """Return the values of a parameter that may be repeated, as a list, or None if there are no values."""
+    """click passes repeated values as a tuple: return it as a list, or None if it is empty. Return other values
+    unchanged."""
     return (list(value) or None) if isinstance(value, tuple) else value
 
 

@@ -1,8 +1,8 @@
-"""Reads a topology file of Polar as the settings of a service.
+"""Reads a topology file of Polar, and returns the settings of a service that replaces Polar's servers.
 
-The gateway nodes of the file become one service: the service has the engines of all nodes, and each lane has as many
-slots as the nodes have workers together. Keys about the connections of Polar's servers to each other have no effect.
-Invariant: unknown keys and known keys without a setting are refused.
+The service has the engines of all gateway nodes. Each lane has as many slots as all nodes together have workers of this
+kind. Keys about the connections between Polar's servers have no effect. Invariant: unknown keys, and keys without a
+matching setting, are refused.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class PolarTopology(Spec):
 
 
 def read_topology(path: Path) -> dict[str, Any]:
-    """Return the settings in a topology file, in the form of a settings file. Raises InvalidField with the file's key
-    for a file that is invalid, or has a part without a setting."""
+    """Read a topology file, and return its settings in the form of a settings file. Raises InvalidField, which names
+    the key, if the file is invalid or has a key without a matching setting."""
     try:
         import yaml
     except ModuleNotFoundError as error:
@@ -114,7 +114,7 @@ def read_topology(path: Path) -> dict[str, Any]:
 
 
 def settings_of(topology: PolarTopology) -> dict[str, Any]:
-    """Return the settings of the service that replaces all nodes. Raises InvalidField."""
+    """Return the settings of one service that replaces all nodes. Raises InvalidField."""
     rollout, nodes = topology.rollout, topology.gateway.nodes
     for number, node in enumerate(nodes):
         field = f"gateway.nodes.{number}"

@@ -15,7 +15,7 @@ from outrider.schemas import PolicyStatus
 
 
 class Mode(StrEnum):
-    """The treatment of generations in flight when the policy is paused."""
+    """Whether generations in flight finish, or are cut off and continued later, when the policy is paused."""
 
     FINISH = "finish"
     ABORT = "abort"
@@ -46,7 +46,7 @@ def show(terminal: Terminal, service: Client) -> None:
 def pause(terminal: Terminal, service: Client, mode: InFlight = Mode.FINISH) -> None:
     """Hold new generations back, and wait until no generation is in flight.
 
-    Clocks of agents stand still until the policy is resumed.
+    The time limits of sessions are suspended until the policy is resumed.
 
     Example:
 
@@ -67,7 +67,7 @@ def resume(
 ) -> None:
     """Resume generation.
 
-    With N, the engines' weights are first recorded as version N.
+    With N, the engines' current weights are first recorded as version N.
 
     Example:
 
@@ -93,9 +93,10 @@ def update(
     ] = None,
     go_back: GoBack = False,
 ) -> None:
-    """Raise the policy's version, with weights that the engines load in place.
+    """Set the policy's version, and have the engines load new weights.
 
-    The command pauses, loads, sets the version and resumes.
+    The command pauses generation, loads the weights, sets the version, and
+    resumes.
 
     Example:
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def session_progress(terminal: Terminal, first: str = "submitting") -> Iterator[Watch]:
-    """Show one bar for the sessions of all watched groups, with the number of sessions in each state. Until the groups
-    are read for the first time, the bar shows the text `first`."""
+    """Show one bar for the sessions of all watched groups, with the number of sessions in each state. The bar shows the
+    text `first` until the groups have been read once."""
     with _progress(terminal, transient=False) as progress:
         bar = progress.add_task(first, total=None)
 
@@ -38,7 +38,7 @@ def session_progress(terminal: Terminal, first: str = "submitting") -> Iterator[
 @contextmanager
 def run_progress(terminal: Terminal) -> Iterator[Callable[[RunProgress], None]]:
     """Show one bar for the sessions of a run, and the number of unfinished sessions in each state. Without a terminal,
-    write a line at each tenth of the sessions."""
+    write a line instead for each tenth of the sessions."""
     with _progress(terminal, transient=False) as progress:
         bar = progress.add_task("submitting", total=None)
         tenth = 0
@@ -62,8 +62,7 @@ def _states(now: RunProgress) -> str:
 
 @contextmanager
 def row_progress(terminal: Terminal, rows: int) -> Iterator[Callable[[RowVerdict], None]]:
-    """Show one bar for the rows of a certificate. Each verdict is also written as a line, with or without a
-    terminal."""
+    """Show one bar for the rows of a harness's certificate. Always write a line for each verdict, too."""
     with _progress(terminal, transient=True) as progress:
         bar = progress.add_task("starting a service", total=rows)
 

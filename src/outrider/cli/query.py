@@ -24,8 +24,8 @@ def query(
 ) -> None:
     """Run an SQL query over groups, sessions, turns, errors, rewards, tokens.
 
-    The views and their columns are described in docs/queries.md. A query only
-    reads. At most 10,000 rows are returned, and a query ends after 5 seconds.
+    docs/queries.md describes the views and their columns. A query can only
+    read. It returns at most 10,000 rows, and is stopped after 5 seconds.
 
     Examples:
 
@@ -47,7 +47,7 @@ def query(
 
 
 def _table(reply: QueryReply) -> FittedTable:
-    """Return the rows as a table. Columns of numbers are aligned to the right."""
+    """Return the reply as a table. Columns of numbers are aligned to the right."""
     numeric = [
         any(row[at] is not None for row in reply.rows)
         and all(row[at] is None or isinstance(row[at], int | float) for row in reply.rows)

@@ -23,10 +23,11 @@ Tenant = Annotated[str | None, CliOption("--tenant", metavar="NAME", help="The t
 def pause(
     terminal: Terminal, service: Client, label: Labels = None, harness: Harness = None, tenant: Tenant = None
 ) -> None:
-    """Start no more sessions: of some groups, or of all without options.
+    """Start no more sessions of the groups that the options name.
 
-    Sessions under way go on, and groups are still accepted. The pause survives
-    a restart of the service. Held sessions do not expire.
+    Without options, no sessions of any group start. Running sessions continue,
+    and groups are still accepted. The pause survives a restart of the service.
+    Held sessions do not expire.
 
     Examples:
 
@@ -42,7 +43,7 @@ def pause(
 def resume(
     terminal: Terminal, service: Client, label: Labels = None, harness: Harness = None, tenant: Tenant = None
 ) -> None:
-    """End a pause, named by the same options.
+    """End the pause that was started with the same options.
 
     Examples:
 

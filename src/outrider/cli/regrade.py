@@ -34,11 +34,12 @@ def regrade(
 ) -> None:
     """Grade sessions again, with another evaluator or the same one.
 
-    No agent runs. Each group is graded as a new group, which is delivered like
-    any other. The old group keeps its verdicts. Ctrl-C does not end the
-    grading: cancel the new groups for that.
+    No agent runs. The service makes a new group for each ID and delivers it
+    like any other group. The old group keeps its verdicts. After Ctrl-C, the
+    grading continues in the service; to end it, cancel the new groups.
 
-    Exit code 0: every session was graded. 1: one was not.
+    Exit code 0: every session was graded.
+    Exit code 1: at least one session was not.
 
     Examples:
 
@@ -90,8 +91,8 @@ def _evaluator(path: Path) -> Mapping[str, Any]:
 
 
 def _graded(session: SessionView) -> str:
-    """Return the id of the session whose agent ran. If this session only grades an earlier session again, this is the
-    id of the earlier session."""
+    """Return the id of the session whose agent ran: the earlier session if this session regrades one, else this
+    session."""
     return session.result.regrades or session.id if session.result else session.id
 
 

@@ -38,12 +38,13 @@ from outrider.errors import InvalidField
 from outrider.schemas import GroupView
 
 ANSWER_SECONDS = 10.0
-"""Seconds for which Ctrl-C waits for the reply to the submission, because the service may have accepted the group. The
-time is bounded, because no reply comes while the service's queue is full."""
+"""Seconds to wait after Ctrl-C for the reply to the submission, because an accepted group must be cancelled. The wait
+is bounded, because no reply comes while the service's queue is full."""
 
 
 class Ran(msgspec.Struct, frozen=True):
-    """The output of `outrider run --json` for a data set: the figures, and the command that writes the rows."""
+    """The output of `outrider run --json` for a data set: the figures, and the command that writes the training
+    rows."""
 
     result: RolledOut
     export: str
@@ -75,11 +76,14 @@ def run(
 ) -> None:
     """Run a task, or all tasks of a data set, and wait for them.
 
-    Files beside TASK.toml that its `upload` steps name are sent with it. Ctrl-C
-    cancels the sessions of a task. The sessions of a data set continue in the
-    service. --resume RUN waits for them, and submits the missing ones.
+    If `upload` steps of TASK.toml name files beside it, they are sent with it.
 
-    Exit code 0: every session ended without an error. 1: one did not.
+    Ctrl-C cancels the sessions of a single task. The sessions of a data set
+    continue in the service: --resume RUN waits for them, and submits the
+    missing ones.
+
+    Exit code 0: every session ended without an error.
+    Exit code 1: at least one session ended with an error.
 
     Examples:
 
@@ -92,7 +96,7 @@ def run(
     if resume is None and len(sources) == 1 and is_one_task(Path(sources[0])):
         task = with_harness(load_example(Path(sources[0])).task, harness, agent)
         raise Exit(asyncio.run(_run(terminal, client, {"task": task, "n": n, "priority": priority})))
-    # The imports are here, because a single task is checked by the service, and needs none of these modules.
+    # Imported here, because only a data set needs these modules: the service checks a single task.
     from outrider.cli.task_sources import examples_in
     from outrider.service.admission import validate_group
 
@@ -104,7 +108,7 @@ def run(
             task = with_harness(example.task, harness, agent, default=BUILT_IN)
             try:
                 validate_group({"task": task, "n": n, "priority": priority})
-            except InvalidField as error:  # raised before anything is submitted
+            except InvalidField as error:
                 raise InvalidField(
                     f"task {example.id!r} of {source}: {error.message}", field=error.field, hint=error.hint
                 ) from error
@@ -116,7 +120,7 @@ def run(
 async def _run_all(
     terminal: Terminal, client: AsyncClient, run: str, tasks: list[dict[str, Any]], *, n: int, priority: int
 ) -> int:
-    """Roll out a data set, and return the exit code. Ctrl-C leaves the sessions to the service."""
+    """Roll out a data set, and return the exit code. After Ctrl-C, the sessions continue in the service."""
     terminal.note(f"run {run}: {counted(len(tasks), 'task')}, {counted(n, 'session')} each")
     try:
         async with client:
@@ -142,7 +146,7 @@ async def _run_all(
 
 
 def _address(client: AsyncClient) -> str:
-    """Return the option ` --url URL` with which another command calls the same service, or "" if the command needs no
+    """Return ` --url URL`, the option that another command needs to call the same service, or "" if it needs no
     option."""
     return "" if client.url == (environment("OUTRIDER_URL") or DEFAULT_URL).rstrip("/") else f" --url {client.url}"
 

@@ -56,7 +56,7 @@ OPTIONS: Mapping[str, Any] = {
 
 
 class RunFilter:
-    """A filter of sessions, made from the options of a command."""
+    """A filter of sessions, made from a command's options in OPTIONS."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.fields: dict[str, Any] = {
@@ -79,8 +79,8 @@ class RunFilter:
 
 
 def time_of(text: str, option: str, *, now: float | None = None) -> float:
-    """Return the time that an option names, in seconds since the epoch: an age such as 2h; a date and time in ISO 8601,
-    in local time if no time zone is given; or seconds since the epoch. Raises InvalidField."""
+    """Parse the value of an option into seconds since the epoch. The value is an age such as 2h, a date and time in ISO
+    8601, or seconds since the epoch. A date without a time zone is local time. Raises InvalidField."""
     if age := re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h|d)", text.strip()):
         return (time.time() if now is None else now) - float(age[1]) * UNITS[age[2]]
     if re.fullmatch(r"\d+(\.\d+)?", text.strip()):
@@ -94,7 +94,7 @@ def time_of(text: str, option: str, *, now: float | None = None) -> float:
 
 
 def pairs_of(given: Sequence[str] | None) -> dict[str, str]:
-    """Return labels given as NAME=VALUE. Raises InvalidField for another text."""
+    """Parse labels in the form NAME=VALUE. Raises InvalidField for any other form."""
     found = {}
     for pair in given or ():
         name, equals, value = pair.partition("=")

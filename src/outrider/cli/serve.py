@@ -18,9 +18,9 @@ from outrider.environment import DEFAULT_URL
 def serve(terminal: Terminal, settings: Config, verbose: Verbose = False) -> None:
     """Serve rollouts until Ctrl-C or SIGTERM.
 
-    Sessions that run at that time get a while to end (--stop-seconds). A
-    second Ctrl-C interrupts them. The next service on the same data folder
-    restarts interrupted sessions, and runs queued ones.
+    After the signal, running sessions have --stop-seconds to end. A second
+    Ctrl-C interrupts them. The next service on the same data folder starts
+    interrupted sessions again, and runs queued ones.
 
     Examples:
 
@@ -35,10 +35,10 @@ def serve(terminal: Terminal, settings: Config, verbose: Verbose = False) -> Non
             (each.model for each in settings.engines if each.kind == "embedded" and each.serves is None), None
         )
         settings = settings.model_copy(update={"model": settings.model.model_copy(update={"tokenizer": folder})})
-    if terminal.err.is_terminal:  # a program that reads this output expects an error in the first line
+    if terminal.err.is_terminal:  # not for programs, which expect an error in the first line of standard error
         terminal.note(f"starting a service on the data folder {settings.data}")
-    # The imports are here, because the help and `outrider slurm` also import this module. The first import comes before
-    # the event loop starts threads, because this import takes longer in a process with threads.
+    # Imported here, because these modules load slowly, and `outrider slurm` and `outrider serve --help` import this
+    # module, too. The first import comes before the event loop starts threads, because threads make it slower.
     import outrider.tokens.rendering  # noqa: F401
     from outrider.nodes.processes import with_processes
 
@@ -49,7 +49,7 @@ def serve(terminal: Terminal, settings: Config, verbose: Verbose = False) -> Non
 
 
 async def _serve(terminal: Terminal, config: Config) -> None:
-    # The imports are here, because the help and `outrider slurm` also import this module.
+    # Imported here for the same reason as in `serve`.
     from outrider.api.server import serving
     from outrider.service.assembly import open_service
 
@@ -71,7 +71,7 @@ async def _serve(terminal: Terminal, config: Config) -> None:
                     "(Ctrl-C again interrupts them)"
                 )
             await service.run_dry(config.stop_seconds)
-            signals.restore()  # another Ctrl-C can then end a stop that hangs
+            signals.restore()  # the next Ctrl-C can then end a shutdown that hangs
     except asyncio.CancelledError:
         if not signals.came:
             raise

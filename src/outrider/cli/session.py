@@ -52,8 +52,8 @@ def open_(
 ) -> None:
     """Open a session for an agent that runs elsewhere, and print its variables.
 
-    The output can be read by a shell. The variables contain the session's
-    credential, which gives access to this session's model calls only.
+    The output is shell code that sets the variables. They contain the session's
+    credential, which only allows model calls of this session.
 
     Examples:
 
@@ -141,9 +141,9 @@ def capture(
     """Run a program here as the agent of a session, and show what it did.
 
     The program gets its base URL and key in the variables of each vendor
-    (OPENAI_BASE_URL, ANTHROPIC_BASE_URL, ...). It is not confined. If the
-    program fails and no --reward is given, the session ends as an error,
-    without a reward. The exit code is that of the program.
+    (OPENAI_BASE_URL, ANTHROPIC_BASE_URL, ...). It runs without a sandbox. If it
+    fails and --reward is not given, the session ends with an error and gets no
+    reward. The exit code is that of the program.
 
     Examples:
 
@@ -177,7 +177,7 @@ def capture(
 
 
 def _folders(folder: Path) -> dict[str, str]:
-    """Make the folders of a program below `folder`, and return their variables. Raises InvalidField."""
+    """Make a program's folders below `folder`, and return the variables that name them. Raises InvalidField."""
     named = folder_environment(SessionFolders(parent=str(folder.resolve())))
     try:
         for path in named.values():

@@ -1,8 +1,8 @@
-"""Writes the page's view of one session as one HTML file, which needs neither a service nor a network.
+"""Writes one session, as the service's web page shows it, to an HTML file that needs neither a service nor a network.
 
-The file holds the page's bundle and the service's replies about the session, as JSON in an element that browsers do not
-run. Invariant: the file's policy allows only the file's own script and style, by their hashes, and no requests at all,
-so that text of an agent can neither run nor leave the machine.
+The file holds the page's script and style, and the service's replies about the session as JSON, in an element that
+browsers do not run. Invariant: the file's content security policy allows only this script and style, by their hashes,
+and no network requests. So text of an agent can neither run nor be sent anywhere.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from outrider.redaction import without_keys
 from outrider.store.artifacts import GRADING_LOG
 
 UNRESERVED = "!~*'()"
-"""Characters that `quote` escapes and the `encodeURIComponent` of browsers does not. The page finds the replies by
-paths that were made with `encodeURIComponent`."""
+"""Characters that `quote` would escape and `encodeURIComponent` in browsers does not. The page looks a reply up by its
+path, which it encodes with `encodeURIComponent`."""
 MOST_IMAGES = 64 << 20
-"""Maximum number of bytes of the images in a file. The images that follow are left out."""
+"""Maximum total size of a file's images in bytes. Images beyond this limit are left out."""
 
 
 class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A recorded reply: its JSON, or the bytes of a file in base64 and their media type."""
+    """A recorded reply of the service: JSON, or the base64 of a file and its media type."""
 
     json: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     base64: str | msgspec.UnsetType = msgspec.UNSET
@@ -62,7 +62,7 @@ def html_file(recording: Recording, *, title: str) -> bytes:
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src blob: data:;"
         " base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
-    # JSON has `<` only in texts, where it can be escaped. So no text can end the element.
+    # In JSON, `<` occurs only within strings, where it can be escaped. So no string can end the <script> element.
     data = without_keys(msgspec.json.encode(recording).decode()).replace("<", "\\u003c")
     heading = "".join(char for char in title if char.isalnum() or char in "-_ ")
     return (
@@ -85,7 +85,7 @@ def _replies(service: Client, session_id: str) -> dict[str, Recorded]:
     session = service.reply_body(base)
     try:
         turns = service.reply_body(f"{base}/turns", {"tokens": True, "pieces": True})
-    except Forbidden:  # the token is read-only, or the service does not have the texts of tokens
+    except Forbidden:  # the token is read-only, or the service cannot decode the tokens
         turns = service.reply_body(f"{base}/turns")
     replies = {base: _json(session), f"{base}/turns": _json(turns)}
     for part in ("timeline", "samples", "artifacts"):
@@ -102,7 +102,7 @@ def _replies(service: Client, session_id: str) -> dict[str, Recorded]:
     for digest in dict.fromkeys(_digests(msgspec.json.decode(turns))):
         try:
             image = service.image(digest)
-        except OutriderError:  # an image of which the service has no bytes any more
+        except OutriderError:  # the service no longer has this image
             continue
         size += len(image.data)
         if size > MOST_IMAGES:
@@ -120,7 +120,7 @@ def _file(data: bytes, media_type: str) -> Recorded:
 
 
 def _digests(turns: dict[str, Any]) -> Iterator[str]:
-    """Yield the digests of the images in the messages of turns, except for images that were sent as a URL."""
+    """Yield the digests of the images in the messages of turns, without images that were sent as a URL."""
     for turn in turns["turns"]:
         for message in (turn.get("tokens") or {}).get("messages", ()):
             for part in message.get("parts", ()):

@@ -69,7 +69,7 @@ def cancel(
 ) -> None:
     """Cancel groups, sessions, or all sessions that match a filter.
 
-    Running sessions end; sessions that have ended keep their results.
+    Running sessions are stopped. Sessions that have ended keep their results.
 
     Examples:
 
@@ -101,8 +101,8 @@ def retry(
 ) -> None:
     """Submit sessions that have ended again, in new groups of the same tasks.
 
-    The old results are kept. The new groups have the label
-    outrider.retry, with the id of the old group as its value.
+    The old results are kept. Each new group has the label outrider.retry, whose
+    value is the id of the old group.
 
     Examples:
 

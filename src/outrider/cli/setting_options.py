@@ -1,4 +1,4 @@
-"""The options of a service's settings, made from config.py.
+"""Makes the command-line options for a service's settings from config.py.
 
 An option's value is a text, or a list of texts. `load_config` converts and checks these texts, as it does with texts
 from the environment.
@@ -29,15 +29,15 @@ MACHINE = OWN - {"data"}
 """Settings that a machine sets for itself when it joins a service. The data folder is not one of these settings,
 because a node has no store."""
 MachineConfig = Annotated[Config, MACHINE]
-"""Type of a command's parameter with options for the settings in MACHINE only. A parameter of the type `Config` has
-options for all settings."""
+"""Type of a parameter that gives a command options for the settings in MACHINE. The type `Config` gives options for all
+settings."""
 
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
 def setting_options(only: frozenset[str] | None) -> Iterator[tuple[str, Any]]:
-    """Yield the options of all settings, or of the settings and sections `only`: for each option, the name and the
-    annotation of a command's parameter."""
+    """Yield the options of all settings, or of the settings and sections in `only`. An option is the name and the
+    annotation of a function's parameter."""
     yield "config", ConfigFile
     for path, field, setting in all_settings():
         section, dot, _ = path.partition(".")
@@ -58,13 +58,13 @@ def setting_options(only: frozenset[str] | None) -> Iterator[tuple[str, Any]]:
 
 
 def read_settings(options: Mapping[str, Any]) -> Config:
-    """Return the settings, merged from the options, the environment and the file `config`. Raises InvalidField."""
+    """Return the settings, merged from the options, the environment and the file of --config. Raises InvalidField."""
     flags = {path: options.get(_parameter(path)) or None for path, _, _ in all_settings()}
     if engines := flags["engines"]:
         flags["engines"] = [parse_engine(text) for text in engines]
     file: Path | None = options["config"]
     if file is not None and file.suffix in (".yaml", ".yml"):
-        from outrider.cli.yaml_files import yaml_reader  # late: most services have no such file
+        from outrider.cli.yaml_files import yaml_reader  # imported late, because most services have no such file
 
         return load_config(flags, file=file, read=yaml_reader(chosen_systems(flags)))
     return load_config(flags, file=file)

@@ -1,7 +1,6 @@
 """`outrider show`: prints one session as text for people: its turns in order, its verdict and its error.
 
-Sampled text is marked by the margin ("> " before every line), not only by the colour, so that sampled text also differs
-from the context if the output has no colours.
+Each line of sampled text begins with "> ", so that sampled text differs from the context even without colours.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ def show(
 ) -> None:
     """Show a session: what the model was shown, what it sampled, and how it ended.
 
-    The newest attempt is shown. The file that --html writes needs neither a
-    service nor a network: send it to others, or keep it.
+    The newest attempt is shown. With --html, the session is written to a file
+    that needs neither a service nor a network: send it to others, or keep it.
 
     Examples:
 
@@ -64,7 +63,7 @@ def show(
         outrider show s-0019a4e2b6c1f3d2-0 --html session.html
     """
     if html is not None:
-        from outrider.cli.session_file import session_page  # late, because other calls need no bundle
+        from outrider.cli.session_file import session_page  # imported late, because only --html needs it
 
         write_page(terminal, session_page(service, session), html)
         return
@@ -91,7 +90,7 @@ def write_page(terminal: Terminal, page: bytes, file: Path) -> None:
 def print_session(
     console: Console, session: SessionView, turns: Sequence[TurnView], network: Sequence[SpanView] = ()
 ) -> None:
-    """Print a whole session: a heading, the turns, the use of the network, and the result or the state."""
+    """Print a session: a heading, the turns, the calls to servers, and the result or the state."""
     for line in _lines(session, turns, network):
         console.print(line, soft_wrap=line.no_wrap is True)
 
@@ -164,7 +163,7 @@ def _turn(turn: TurnView) -> Iterator[Text]:
 
 def _block(text: str, margin: str, style: str) -> Iterator[Text]:
     for line in printable(text).rstrip("\n").split("\n") if text else ():
-        # Rich must not break the lines of context and sampled text at the width.
+        # Without `no_wrap`, rich would break long lines at the width of the terminal.
         yield Text(margin, style="bold" if margin == SAMPLED else "", no_wrap=True) + Text(line, style=style)
 
 

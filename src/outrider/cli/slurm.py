@@ -1,4 +1,4 @@
-"""`outrider slurm`: submits a batch job that runs a service with nodes."""
+"""`outrider slurm`: submits a Slurm batch job that runs a service with nodes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,12 @@ SERVICE_ONLY = ("processes", "stop_seconds", "token")
 
 
 class Submitted(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of `outrider slurm --json`. `job` is None if the script was only written. `url` and `token` are files
-    with the service's address and token; the file `url` exists while the service runs. `logs` is the pattern of the log
-    files."""
+    """The output of `outrider slurm --json`.
+
+    job: the job's number. None if the script was only written.
+    url, token: files with the service's address and token. The file `url` exists while the service runs.
+    logs: the pattern of the log files.
+    """
 
     job: str | None
     url: str
@@ -107,7 +110,7 @@ def slurm(
 
     The service runs on the first node of the allocation, and sessions run on
     all nodes. The data folder and this Python must be on a file system that all
-    nodes share. A job that is queued again continues with the same data.
+    nodes share. If the job is queued again, it continues with the same data.
 
     Examples:
 
@@ -123,7 +126,7 @@ def slurm(
     _check(given, settings)
     data = Path(os.path.abspath(settings.data))
     folder = data / FOLDER
-    added = ["--processes", "0"]  # flags that the job adds; the next lines add defaults for flags that are not given
+    added = ["--processes", "0"]  # the job always adds these flags, and adds the next ones if the user has not set them
     added += [] if "host" in settings.model_fields_set else ["--host", "0.0.0.0"]
     added += [] if "port" in settings.model_fields_set else ["--port", "0"]
     job = BatchJob(
@@ -174,7 +177,7 @@ def settings_of(flags: Sequence[str]) -> Config:
 
 
 def _serve_options(flags: Sequence[str]) -> Mapping[str, Any]:
-    """Return the values of the flags by parameter name."""
+    """Parse flags of `outrider serve`. Returns their values by parameter name."""
     return serve.make_context("outrider serve", list(flags), obj=Terminal()).params
 
 
@@ -195,8 +198,8 @@ def _check(given: Mapping[str, Any], settings: Config) -> None:
 
 
 def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None) -> list[str]:
-    # Slurm also sends SIGTERM to the agents on a node. The node must not wait for them, because the interrupted runs
-    # would be graded.
+    # Slurm also sends SIGTERM to the agents of a job that ends. The node must not wait for them, because it would grade
+    # their interrupted runs.
     words = ["--stop-seconds", "0"]
     if processes is not None:
         words += ["--processes", str(processes)]
@@ -213,7 +216,7 @@ def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None
 
 
 def _make_folder(data: Path, folder: Path) -> None:
-    """Make the job's folder, which other users cannot read, with a token. An existing token is used again."""
+    """Make the job's folder, which other users cannot read, with a token in it. An existing token is kept."""
     for each in (data, folder):
         each.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / TOKEN_FILE
@@ -230,7 +233,7 @@ def _make_folder(data: Path, folder: Path) -> None:
 
 
 def _submit(script: str) -> str:
-    """Submit the script and return the job's number. Raises ServiceError with the output of sbatch."""
+    """Submit the script with sbatch and return the job's number. Raises ServiceError with the output of sbatch."""
     try:
         done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
     except OSError as error:

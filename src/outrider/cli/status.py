@@ -32,8 +32,8 @@ def status(
 ) -> None:
     """Show the state of the service, or of one group.
 
-    Without an id: the service's lanes, engines and newest groups.
-    With the id of a group: its sessions.
+    Without GROUP, the command shows the service's lanes, engines and newest
+    groups. With GROUP, it shows the sessions of this group.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""The tables of the command line: sessions, groups, engines, lanes and others. Tables show types of schemas.py and need
+"""The tables of the command line, such as sessions, groups, engines and lanes. They show types of schemas.py and need
 no client."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_ERROR = 72
 """Maximum length of an error in a table, in characters."""
 
 STAGES = ("wait s>", "init s>", "run s>", "eval s>")
-"""The table's columns for the four numbers that `stage_seconds` returns."""
+"""The column names for the four numbers that `stage_seconds` returns."""
 
 UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 """Units for ages of at least a minute, the largest first, each with its length in seconds."""
@@ -59,8 +59,8 @@ STYLES = {
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> FittedTable:
-    """Return a table without a frame. A column whose name ends in ">" is aligned to the right. A cell is a value of any
-    type: None becomes "-", a truth value "yes" or "no", a float gets two decimals, and control characters in a text are
+    """Return a table without borders. A column whose name ends in ">" is aligned to the right. Cells may be of any
+    type: None is shown as "-", a bool as "yes" or "no", and a float with two decimals. Control characters are
     escaped."""
     return FittedTable(columns, [tuple(map(_cell, row)) for row in rows], title)
 
@@ -74,7 +74,7 @@ def _cell(value: object) -> str | Text:
 
 
 def word(text: str) -> Text:
-    """Return a state, or "yes" or "no", in its colour from STYLES."""
+    """Return a word, such as "yes" or a state, in its colour from STYLES."""
     return Text(text, style=STYLES.get(text, ""))
 
 
@@ -83,8 +83,8 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def session_table(group: GroupView) -> RenderableType:
-    """Return a row for each session: state or stop reason, reward, turns, sampled tokens, seconds of each stage,
-    error. Without an error, the last cell has the number of failed model calls, if there are any."""
+    """Return a table with a row for each session of a group: state or stop reason, reward, turns, sampled tokens,
+    seconds of each stage, and error. Without an error, the last cell may have a remark."""
     columns = ("session", "state", "reward>", "turns>", "tokens>", *STAGES, "error")
     rows: list[Sequence[object]] = []
     for session in group.sessions:
@@ -110,8 +110,8 @@ def session_table(group: GroupView) -> RenderableType:
 
 
 def sessions_table(sessions: Sequence[SessionView]) -> RenderableType:
-    """Return a row for each session of several groups: state or stop reason, reward, turns, sampled tokens, error.
-    Without an error, the last cell has the number of failed model calls, if there are any."""
+    """Return a table with a row for each session of several groups: state or stop reason, reward, turns, sampled
+    tokens, and error. Without an error, the last cell has the number of failed model calls, if any."""
     rows: list[Sequence[object]] = []
     for session in sessions:
         result = session.result
@@ -125,7 +125,7 @@ def sessions_table(sessions: Sequence[SessionView]) -> RenderableType:
 
 
 def _failed_calls(result: SessionResult) -> str:
-    """Return the number of the session's failed model calls as a text, empty without one."""
+    """Return a text such as "2 failed model calls", or "" if no model call failed."""
     failed = sum(result.failed_calls.values())
     return counted(failed, "failed model call") if failed else ""
 
@@ -135,7 +135,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def run_table(done: RolledOut) -> RenderableType:
-    """Return one row with the figures of a data set's run. `mixed` groups have rewards that are not all equal."""
+    """Return a table with the figures of a data set's run. A group is mixed if its rewards are not all equal."""
     columns = ("tasks>", "sessions>", "graded>", "reward>", "mixed groups>", "turns>", "sampled>", "trained>")
     counts = (done.mixed, done.turns, done.sampled, done.trained)
     return table(columns, [(len(done.groups), done.sessions, done.graded, done.mean_reward, *counts)])
@@ -153,7 +153,7 @@ def group_table(groups: Iterable[GroupSummary]) -> RenderableType:
 
 
 def consumer_table(consumers: Iterable[ConsumerView]) -> RenderableType:
-    """Return a row for each consumer. A consumer that reads all tenants' groups has the tenant `*`."""
+    """Return a row for each consumer. The tenant `*` marks a consumer of the groups of all tenants."""
     rows = [(each.name, each.tenant or "*", each.cursor, each.lag, age(each.seen)) for each in consumers]
     return table(("consumer", "tenant", "acknowledged>", "left>", "last seen>"), rows)
 
@@ -189,7 +189,7 @@ def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:
 
 
 def policy_line(policy: PolicyStatus) -> str:
-    """Return a line with the policy's version and, if the policy is paused, its pause."""
+    """Return a line with the policy's version and the kind of its pause, if it is paused."""
     paused = (
         "" if policy.paused is None else f", paused ({policy.paused}): generations wait, agents' clocks stand still"
     )
@@ -202,7 +202,7 @@ def policy_table(policy: PolicyStatus) -> RenderableType:
 
 
 def token_table(tokens: Iterable[TokenView]) -> RenderableType:
-    """Return a row for each token, with the end of its validity."""
+    """Return a row for each token, with the time for which it is still valid."""
 
     def until(token: TokenView) -> str:
         if token.revoked is not None:
@@ -217,9 +217,9 @@ def token_table(tokens: Iterable[TokenView]) -> RenderableType:
 
 
 def node_table(node: NodeStats) -> RenderableType:
-    """Return a row for each lane of a node, and one for the resources that tasks have reserved. There is a row for warm
-    sandboxes, and a row for stalls of the event loop, each only if there were any. The column `waited` is the mean wait
-    of all sessions served so far."""
+    """Return a row for each lane of a node, and a row for the resources that tasks have reserved. Warm sandboxes
+    (started ahead of time) and stalls of the event loop have a row only if there were any. The column `waited` is the
+    mean wait of all sessions served so far."""
     rows: list[Sequence[object]] = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
     resources = node.resources
     memory = f"{resources.memory_mb_set_aside:,}/{resources.memory_mb:,} MiB"
@@ -251,7 +251,8 @@ def failing_table(failing: Sequence[FailingChore]) -> RenderableType:
 
 
 def _passage(stats: LaneStats | ResourceStats) -> tuple[int, int, str]:
-    """Return the number of waiting sessions, the number of served sessions, and the mean wait of the served ones."""
+    """Return three cells: the number of waiting sessions, the number of served sessions, and the mean wait of the
+    served ones."""
     mean = stats.waited_seconds / stats.served if stats.served else 0.0
     return stats.waiting, stats.served, f"{mean:.2f} s"
 

@@ -41,7 +41,7 @@ Limit = Annotated[
     ),
 ]
 MAX_VALUE = 160
-"""Maximum length of a value, or of an instruction, in a table, in characters."""
+"""Maximum number of characters of a value or an instruction in a table."""
 
 
 WIDTH = 80
@@ -49,14 +49,14 @@ WIDTH = 80
 GAP = 3
 """Number of spaces between two columns of a table."""
 MAX_TOLD = 20
-"""Maximum number of kinds of faults that `list` explains."""
+"""Maximum number of different faults that `outrider task list` explains."""
 MIN_INSTRUCTION, MAX_ID = 12, 32
-"""Minimum width of the column of instructions, and maximum width of the column of ids."""
+"""Minimum width of the instructions' column, and maximum width of the ids' column."""
 
 
 class Listed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A task of a source. `gold` is true if its solution is known. `missing` is the reason why the row is not a
-    task."""
+    """A task of a source. `gold` is true if its solution is known. If a row cannot be a task yet, `row` is its number,
+    and `missing` has what it lacks."""
 
     id: str
     evaluator: str
@@ -79,7 +79,8 @@ def list_(
 ) -> None:
     """List the tasks of sources: how each is graded, whether a solution is known, its instruction.
 
-    For rows that lack something, the missing columns and the remedy are listed.
+    If rows lack something, only these rows are listed, with the missing columns
+    and the remedies.
 
     Examples:
 
@@ -139,7 +140,7 @@ def task_table(listed: Sequence[Listed]) -> RenderableType:
 
 
 def faulty_tables(listed: Sequence[Listed]) -> list[RenderableType]:
-    """Return the table of the rows that lack something, and the remedy for each kind of fault."""
+    """Return a table of the rows that cannot be tasks yet, and the remedy for each kind of fault."""
     bad = [one for one in listed if one.missing]
     rows = [
         (
@@ -181,8 +182,8 @@ def show(
 ) -> None:
     """Show one task: its instruction, all its other fields, and its solution.
 
-    With --json the task is whole, as `POST /v1/groups` takes it. Without
-    --json, long values are cut.
+    With --json, the task is shown in full, in the form that `POST /v1/groups`
+    accepts. Without --json, long values are cut.
 
     Examples:
 
@@ -220,7 +221,7 @@ def import_(
     offline: Offline = False,
     network: Network = None,
 ) -> None:
-    """Copy the tasks of sources into one file, which is a source itself.
+    """Copy the tasks of sources into one file, which can be used as a source.
 
     The file includes the tasks' files and solutions. A machine that uses the
     file needs neither the dataset nor its package.
@@ -245,7 +246,7 @@ def import_(
 
 
 def chosen(examples: Sequence[Example], task: str | None, source: str) -> Example:
-    """Return the example with this id, by default the first. Raises InvalidField."""
+    """Return the example with the id `task`, by default the first. Raises InvalidField if there is none."""
     for example in examples:
         if task is None or example.id == task:
             return example
@@ -257,15 +258,15 @@ def chosen(examples: Sequence[Example], task: str | None, source: str) -> Exampl
 
 
 def evaluator_of(example: Example) -> str:
-    """Return the kind of the example's evaluator, for display: the task is not validated yet."""
+    """Return the kind of the example's evaluator, for display. The task is not validated yet."""
     evaluator = example.task.get("evaluator")
     kind = evaluator.get("kind", "command") if isinstance(evaluator, dict) else "-"
     return printable(str(kind))
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the fields within a value, with dotted names, in their order. A list is one field unless it holds
-    tables."""
+    """Yield the names and texts of the fields within a value. The names are dotted: `runtime.image`. A list is one
+    field unless it holds tables."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from leaves(inner, f"{name}.{key}" if name else str(key))
@@ -290,7 +291,7 @@ class Bad(msgspec.Struct, frozen=True):
 
 
 class CheckedTasks(msgspec.Struct, frozen=True):
-    """The number of tasks checked, the number of good tasks, and the bad tasks."""
+    """The output of `outrider task check --json`. `ok` is the number of good tasks."""
 
     tasks: int
     ok: int
@@ -312,14 +313,17 @@ def check(
     ] = None,
     at_once: Annotated[int, CliOption(metavar="N", help="Sandboxes at once.")] = 4,
 ) -> None:
-    """Check that the known solution of each task earns 1, and doing nothing 0.
+    """Check that the solution of each task earns 1, and doing nothing earns 0.
 
-    Each is tried twice. Needs no model and no service.
-    A TOML file has its solution in its table `gold`: `run`, a command for the
-    sandbox, or `reply`, the agent's last reply. Harbor folders have
-    solution/solve.sh, rows of SWE-bench their gold patch.
+    Both are tried twice, without a model or a service. The solution is
 
-    Exit code 0: all tasks are good. 1: one is not.
+    - in a TOML file: the table `gold`, with `run` (a command for the sandbox)
+      or `reply` (the agent's last reply)
+    - in a Harbor folder: solution/solve.sh
+    - in a row of SWE-bench: the gold patch
+
+    Exit code 0: all tasks are good.
+    Exit code 1: at least one task is not.
 
     Examples:
 

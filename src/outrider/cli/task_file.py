@@ -1,8 +1,8 @@
 """Reads a task from its TOML file.
 
-The service checks the task. So this module imports neither the classes of tasks nor the readers of data sets, and a
-command with one task starts fast. Invariant: an `upload` step of a file or folder beside a TOML file becomes `write`
-steps of the same bytes to the same path, so that the service needs no copy of the file.
+The task is not validated here, because the service does that. So this module needs no classes of tasks or readers of
+data sets, which load slowly. Invariant: an `upload` step of a file or folder beside the TOML file becomes `write` steps
+of the same bytes, so that the service needs no copy of the file.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from outrider.text_files import read_toml_file
 Step = dict[str, Any]
 
 ROWS = "rows"
-"""Name of the table in a task's TOML file that names a file of rows. The task is a template for these rows."""
+"""Name of a table in a TOML file. It names a file of rows, and makes the file's task a template for these rows."""
 
 
 def is_one_task(path: Path) -> bool:
-    """Return True if a source is a TOML file with one task, and not a template for rows. A TOML file that is missing
-    counts as one task."""
+    """Return True if `path` is a TOML file with one task, and not a template for rows. A missing TOML file counts as
+    one task, so that reading it raises the error."""
     if path.suffix != ".toml" or path.is_dir():
         return False
     return not path.exists() or ROWS not in read_toml_file(path, field="task")
 
 
 def load_example(path: Path) -> Example:
-    """Return the task in file `path`, not validated, with the solution in the file's table `gold`. Raises InvalidField
-    and TooLarge as `load_group` does."""
+    """Return the task in the file `path`, with the solution in the table `gold`. The task is not validated. Raises
+    InvalidField, and TooLarge for files too big to send."""
     task = load_table(path)
     if ROWS in task:
         raise InvalidField(
@@ -70,7 +70,7 @@ def load_table(path: Path) -> dict[str, Any]:
 
 
 def gold_of(table: Any, path: Path) -> Gold:
-    """Parse the table `gold` of the file `path`."""
+    """Parse the table `gold` of the file `path`: the known solution."""
     try:
         return msgspec.convert(table, Gold)
     except msgspec.ValidationError as error:
@@ -80,7 +80,8 @@ def gold_of(table: Any, path: Path) -> Gold:
 
 
 def _inlined(step: Any, field: str, folder: Path) -> Iterator[Step]:
-    """Yield the steps to send for one step: `write` steps for an upload from `folder`, else the step itself."""
+    """Yield the steps to send in place of one step: `write` steps if the step uploads files from `folder`, else the
+    step itself."""
     if not isinstance(step, dict) or step.keys() != {"upload", "to"}:
         yield step
         return
@@ -114,7 +115,7 @@ def _write_file(source: Path, target: str, root: Path, field: str) -> Step:
         data = source.read_bytes()
     except OSError as error:
         raise InvalidField(f"cannot read {source}: {error.strerror}", field=field) from error
-    text = base64.b64encode(data).decode()  # a JSON string cannot hold arbitrary bytes
+    text = base64.b64encode(data).decode()  # base64, because a JSON string cannot hold arbitrary bytes
     if len(text) > MAX_INLINE_FILE:
         raise TooLarge(
             f"{source} has {len(data)} bytes, too many to send with the task",

@@ -1,9 +1,13 @@
-"""Sources of tasks on the command line: names and paths.
+"""Reads tasks from the sources that a command line names. A source is one of these:
 
-A source is a TOML file with a task (the `task` object of `POST /v1/groups`), a TOML file whose task is a template for
-rows, a JSON Lines file of tasks as `outrider task import` writes it, a folder of TOML files or of Harbor tasks, a file
-of rows with the name of their kind in front (`tasks/adapters.py`), or the name of a dataset. This module runs nothing
-and calls no service.
+- a TOML file with a task (the `task` object of `POST /v1/groups`)
+- a TOML file whose task is a template for rows
+- a JSON Lines file of tasks, written by `outrider task import`
+- a folder of TOML files or of Harbor tasks
+- KIND:FILE, a file of rows and the kind of its data set (`tasks/adapters.py`)
+- the name of a dataset, such as `human-eval`
+
+This module runs nothing and calls no service.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ REASONING_GYM = "reasoning-gym"
 MINIWOB = "miniwob"
 RELEASE_PAIRS = "release-pairs"
 ENTRIES = 4
-"""Default number of entries of one reasoning-gym dataset, and of seeds of one MiniWoB page."""
+"""Default number of tasks from one reasoning-gym dataset or one MiniWoB page."""
 SOURCES = (
     "name a TOML file with a task or a template, a folder of tasks, KIND:FILE with rows of a data set "
     f"({', '.join(sorted(ADAPTERS))}), or {HUMAN_EVAL}, {REASONING_GYM}, {MINIWOB}, {RELEASE_PAIRS}"
@@ -50,10 +54,13 @@ ROWS_FIELDS = 'it has `file = "ROWS.jsonl"`, and may have `id`, `kind`, `image` 
 
 
 class RowsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The table `rows` of a TOML file. `file` is relative to the TOML file, in a format that `datasets.read_rows`
-    reads. `id` is the column of the rows' ids. If it is None, the rows are numbered. With a `kind`, the adapter of this
-    kind makes the tasks, with `image` and `test_command`, and the fields of the TOML file override the adapter's
-    fields."""
+    """The table `rows` of a TOML file.
+
+    file: the file of rows, relative to the TOML file, in a format that `datasets.read_rows` reads.
+    id: the column of the rows' ids. If it is None, the rows are numbered.
+    kind: the adapter that makes the tasks. Fields of the TOML file override the adapter's fields.
+    image, test_command: arguments of the adapter.
+    """
 
     file: str
     id: str | None = None
@@ -80,10 +87,13 @@ def examples_in(
     test_command: str | None = None,
     faults: bool = False,
 ) -> list[Example]:
-    """Return the tasks of a source, given as a name or a path. With `offline`, Harbor tasks run without the network
-    that they request. `network` are the destinations of Harbor tasks that request a public network. `test_command` is
-    the command that runs the tests of rows. With `faults`, rows that lack something are also returned. Raises
-    InvalidField."""
+    """Return the tasks of a source, given as a name or a path. Raises InvalidField.
+
+    image, test_command: the image of the tasks, and the command that runs their tests.
+    offline: run Harbor tasks without the network that they request.
+    network: what Harbor tasks reach if they request a public network.
+    faults: also return rows that cannot be tasks yet, which otherwise raise InvalidField.
+    """
     given = Additions(image=image, test_command=test_command)
     examples = _examples_in(source, limit, given, offline=offline, network=network or PUBLIC)
     if not examples:
@@ -115,7 +125,7 @@ def _examples_in(
         return adapted_examples(kind, path, msgspec.structs.replace(given, folder=path.parent), limit=limit)
     path = Path(source)
     if rows and not path.exists() and Path(rows).exists():
-        return adapted_examples(kind, Path(rows), given)  # raises an error that names the kinds
+        return adapted_examples(kind, Path(rows), given)  # raises InvalidField, which lists the known kinds
     if not path.is_dir():
         return examples_in_file(path)[:limit]
     files = sorted(path.glob("*.toml"))
@@ -127,8 +137,8 @@ def _examples_in(
 
 
 def examples_in_file(path: Path) -> list[Example]:
-    """Return the tasks in a file: those of a JSON Lines file, the only task of a TOML file, or a task for each row if
-    the task of the TOML file is a template."""
+    """Return the tasks in a file: all tasks of a JSON Lines file, and the only task of a TOML file. If this task is a
+    template, return a task for each row."""
     if not path.exists():
         raise InvalidField(f"cannot read {path}: there is no such file", field="source", hint=SOURCES)
     if path.name.endswith(TASK_LINES):
@@ -140,9 +150,9 @@ def examples_in_file(path: Path) -> list[Example]:
 
 
 def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
-    """Return one example per row of the file that the table `rows` names: the task and the table `gold` of the TOML
-    file, filled with the row's values. If the table names a kind, the fields of the TOML file override those of the
-    task that the kind's adapter makes."""
+    """Return one example for each row of the file that `table` names. The row's values fill the template and the
+    solution in the table `gold`. If the table `rows` names a kind, the kind's adapter makes the tasks, and the fields
+    of the TOML file override the adapter's fields."""
     try:
         rows_table = msgspec.convert(table.pop(ROWS), RowsTable)
     except msgspec.ValidationError as error:
@@ -174,7 +184,7 @@ def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
 
 
 def read_tasks(path: Path) -> list[Example]:
-    """Return the tasks of a file that `write_tasks` wrote. Raises InvalidField, which names the number of a broken
+    """Return the tasks of a file that `write_tasks` wrote. Raises InvalidField with the number of the first broken
     task."""
     examples: dict[str, Example] = {}
     for number, row in enumerate(read_rows(path), 1):

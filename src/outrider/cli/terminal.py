@@ -1,7 +1,7 @@
 """Output of the command line: text for people, one JSON document for programs, and each error in one line.
 
-The module is independent of the service. Invariant: with `json` set, standard output holds exactly one JSON document;
-everything else goes to standard error.
+The module is independent of the service. Invariant: with `json` set, standard output gets exactly one JSON document,
+and everything else goes to standard error.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Terminal:
             self.out.print(each, soft_wrap=isinstance(each, str))
 
     def error(self, record: ErrorRecord) -> None:
-        """Write a line `error: ...` that names the field, a line `hint: ...`, and with --json a JSON document."""
+        """Write the lines `error: ...` and `hint: ...`, and with --json also a JSON document."""
         told = record.field and re.search(rf"\b{re.escape(record.field)}\b", record.message)
         named = f"{record.field}: " if record.field and not told else ""
         self._line("error", f"{named}{record.message}", "bold red")
@@ -64,8 +64,7 @@ class Terminal:
             self.write_json({"error": record})
 
     def _line(self, word: str, text: str, style: str) -> None:
-        # The message is written in one line, so that scripts find the whole message in the first line of standard
-        # error.
+        # One line, so that scripts find the whole message in the first line of standard error.
         line = Text(f"{word}: ", style=style) + Text(printable(text).replace("\n", " "), style="default")
         self.err.print(line, soft_wrap=True)
 
@@ -78,8 +77,8 @@ def terminal_of(ctx: click.Context) -> Terminal:
 
 
 class _Printable(RenderHook):
-    """Makes all printed text printable, after the layout and before the colours. Text in columns must also be made
-    printable before the layout, so that the column widths are right."""
+    """Escapes control characters in all text that rich prints, after the layout and before the colours. The text of
+    columns must also be escaped before the layout, because escapes change its width."""
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         return [_Printed(each) for each in renderables]

@@ -68,7 +68,7 @@ def create(
     else:
         if not data.is_dir():
             raise InvalidField(f"there is no folder {data}", field="data", hint="it is made when the service starts")
-        from outrider.config import load_config  # late, for the reason given in `_create_in`
+        from outrider.config import load_config  # imported late, because only this command needs settings
 
         limits = {"max_queued": max_queued, "expires_days": expires}
         spec = {"name": name, "role": role, "tenant": tenant, **limits}

@@ -1,7 +1,7 @@
-"""`outrider top`: what a service does now, drawn again every second in the terminal, or once.
+"""`outrider top`: shows what a service does now, once or redrawn every second.
 
-The frame is a pure function of a `TopView`. The view is made from the status, the rates of the last hour (for tokens of
-a tenant: two readings of the status), and a query for the newest errors.
+`frame` is a pure function of a `TopView`. The view is made from the status, the rates, and a query for the newest
+errors. A tenant's token may not read the rates, so they are computed from two readings of the status.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ FROM errors WHERE at > unixepoch() - {ERROR_SECONDS} GROUP BY code, boundary ORD
 
 
 class ErrorCause(msgspec.Struct, frozen=True, kw_only=True):
-    """The errors of the last hour with one code and boundary: their number, and the time, session and message of the
-    newest error."""
+    """The errors of the last hour with the same code and boundary. `times` is their number. `at`, `session` and
+    `message` are those of the newest error."""
 
     code: str
     boundary: str
@@ -62,8 +62,8 @@ class ErrorCause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over the last `seconds`: done and failed sessions, stored model calls and sampled tokens a second. For a
-    tenant's token, only the done sessions are known, and the other means are None."""
+    """Rates per second, averaged over the last `seconds`: done sessions, failed sessions, stored model calls and
+    sampled tokens. With a tenant's token, only the rate of done sessions is known, and the others are None."""
 
     seconds: float
     sessions: float
@@ -73,7 +73,7 @@ class TopRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopView(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of `outrider top --once --json`. `rates` is None for a service without enough readings. `errors` are
+    """The output of `outrider top --once --json`. `rates` is None until the service has enough readings. `errors` is
     None if the query failed."""
 
     at: float
@@ -90,9 +90,10 @@ def top(
 ) -> None:
     """Show what the service does, live in the terminal.
 
-    Sessions by state, sessions and tokens a second, lanes, engines, the policy
-    version and the errors of the last hour by cause, drawn again every second.
-    The key q ends the command. Without a terminal, one frame is printed.
+    The view has the sessions by state, the sessions and tokens per second, the
+    lanes, the engines, the policy version, and the errors of the last hour by
+    cause. It is redrawn every second. Press q to quit. Without a terminal, the
+    view is printed once.
 
     Examples:
 
@@ -108,7 +109,7 @@ def top(
             view = readings.read()
         terminal.show(view, frame(view))
         return
-    shown = frame(readings.read())  # an error at the start ends the command
+    shown = frame(readings.read())  # an error here ends the command; later errors are shown
     with (
         service.impatient() as client,
         _keys() as pressed,
@@ -126,12 +127,13 @@ def top(
 
 
 class TopReadings:
-    """Reads views of a service. Raises the errors of the client."""
+    """Reads a `TopView` from a service. Raises the errors of the client."""
 
     def __init__(self, service: Client) -> None:
         self._service = service
         self._before: tuple[float, int] | None = None
-        """Time and number of done sessions of the status read first in the last RATE_SECONDS."""
+        """An earlier status, for computing rates: its time and number of done sessions. It is replaced after
+        RATE_SECONDS."""
         self._tenant = False
         self._errors: tuple[ErrorCause, ...] | None = None
         self._errors_at = 0.0
@@ -174,14 +176,14 @@ class TopReadings:
     def _read_errors(self) -> tuple[ErrorCause, ...] | None:
         try:
             rows = self._service.query(ERRORS).rows
-        except OutriderError:  # queries may be at their limit; the next reading asks again
+        except OutriderError:  # the service may be busy with other queries; the next reading tries again
             return None
         names = ("code", "boundary", "times", "at", "session", "message")
         return tuple(ErrorCause(**dict(zip(names, row, strict=True))) for row in rows)
 
 
 def frame(view: TopView) -> RenderableType:
-    """Return a view for people. In 80 columns or more, no line is cut."""
+    """Draw a view. In 80 columns or more, no line is cut."""
     status, rates = view.service, view.rates
     states = " · ".join(f"{count} {state}" for state, count in status.sessions.items() if count)
     parts: list[Any] = [
@@ -238,8 +240,8 @@ class _Cut:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits up to some seconds for a key, and returns the pressed keys. Within the block, the
-    terminal passes each key on at once without showing it. Ctrl-C still interrupts."""
+    """Yield a function that waits up to the given seconds for a key, and returns the pressed keys. Within the block,
+    the terminal passes each key on at once without showing it. Ctrl-C still interrupts."""
     import termios  # imported late, because only a terminal needs these modules
     import tty
 

@@ -49,7 +49,7 @@ def trace(
 ) -> None:
     """Write what happened when as a trace for ui.perfetto.dev.
 
-    A session is a process of the trace, with rows for its stages, model calls, commands and processes.
+    In the trace, each session is a process, with rows for its stages, model calls, commands and processes.
     The newest attempt of each session is written.
 
     Examples:
@@ -70,7 +70,7 @@ def trace(
             file: BinaryIO = sys.stdout.buffer if output is None else stack.enter_context(output.open("wb"))
             events = _write(file, _timelines(service, sessions))
     except BrokenPipeError:
-        raise  # a program such as `head` reads no more, and the command ends without a message
+        raise  # the program that reads the output, such as `head`, has exited; the command ends without a message
     except OSError as error:
         raise ServiceError(f"cannot write {output or 'standard output'}: {error.strerror}") from error
     if terminal.json:

@@ -1,9 +1,9 @@
-"""`outrider demo --train`: trains the policy once per seed, shows the curve of the reward meanwhile, and writes a
-picture of the curves.
+"""`outrider demo --train`: trains the policy once per seed, shows the curve of the reward meanwhile, and draws the
+curves of all seeds.
 
 The curve and its progress bar are drawn on standard error if it is a terminal. Otherwise a line is written for the
-first step, and then every LINE_STEPS steps. Ctrl-C ends the training after the step that is under way, and keeps its
-weights and its curve.
+first step and then every LINE_STEPS steps. Ctrl-C ends the training after the current step, and keeps the weights and
+the curve.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ LINE_STEPS = 4
 
 
 def train_policy(terminal: Terminal, policy: Path, runtime: str, out: Path, seeds: int) -> TrainSummary:
-    """Train `seeds` times. Write the trained policies, train.json and curve.png to `out`. Raises KeyboardInterrupt at
-    the first Ctrl-C if no step is done, and at the second Ctrl-C."""
-    # The imports are in the function, because `outrider demo` without --train must run without the libraries for
-    # training.
+    """Train the policy `seeds` times. Write the trained policies, train.json and curve.png to `out`. Raises
+    KeyboardInterrupt at the second Ctrl-C, or at the first one if no step is done."""
+    # Imported here, because `outrider demo` without --train must run without the libraries for training.
     from outrider.lab.demo.curve import draw
     from outrider.lab.demo.train import MAX_STEPS, check_installed, summary, train
 
@@ -95,7 +94,7 @@ def _first_ctrl_c(terminal: Terminal) -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _progress(terminal: Terminal, seed: int, seeds: int, most: int) -> Iterator[Callable[[TrainStep], None]]:
-    """On a terminal, show the curve, and how many of at most `most` steps are done. Write lines to any other output."""
+    """On a terminal, show the curve and how many of at most `most` steps are done. Write lines to any other output."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -127,7 +126,7 @@ def plot(rewards: Sequence[float]) -> Text:
     shown = rewards[-WIDTH:]
     lines = []
     for row in reversed(range(HEIGHT)):
-        # For each column, the part of this row that is filled, in eighths.
+        # For each column, the number of eighths of this row that are filled.
         eighths = (round((min(max(reward * HEIGHT - row, 0.0), 1.0)) * 8) for reward in shown)
         lines.append(f"{(row + 1) / HEIGHT:4.1f} │" + "".join(BARS[each] for each in eighths))
     lines.append("     └" + "─" * WIDTH)

@@ -1,7 +1,7 @@
-"""Reads the group `proxy_server` of a YAML configuration of verl's recipe as the settings of a service.
+"""Reads settings of a service from the group `proxy_server` in a YAML configuration of verl's recipe.
 
-All other groups of the file belong to the recipe's trainer, and are not read. Invariants: unknown keys of the group and
-values without a setting are refused; an error names the key and its line.
+The file's other groups belong to the recipe's trainer and are ignored. Invariants: unknown keys of the group, and
+values without a matching setting, are refused; an error names the key and its line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INTERPOLATION = "${"
 
 
 class _ProxyServer(BaseModel):
-    """The keys of the group `proxy_server`. A key with the value null counts as left out."""
+    """The keys of the group `proxy_server`. A key with the value null is treated as left out."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -36,8 +36,8 @@ class _ProxyServer(BaseModel):
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return the settings in a configuration of the recipe, in the form of a settings file. Raises InvalidField with
-    the file's key for a file without the group, or with a value that has no setting."""
+    """Return the settings in a configuration of verl's recipe, in the form of a settings file. Raises InvalidField if
+    the group is missing, or if a key or value has no matching setting."""
     group, lines = _group(path)
 
     def refused(key: str, why: str, hint: str | None = None) -> InvalidField:
@@ -68,7 +68,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _group(path: Path) -> tuple[dict[Any, Any], dict[str, int]]:
-    """Return the group, and the number of the line of each key, from 1. The key "" has the line of the group itself."""
+    """Return the group, and the line number of each of its keys, counted from 1. The key "" has the line of the group
+    itself."""
     try:
         import yaml
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`outrider view`: serves the page over a finished run, on this machine, until Ctrl-C."""
+"""`outrider view`: serves the web page of a finished run on this machine, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def view(
 ) -> None:
     """Look at a finished run in the browser, without a service.
 
-    PATH is the data folder of a service that has ended, or a file that
-    `outrider export` or the demo has written. Nothing is changed, and the page
-    is served on this machine only, until Ctrl-C.
+    PATH is the data folder of a service that has ended, or a file written by
+    `outrider export` or `outrider demo`. The command changes nothing. It serves
+    the page on this machine only, until Ctrl-C.
 
     Examples:
 

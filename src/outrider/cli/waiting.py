@@ -1,4 +1,4 @@
-"""Notes with the reason why sessions wait, written while the sessions make no progress."""
+"""Writes notes that explain why sessions make no progress."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from outrider.errors import OutriderError
 from outrider.schemas import ServiceStatus
 
 QUIET_SECONDS = 10.0
-"""Seconds between two requests for the service's status. If the sessions have made no progress in between, a note with
-the reason is written."""
+"""Seconds between two requests for the service's status. If no session has made progress in between, a note is
+written."""
 
 
 @asynccontextmanager
@@ -43,7 +43,7 @@ async def _look(terminal: Terminal, client: AsyncClient, every: float) -> None:
 
 
 def _progress(status: ServiceStatus) -> object:
-    """Return figures, at least one of which changes with every step of any session."""
+    """Return numbers from the status, some of which change whenever a session makes progress."""
     engines = [(each.in_flight, each.generated_tokens, each.failures) for each in status.engines]
     lanes = [(lane.in_use, lane.served) for node in status.nodes for lane in node.lanes]
     return status.sessions, engines, lanes, status.cursor

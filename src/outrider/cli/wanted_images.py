@@ -1,4 +1,4 @@
-"""Reads the images that a command must pull, and pulls them with a line of progress for each."""
+"""Parses the images that a command must pull, and pulls them with a line of progress for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HELP = "REFERENCE NAME for one image; NAME=REFERENCE for each of several."
 
 
 def read_images(words: Sequence[str]) -> dict[str, str]:
-    """Return the reference of each image, by the image's new name. Raises InvalidField."""
+    """Parse REFERENCE NAME, or NAME=REFERENCE for each image. Returns the references by name. Raises InvalidField."""
     found: dict[str, str] = {}
     if len(words) == 2 and not any("=" in word for word in words):
         return {words[1]: words[0]}
@@ -38,9 +38,9 @@ def read_images(words: Sequence[str]) -> dict[str, str]:
 async def pull_each(
     images: Mapping[str, str], pull: Callable[[str, str], Awaitable[T]], terminal: Terminal
 ) -> dict[str, T | ErrorRecord]:
-    """Await `pull(reference, name)` for all images, at most AT_ONCE at once. For several images, write a line when each
-    begins and ends. Returns the result of each image by its name: the value, or the error. If there is only one image,
-    its error is raised instead."""
+    """Call `pull(reference, name)` for all images, at most AT_ONCE at once. Returns each result or error by the
+    image's name. For several images, write a line when each begins and ends. If there is only one image, its error
+    is raised."""
     slots, done, total = asyncio.Semaphore(AT_ONCE), 0, len(images)
 
     async def one(name: str, reference: str) -> T | OutriderError:

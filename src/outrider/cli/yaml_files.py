@@ -1,4 +1,4 @@
-"""Chooses the reader for a YAML file of another system that contains the settings of a service."""
+"""Chooses the reader for a YAML file with settings: a topology of Polar, or a configuration of verl's recipe."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from outrider.errors import InvalidField
 from outrider.text_files import read_text_file
 
 RECIPE, TOPOLOGY = (re.compile(f"^{name}:", re.MULTILINE) for name in ("proxy_server", "gateway"))
-"""Patterns of the lines by which the two kinds of files are recognised."""
+"""Patterns of a line of verl's recipe, and of a line of a topology of Polar."""
 
 
 def yaml_reader(systems: Sequence[Any]) -> Callable[[Path], dict[str, Any]]:
     """Return the reader of a YAML file. `systems` are the values of `--compat` from the flags and the environment. The
-    reader refuses a configuration of verl's recipe unless `systems` has `verl`. A topology of Polar needs no flag: its
-    settings choose `polar`."""
+    reader refuses a configuration of verl's recipe unless `systems` has `verl`. A topology of Polar needs no flag,
+    because its settings choose `polar`."""
 
     def read(path: Path) -> dict[str, Any]:
         text = read_text_file(path, field=FIELD, limit=MOST, what="YAML file")
