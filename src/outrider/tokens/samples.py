@@ -7,17 +7,16 @@ The rules, in order:
    drop.
 2. A branch is a path of turns from a root to a leaf. A leaf is a turn with sampled tokens that no turn of the same kind
    and label continues. Turns that were cut off or sampled nothing do not count as continuing it, unless a later turn
-   continues them. So if a history is followed only by the call for its summary, or only by calls that were cut off, it
-   is a separate branch.
+   continues them. For example, a history that only the call for its summary follows is a separate branch.
 3. Branches are sorted by kind (main first), then by their first turn, then by their leaf (newest first). So tokens that
    several branches share are trained in the branch in which the session continued.
 4. Each branch becomes a row unless its kind is dropped. A branch of a trained kind is also left out if it is the
-   beginning of an earlier row of this kind, because no tokens of it are left to train.
+   beginning of an earlier row of this kind, because it adds no tokens to train.
 5. In a row of a trained kind, the sampled tokens of a turn have mask 1 if the turn is of this kind and no earlier row
    has trained it. All other tokens are context (mask 0). So each trained token has mask 1 in exactly one row.
-6. Only rows of a trained kind have a reward, because the reward does not measure the other kinds. The verdict may give
-   a reward for a single row. Otherwise the row has the verdict's reward for the session. The reward of a turn is in the
-   row that trains the turn's tokens.
+6. Only rows of a trained kind have a reward, because the reward does not measure the other kinds. It is the verdict's
+   reward for the row, or else its reward for the session. The reward of a turn is in the row that trains the turn's
+   tokens.
 
 Invariant: for a session, sampled = trained + masked + dropped tokens.
 """
@@ -66,9 +65,9 @@ def policy_of(branches: Branches) -> dict[BranchKind, BranchPolicy]:
 
 POLICY: Policy = policy_of(Branches())
 """The default policy for each kind of turn. Side calls, for example for a title, are dropped, because the task's reward
-does not measure them. Calls that may be either work or side calls are trained. Replies that the agent did not use are
-dropped, because they cannot have caused a reward. These are replies that were cut off, and replies for which the agent
-used another reply to the same request."""
+does not measure them. Calls that may be either work or side calls are trained. Replies that were cut off are dropped,
+and so are replies for which the agent used another reply to the same request. The agent did not use them, so they
+cannot have caused a reward."""
 
 
 class SessionCounts(msgspec.Struct, frozen=True):

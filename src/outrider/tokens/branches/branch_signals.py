@@ -1,9 +1,9 @@
-"""Finds how the segments of a session are related. A segment is a request together with the turns that continue it
-(`segments.py`). For a segment, this module can find:
+"""Finds relations between the segments of a session. A segment is a request together with the turns that continue it
+(`segments.py`). The module can find:
 
-- the tool call that started the segment
-- the earlier history that the segment replaces with a summary
-- whether the segment continues the work of another agent
+- the tool call that started a segment
+- the earlier history that a segment replaces with a summary
+- whether a segment continues the work of another agent
 
 `classify.py` uses these relations to decide the kind of each segment. The words in `LABELS`, `PURPOSES` and
 `TYPE_ARGUMENTS` come from the prompts, headers and tools of real clients. Invariant: a segment is related only to turns
@@ -36,8 +36,8 @@ from outrider.trajectory import BranchKind, ForkCause, Turn
 MIN_TOOL_TEXT = 8
 """Minimum length, in characters, of a tool argument that can be the prompt of a sub-agent."""
 OPENING_SHARE = 0.5
-"""A fraction of a conversation's opening (its first user messages). If a tool argument makes up at least this fraction,
-its tool call certainly started the conversation."""
+"""If a tool argument makes up at least this fraction of the first user messages of a conversation, the tool call
+certainly started the conversation."""
 
 LABELS: tuple[tuple[str, str], ...] = (
     ("quota", "quota"),
@@ -52,10 +52,10 @@ LABELS: tuple[tuple[str, str], ...] = (
     ("web page", "web-page"),
     ("summar", "summary"),
 )
-"""Recognises side calls: requests apart from the agent's task, for example for a title. Each pair is the beginning of a
-word, and the label of a side call whose prompt contains that word. The system prompt is searched first, then the last
-user message. The word that comes first in the text decides, because prompts for titles mention topics and vice versa.
-Words such as "router" or "loop" are left out, because many agents' own prompts contain them."""
+"""Recognises side calls: requests apart from the agent's task, such as for a title. Each pair is the beginning of a
+word, and the label for prompts with this word. The system prompt is searched first, then the last user message. The
+first word in the text decides, because prompts for titles mention topics and vice versa. Words such as "router" or
+"loop" are left out, because many agents' own prompts contain them."""
 
 _LABEL_OF = dict(LABELS)
 _LABEL_WORD = re.compile(rf"\b({'|'.join(re.escape(word) for word, _ in LABELS)})")
@@ -70,14 +70,14 @@ PURPOSES: dict[str, BranchKind] = {
     "summary": BranchKind.AUXILIARY,
     "quota": BranchKind.AUXILIARY,
 }
-"""The kind of a model call, by the purpose that the client declares for the call. Other purposes are ignored."""
+"""The kind of a model call, by the purpose that the client declares. Other purposes are ignored."""
 
 TYPE_ARGUMENTS = ("subagent_type", "agent_type", "agent_name", "agent", "role")
 """Names of tool arguments that contain the type of the sub-agent that the tool starts."""
 
 MAX_TOOL_TEXTS = 1000
-"""Maximum number of tool arguments that are compared with the opening of a conversation (its first user messages). The
-newest arguments are kept."""
+"""Maximum number of tool arguments (the newest ones) that are compared with the first user messages of a
+conversation."""
 
 LOOK_BACK = 100
 """To find the history that a segment shortens, only this many earlier turns and earlier segments are searched. That is
@@ -94,8 +94,8 @@ class Continuation(msgspec.Struct, frozen=True):
 
 class Spawn(msgspec.Struct, frozen=True):
     """The tool call that started a conversation. `turn` is the index of the turn that made the call. `agent_type` is
-    the type of agent that the call asks for, or "". `is_most_of_opening` is True if the argument's text is at least
-    OPENING_SHARE of the conversation's opening."""
+    the type of agent that the call asks for, or "". `is_most_of_opening` is True if an argument of the call makes up
+    most of the first user messages (OPENING_SHARE)."""
 
     turn: int
     agent_type: str
@@ -104,7 +104,7 @@ class Spawn(msgspec.Struct, frozen=True):
 
 
 class AgentTurns:
-    """Finds the turns of an agent. Agents are identified by the name that the client sends (`Turn.agent_id`)."""
+    """Finds the turns of an agent by the name that the client gives it (`Turn.agent_id`)."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self._turns: dict[str, list[Turn]] = {}
@@ -129,15 +129,14 @@ class AgentTurns:
 
 
 def find_continuation(session: SegmentedSession, segment: Segment) -> Continuation | None:
-    """Find the earlier history that the first request of `segment` shortens, and return None if there is none. The
-    request contains either a summary of that history or only its end. Summaries are searched first, from the newest to
-    the oldest."""
+    """Find the earlier history that the first request of `segment` shortens to a summary, or to the end of the history.
+    Summaries are searched first, from the newest to the oldest. Returns None if there is no such history."""
     first = segment.first
     recent = session.segments[max(0, segment.number - LOOK_BACK) : segment.number]
     kin = []
     for other in recent:
-        # A segment is related (`kin`) if it has the same conversation or the same agent. Equal tools or an equal system
-        # prompt indicate the same agent.
+        # Segments of the same conversation or agent are related (`kin`). Equal tools or an equal system prompt indicate
+        # the same agent.
         same_tools, same_system = other.first.tools == first.tools, other.system == segment.system
         if (
             other.first.conversation == first.conversation
@@ -187,16 +186,16 @@ def _is_quoted(
     tool call is never a summary.
 
     Clients also send replies back unchanged, as assistant messages. So an assistant message counts only if the reply
-    belongs to another conversation, or if the message replaces the history before the reply."""
+    belongs to another conversation, or if the message replaces the history before it."""
     lines = session.answer_lines(source)
     for message in fresh if lines else ():
         if not quotes(lines, message.content, SUMMARY_LENGTH) or _repeats_earlier(session, source, message.content):
             continue
         if message.role is not Role.ASSISTANT or _is_elsewhere(source, candidates):
             return True
-        # The message replaces the history before the reply if three conditions hold. No turn continues the reply. The
-        # message does not directly follow the question that the reply answers. No earlier reply precedes the message. A
-        # client that only sends the reply back also sends that question or an earlier reply.
+        # The message replaces the history if no turn continues the reply, the message does not directly follow the
+        # question that the reply answers, and no earlier reply precedes it. A client that only sends the reply back
+        # also sends the question or an earlier reply.
         was_shown_replies = source.parent is not None or session.replies_added(source)
         if not was_shown_replies or source.index in session.continued or first.parent is not None:
             continue
@@ -220,12 +219,12 @@ def _repeats_earlier(session: SegmentedSession, source: Turn, text: str) -> bool
 
 def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates: Sequence[Segment]) -> Segment | None:
     """Return the segment among `candidates` that the reply of `source` summarises, or None. The request of `source`
-    must contain that segment's history, as messages or as text. If several segments qualify, the one with the most
-    replies in the request wins. None qualifies, for example, if another agent has only quoted the newest reply.
+    must contain the segment's history, as messages or as text. If several segments qualify, the one with the most
+    replies in the request wins. For example, no segment qualifies if another agent has only quoted the newest reply.
 
-    There is one exception. Some programs show the summariser only the kinds of the events and not the history. So if
-    `source` is a single question directly before the request `first`, its reply counts as the summary of the history of
-    which `first` keeps only the end."""
+    Some programs show the summariser only the kinds of the events and not the history. So if `source` is a single
+    question directly before the request `first`, its reply counts as a summary of the history of which `first` keeps
+    only the end."""
     own = session.segment_of(source.index)
     if own in candidates and source.parent is not None:
         return own
@@ -247,8 +246,8 @@ def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates
 
 
 def _is_written_out(segment: Segment, source: Turn, asked: str) -> bool:
-    """Return True if `asked`, the request text of `source`, contains the segment's history. Clients may leave out the
-    opening. So either the opening suffices, or a part of one of the newest LOOK_BACK replies before `source`."""
+    """Return True if the request text `asked` contains the segment's history: its first user messages, or part of a
+    reply that precedes `source` (one of the newest LOOK_BACK). Clients may leave out the first messages."""
     opening = opening_text(segment.first.messages) if segment.starts_conversation else ""
     if opening and opening in asked:
         return True
@@ -267,9 +266,9 @@ def _is_elsewhere(source: Turn, candidates: Sequence[Segment]) -> bool:
 
 
 def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
-    """Return the earlier tool call that started each segment, by segment number. Only segments that start a
-    conversation are examined. If the opening of the conversation contains arguments of several tool calls, the longest
-    argument decides."""
+    """Return, by segment number, the earlier tool call that started the segment. Only segments that start a
+    conversation are examined. If the first user messages contain arguments of several tool calls, the longest argument
+    decides."""
     found: dict[int, Spawn] = {}
     given: dict[str, _ToolText] = {}
     starters = {segment.first.index: segment for segment in session.segments if segment.starts_conversation}
@@ -300,8 +299,8 @@ class _ToolText(msgspec.Struct, frozen=True):
 
 
 def _texts_given(turn: int, call: ToolCall) -> Iterator[_ToolText]:
-    """Yield the arguments of a tool call that may be the prompt of a sub-agent. Such a text has at least two words and
-    MIN_TOOL_TEXT characters. An argument may also be a list of texts."""
+    """Yield the arguments of a tool call that may be the prompt of a sub-agent: texts of at least two words and
+    MIN_TOOL_TEXT characters, and such texts in lists."""
     try:
         arguments = json.loads(call.arguments)
     except (ValueError, RecursionError):
@@ -328,8 +327,8 @@ def find_label(segment: Segment) -> str:
 
 def find_handovers(session: SegmentedSession, summaries: set[int], label: Callable[[Segment], str]) -> set[int]:
     """Return the numbers of the segments that continue an earlier conversation with other tools or another system
-    prompt. For example, the agent is resumed with one tool fewer, hands over to another agent, or must give its last
-    reply without tools. A side call about the history looks the same at first. Only the later turns tell the two apart.
+    prompt. For example, the agent is resumed with one tool fewer, or hands over to another agent. A side call about the
+    history looks the same at first. Only the later turns tell the two apart.
 
     `summaries` are the turns that wrote a summary. `label` returns the label of a side call.
     """
@@ -343,11 +342,10 @@ class _Handovers:
         self._session = session
         self._summaries = summaries
         self._label = label
-        # For each turn index, the index of the turn's last descendant. Descendants include the turns that continue the
-        # history with other tools or another system prompt.
+        # For each turn index, the index of the turn's last descendant, even if its tools or system prompt differ.
         self._until = [turn.index for turn in session.turns]
-        # For each turn index, the turns that directly continue it with the same tools and system prompt. Replies that
-        # the agent did not use are left out, and so are summaries.
+        # For each turn index, the turns that directly continue it with the same tools and system prompt, except unused
+        # replies and summaries.
         self._own_next: dict[int, list[Turn]] = {}
         for turn in reversed(session.turns):
             source = session.source(turn)
@@ -362,11 +360,10 @@ class _Handovers:
         """Return the segment in which the conversation of the turn `source` continues. Only segments that take over the
         history of this turn are considered. Returns None if the conversation continues in none of them.
 
-        If later turns continue some of these segments, the last such segment is returned. Everything else that
-        continues the turn must end before this segment begins, because an agent that calls a sub-agent continues only
-        after the sub-agent has ended.
+        If later turns continue some of these segments, the last of them is returned. Everything else that continues
+        `source` must have ended before, because an agent that calls a sub-agent waits until the sub-agent ends.
 
-        If no segment is continued, the last segment is returned, provided that nothing else continues the turn.
+        If no segment is continued, the last segment is returned, provided that nothing else continues `source`.
         """
         turn = self._session.turns[source]
         candidates = [segment for segment in self._session.taken_over[source] if self._may_go_on(segment, turn)]
@@ -379,7 +376,7 @@ class _Handovers:
         return last if ended and (replied or not rivals) else None
 
     def _may_go_on(self, segment: Segment, source: Turn) -> bool:
-        """Return True if the segment may continue the conversation of `source`. There are two cases:
+        """Return True if the segment may continue the conversation of `source`. One of these conditions must hold:
 
         - Another conversation passed its work on to the segment (`handed_over`).
         - The client names the same agent for both, and the segment is not a side call about the history."""

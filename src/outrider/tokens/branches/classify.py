@@ -1,23 +1,22 @@
 """Decides the purpose of each turn of a session: the turn's kind, parent and label.
 
-A segment is a request together with the turns that continue it (`segments.py`). If the client declares a kind, the
-segment has that kind (`declared`). Otherwise the first of these rules that applies decides (`RULES`):
+A segment is a request together with the turns that continue it (`segments.py`). A side call is a request apart from the
+agent's task, such as for a title. If the client declares a kind, the segment has that kind (`declared`). Otherwise the
+first of these rules that applies decides (`RULES`):
 
-1. `main`: the segment starts the main conversation of a step of the task. This rule comes first because the other rules
+1. `main`: the segment starts the main conversation of a step of the task. This rule is first because other rules
    compare segments with the main conversation.
-2. `continued`: the segment continues an earlier history that was replaced by a summary or cut to its end. This rule
-   comes before `forked` because the segment's request also looks like a rewritten history. It comes before `spawned`
-   because a summary may quote a tool's argument. It does not apply if the text of a tool call is most of the segment's
-   opening, which is stronger evidence for `spawned`.
+2. `continued`: the segment continues an earlier history that was replaced by a summary or cut to its end. This rule is
+   before `forked` because such a request also looks like a rewritten history, and before `spawned` because a summary
+   may quote a tool's argument. If a tool's argument is most of the segment's opening, `spawned` decides.
 3. `forked`: a later segment of a conversation, or a handover to another agent, has the kind of the segment that it
    continues.
-4. `purpose`: the client names the call's purpose. This rule comes before the rules that only infer the kind.
+4. `purpose`: the client names the call's purpose. This rule is before the rules that only infer the kind.
 5. `no tools`: the segment is one question to a model without tools. It has the words of a side call and no follow-up,
-   and nothing quotes the answer. This rule comes before `own agent` and `spawned` because sub-agents also make side
-   calls under their own names.
+   and nothing quotes the answer. This rule is before `own agent` and `spawned` because sub-agents also make side calls.
 6. `own agent`: the client names a parent of the agent, or the segment is the work of an agent other than the main one.
 7. `spawned`: the beginning of the segment contains a text from an earlier tool call.
-8. `other tools`: like `no tools`, but the segment has different tools from the main conversation. This rule comes after
+8. `other tools`: like `no tools`, but the segment has different tools from the main conversation. This rule is after
    `spawned` because a sub-agent that replies at once looks the same.
 9. `unused`: the segment is one question without tools, or with different tools from the main conversation. It has no
    follow-up, and nothing quotes the answer. It may be a side call or work.
@@ -30,13 +29,13 @@ These rules can give a single turn a different kind from its segment (`TURN_RULE
 - `declared otherwise`: the client declares a different kind than for the segment's first turn.
 - `summary`: a later history begins with the reply.
 
-Replies that the agent used must stay in the training data. So the rules infer a side call (`auxiliary`) only if there
-are two signs: its prompt has the words of a side call, and nothing uses its answer.
+Replies that the agent used must stay in the training data. So a side call (`auxiliary`) is inferred only from two signs
+together: its prompt has the words of a side call, and nothing uses its answer.
 
 The evidence is the content of the requests and the later course of the conversations. The names that the client sends
 (`Turn.agent_id`, `purpose`) are only hints. docs/branches.md shows both tables of rules. The module is pure and
-deterministic, and does not depend on rewards or on the policy for each kind. Invariant: the parent of a segment is a
-turn before the segment's first turn.
+deterministic, and does not depend on rewards. Invariant: the parent of a segment is a turn before the segment's first
+turn.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ from outrider.tokens.branches.segments import Segment, SegmentedSession, request
 from outrider.trajectory import BranchKind, FinishReason, Turn, TurnOutline
 
 SUMMARY = "summary"
-"""The label of turns that write a summary from which a later history continues."""
+"""The label of turns that write a summary with which a later history begins."""
 
 UNUSED_KINDS = (BranchKind.RETRY, BranchKind.ABORTED)
 """The kinds of replies that the agent did not use. A turn of such a kind has the same depth as its segment."""
@@ -95,7 +94,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Signals:
-    """The evidence that the rules use. `lineages` contains the results for the segments decided so far, by segment
+    """The evidence for the rules. `lineages` contains the results for the segments decided so far, by segment
     number."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
@@ -126,8 +125,7 @@ class Signals:
 
     def _answers_to_search(self) -> set[int]:
         """Return the turns whose replies are searched for in later requests. These are the last turn of each
-        conversation, all turns of a conversation without a follow-up, and all turns of a request that was sent several
-        times."""
+        conversation, all turns of a conversation without a follow-up, and all turns of a repeated request."""
         found = set()
         for segment in self.session.segments:
             if segment.starts_conversation:
@@ -144,14 +142,13 @@ class Signals:
         return any(turn.index in self._quoted_in for turn in segment.turns)
 
     def _is_passed_on(self, segment: Segment) -> bool:
-        """Return True if a later request quotes a reply of the segment, and that request is not a side call by its
-        words."""
+        """Return True if a later request quotes a reply of the segment, and is not itself a side call."""
         quoting = (self._quoted_in.get(turn.index) for turn in segment.turns)
         return any(at is not None and not self.label(self.session.segment_of(at)) for at in quoting)
 
     def _joins_answers(self, segment: Segment) -> bool:
         """Return True if the segment is the session's last call and its request quotes the last replies of several
-        conversations. Returns False if the words of its prompt indicate a side call other than a summary."""
+        conversations. A side call never qualifies, unless it is for a summary."""
         if self.label(segment) not in ("", SUMMARY):
             return False
         last = self.session.turns[-1]
@@ -210,9 +207,8 @@ class Signals:
         )
 
     def main(self, segment: Segment) -> Segment:
-        """Return the first segment of the main conversation in the step in which `segment` began. In some steps the
-        agent only continues an earlier conversation. For these, returns the segment of the last earlier step that
-        started one."""
+        """Return the first segment of the main conversation in the step in which `segment` began. If the agent only
+        continued an earlier conversation in this step, the last earlier step with a main conversation is used."""
         return next(self._mains[step] for step in range(segment.first.step, -1, -1) if step in self._mains)
 
     def label(self, segment: Segment) -> str:
@@ -238,7 +234,7 @@ class Signals:
         return segment.last is self.session.turns[-1] and (bare or self.label(segment) == SUMMARY)
 
     def is_own_agents_work(self, segment: Segment) -> bool:
-        """Return True if the client names an agent other than the main one, and the segment belongs to that agent's own
+        """Return True if the client names an agent other than the main one, and the segment is that agent's own
         work."""
         agent, step = segment.first.agent_id, segment.first.step
         return agent not in (None, self.main(segment).first.agent_id) and segment is self._work_of.get((step, agent))
@@ -264,8 +260,8 @@ class Signals:
         return next((turn.index for turn in newest if turn is not None), None)
 
     def agent_name(self, segment: Segment) -> str:
-        """Return the type of agent that the tool call which started the segment asks for. Otherwise returns the
-        client's name for the agent, the name of the tool, or ""."""
+        """Return a name for the agent: the type that the tool call which started the segment asks for, the client's
+        name for the agent, the name of the tool, or ""."""
         spawned = self.spawned.get(segment.number)
         agent_type, tool = (spawned.agent_type, spawned.tool) if spawned else ("", "")
         return agent_type or segment.first.agent_id or tool
@@ -282,15 +278,15 @@ class Signals:
             return first.parent
         if source is None and first.forked_from is not None and first.forked_from < first.index:
             return first.forked_from
-        # At this point, either the fork's turn is not recorded, or the segment is a side call about a history. The
-        # origin is then the first turn of the previous segment in the conversation.
+        # The turn of the fork is not recorded, or the segment is a side call about a history. So the result is the
+        # first turn of the conversation's previous segment.
         earlier = self.session.segments_in(first.conversation)
         return earlier[bisect_left(earlier, segment.number, key=lambda other: other.number) - 1].first.index
 
     def decide(self, segment: Segment, decision: Decision) -> None:
-        """Store the lineage of a segment, as decided."""
-        # The depth is counted from the segment that this one forked from or replaces. For other segments, it is counted
-        # from the segment of the decision's parent.
+        """Store the decision for a segment as its lineage."""
+        # The depth is counted from the segment that this one forked from or replaces. Otherwise it is counted from the
+        # parent's segment.
         before_at = decision.parent
         continued = self.continued[segment.number]
         if decision.rule == "forked":
@@ -383,8 +379,8 @@ def used_turns(turns: Sequence[Turn]) -> list[Turn]:
 
 def is_one_conversation(turns: Sequence[Turn | TurnOutline]) -> bool:
     """Return True if every turn continues the one before it, the client declares no kinds, and the agent received all
-    replies. Most sessions are like this. For such a session the rules would give each turn the lineage `MAIN`. They
-    compare all texts, and take fifty times as long as this function."""
+    replies. The rules would then give each turn the lineage `MAIN`. Most sessions are like this. This check is fifty
+    times faster than the rules, which compare all texts."""
     return all(
         turn.parent == (turn.index - 1 if turn.index else None)
         and turn.declared is None
@@ -434,8 +430,8 @@ def lineages_by_rules(turns: Sequence[Turn]) -> list[Lineage]:
 
 
 def _decide_segment(signals: Signals, segment: Segment) -> Decision:
-    """Decide the kind of a segment. The client's declaration decides; without it, the first rule of RULES that applies.
-    The rules also decide the parent of a declared segment, and its label if the client declares no label."""
+    """Decide the kind of a segment: the kind that the client declares, or the result of the first rule of RULES that
+    applies. The rules also decide the parent, and the label if the client declares none."""
     guess = _guess(signals, segment)
     declared = segment.first.declared
     if declared is None:
@@ -447,8 +443,8 @@ def _decide_segment(signals: Signals, segment: Segment) -> Decision:
 
 
 def _guess(signals: Signals, segment: Segment) -> Decision:
-    """Decide the kind of a segment while ignoring the client's declaration. The module's docstring explains the order
-    of the rules."""
+    """Decide the kind of a segment without the client's declaration. The module's docstring explains the order of the
+    rules."""
     main = signals.main(segment)
     if segment is main:
         return Decision("main", BranchKind.MAIN)
@@ -466,7 +462,7 @@ def _guess(signals: Signals, segment: Segment) -> Decision:
         may_be_side_call = before.kind in (BranchKind.AUXILIARY, BranchKind.UNSURE)
         if not may_be_side_call:
             return Decision("forked", before.kind, origin, before.label)
-        # If a later request quotes the segment, the agent may have repeated its question and used the new answer. Then
+        # If a later request quotes the segment, the agent may have repeated its question and used the new answer. So
         # the rules below decide.
         if not signals.is_quoted(segment):
             # the parent of a side call is its caller, even if the call is repeated
@@ -496,8 +492,8 @@ def _guess(signals: Signals, segment: Segment) -> Decision:
 
 
 def _mark_summaries(signals: Signals) -> None:
-    """Change the kind of separate calls for a summary to COMPACTION. Only the history that later continues from its
-    reply distinguishes such a call from other side calls. So this function runs after all segments are decided."""
+    """Set the kind COMPACTION for separate calls for a summary. Only the later history that continues from the summary
+    distinguishes them from other side calls. So this function runs after all segments are decided."""
     for continued in signals.continued.values():
         if continued is None or continued.source is None:
             continue

@@ -1,8 +1,8 @@
 """Finds replies that a later request of the session quotes.
 
 A program may use a reply without continuing the reply's conversation: as the result of a tool, in the prompt of the
-next step, or as one vote of several. The program then puts all or part of the reply's text into another message. So a
-quoted reply is part of the task's work, whatever the request for it looks like.
+next step, or as one vote of several. It then puts all or part of the reply's text into another message. So a quoted
+reply is part of the task's work.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MAX_PARTS = 8
 MAX_COMPARED_PARTS = 4 * MAX_PARTS
 """Maximum number of parts of a reply that are compared with the request that the reply answers."""
 MAX_WAITING = 100
-"""Maximum number of replies that are searched for in each request. The newest replies are used. Without this limit, a
-session with many unquoted replies would take quadratic time."""
+"""Maximum number of replies (the newest ones) that are searched for in each request. Without this limit, a session with
+many unquoted replies would take quadratic time."""
 MAX_COMPARED = 10**9
 """Maximum number of characters that the search reads in a session, about one second of work. Replies that were not
 found by then count as quoted, because replies that the agent used must stay in the training data."""
@@ -60,8 +60,8 @@ def quoting_turns(session: SegmentedSession, replies: Collection[int]) -> dict[i
     turns to the first turn whose request quotes it.
 
     A message quotes a reply if it equals the reply, or contains a part of it that was not in the reply's own request. A
-    part is a line, or a string in a JSON reply or in a tool call's arguments, of at least QUOTE_LENGTH characters.
-    Messages that are replies of the session are not searched. Upper and lower case are not distinguished.
+    part is a line or a JSON string of at least QUOTE_LENGTH characters. Messages that are replies of the session are
+    not searched. The comparison ignores case.
     """
     found: dict[int, int] = {}
     waiting: deque[_Answer] = deque(maxlen=MAX_WAITING)
@@ -81,8 +81,8 @@ def quoting_turns(session: SegmentedSession, replies: Collection[int]) -> dict[i
 
 
 def parts_of_reply(reply: Message) -> Iterator[str]:
-    """Yield the parts of a reply that have at least QUOTE_LENGTH characters. A part is a line of the reply's text, or
-    of a text in the arguments of its tool calls."""
+    """Yield the parts of a reply that have at least QUOTE_LENGTH characters: lines of its text and of its tool calls'
+    arguments."""
     yield from _parts(reply.content)
     for call in reply.tool_calls:
         yield from _parts(call.arguments)

@@ -4,9 +4,9 @@ A segment is a request together with all turns that continue it. A request begin
 turn, or if it adds assistant messages to its parent's conversation. A repeated request belongs to the segment of the
 original request.
 
-This code runs after the session, on the stored turns. `classify.py` then decides the kind of each segment. Invariants:
-every turn is in exactly one segment, and a segment's turns are sorted by index. Sessions may have thousands of turns,
-so a query about all turns takes time proportional to their number (tests/tokens/test_long_sessions.py).
+The code runs after the session, on the stored turns. `classify.py` then decides the kind of each segment. Invariants:
+every turn is in exactly one segment, and a segment's turns are sorted by index. A query about all turns takes linear
+time, because sessions may have thousands of turns (tests/tokens/test_long_sessions.py).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ QUOTE_SHARE = 0.8
 below 1 because clients wrap summaries in other text and leave parts out."""
 
 STEPS_PER_TURN = 100
-"""Limits the number of turns that searches visit. One call of `replies_read` visits at most this many turns. All calls
-of `lacks_replies` and `lacks_beginning` together visit at most this many turns for each turn of the session. Without
-the limits, a session with many long histories would take quadratic time."""
+"""Maximum number of turns that one call of `replies_read` visits. It is also the average number of turns, for each turn
+of the session, that all calls of `lacks_replies` and `lacks_beginning` may visit. Without the limits, a session with
+many long histories would take quadratic time."""
 
 MAX_ENDS = 20
-"""Maximum number of earlier conversations that are compared with the opening of a new conversation. The conversations
-with the newest last replies are compared."""
+"""Maximum number of earlier conversations that are compared with the opening of a new one. Those with the newest last
+replies are compared."""
 
 _SUMMARY = ("<summary>", "</summary>")
 _WITHOUT_IDS_AND_NAMES = PrintedFields(call_ids=False, names=False)
@@ -135,12 +135,12 @@ class SegmentedSession:
         self._steps_left = STEPS_PER_TURN * len(turns)
 
     def _find_source(self, segment: Segment, sampled: Mapping[bytes, int]) -> int | None:
-        """Return the turn whose history the segment takes over, or None. If the segment continues a history with other
-        tools or another system prompt, this is the turn that `history_source` returns.
+        """Return the turn whose history the segment takes over, or None.
 
-        If the segment starts a conversation for any other reason, the client may have rewritten the beginning of a
-        history. Then the last reply in the segment's first request that the session sampled is found, and the turn that
-        sampled it is returned. `sampled` maps the bodies of earlier replies to their turns."""
+        If the segment continues a history with other tools or another system prompt, this is its `history_source`. If
+        the segment starts a conversation for another reason, the client may have rewritten the beginning of a history.
+        The result is then the turn that sampled the last known reply in the segment's first request. `sampled` maps the
+        bodies of earlier replies to their turns."""
         if (source := history_source(segment.first)) is not None or not segment.starts_conversation:
             return source
         shown = (message for message in reversed(segment.first.messages) if message.role is Role.ASSISTANT)
@@ -148,12 +148,12 @@ class SegmentedSession:
 
     def _find_hand_overs(self) -> None:
         """Find the conversations to which an earlier conversation passes its work on without repeating its replies as
-        messages (`handed_over`). No turn continues the last reply of the earlier conversation. In addition, one of
-        these conditions must hold:
+        messages (`handed_over`). No turn continues the last reply of the earlier conversation, and one of these
+        conditions holds:
 
         - The last reply calls a tool, and the new conversation's first request contains the opening of the earlier one.
-        - Both conversations have the same tools and system prompt, and the new one's first request contains the text of
-          the earlier one's last two replies."""
+        - Both have the same tools and system prompt, and the new conversation's first request contains the last two
+          replies."""
         continued = self._continued_turns()
         openings: dict[int, str] = {}
         ends: dict[int, Turn] = {}
@@ -201,8 +201,8 @@ class SegmentedSession:
         return self._sources.get(turn.index, history_source(turn))
 
     def _continued_turns(self) -> set[int]:
-        """Return the turns that have a descendant whose reply reached the agent. Turns that continue with other tools,
-        another system prompt or a rewritten beginning also count as descendants."""
+        """Return the turns that have a descendant whose reply reached the agent. A descendant may have other tools,
+        another system prompt or a rewritten beginning."""
         found: set[int] = set()
         for turn in reversed(self.turns):
             if reached_agent(turn) or turn.index in found:
@@ -250,7 +250,7 @@ class SegmentedSession:
 
     def lacks_replies(self, turn: Turn, old: Turn) -> bool:
         """Return True if the turn's request lacks a reply of the history that ends with turn `old`. Returns False if
-        the searches have used up the limit for this session (STEPS_PER_TURN)."""
+        the session's limit of visited turns is reached (STEPS_PER_TURN)."""
         at: int | None = old.index
         while at is not None and not (turn.parent is not None and self._ancestry.leads_to(at, turn.parent)):
             self._steps_left -= 1
@@ -264,8 +264,8 @@ class SegmentedSession:
     def lacks_beginning(self, turn: Turn, old: Turn) -> bool:
         """Return True if the turn's request contains only the end of the history that ends with turn `old`. The request
         must lack the first reply of that history, and also its first message or its second reply. If only later replies
-        or a single reply are missing, the history was edited and not cut. Returns False if the searches have used up
-        the limit for this session (STEPS_PER_TURN)."""
+        or a single reply are missing, the history was edited and not cut. Returns False if the session's limit of
+        visited turns is reached (STEPS_PER_TURN)."""
         path = [old]
         while path[-1].parent is not None:
             self._steps_left -= 1
@@ -305,8 +305,8 @@ class SegmentedSession:
         return found
 
     def answer_lines(self, turn: Turn) -> list[str]:
-        """Return the stripped, non-empty lines of the turn's reply. If the reply has a <summary> tag, only the lines
-        inside it are returned. Returns an empty list if there is no reply or the reply calls a tool."""
+        """Return the stripped, non-empty lines of the turn's reply, or of the part inside its <summary> tag. Returns an
+        empty list if there is no reply or the reply calls a tool."""
         lines = self._answers.get(turn.index)
         if lines is None:
             lines = []
@@ -357,8 +357,8 @@ def opening_text(messages: Sequence[Message]) -> str:
 
 
 def quotes(lines: Sequence[str], within: str, shortest: int) -> bool:
-    """Return True if the text `within` contains enough of the `lines`: together they must have at least QUOTE_SHARE of
-    the characters of all lines. Returns False if all lines together are shorter than `shortest` characters."""
+    """Return True if `within` contains lines that make up at least QUOTE_SHARE of all characters in `lines`. Returns
+    False if all lines together are shorter than `shortest` characters."""
     length = sum(map(len, lines))
     if length < shortest:
         return False
@@ -387,15 +387,15 @@ def reached_agent(turn: Turn | TurnOutline) -> bool:
 
 
 def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
-    """For each request that has several replies, return the index of the turn whose reply the agent used. It is the
-    first of these that exists:
+    """For each request with several replies, return the index of the turn whose reply the agent used. It is the first
+    of these:
 
     1. the first reply that a later turn continues
     2. the last reply that another request contains
     3. the last reply
 
-    Replies that were cut off are ignored. An agent may also send a request again before it has a reply, and use all
-    replies. If only the third case applies to such a request, the request is left out."""
+    Replies that were cut off are ignored. If the agent sent the request again before it had a reply, it may have used
+    all replies. Case 3 then does not apply, and the request may be left out."""
     answers: dict[RequestKey, list[Turn]] = {}
     for turn in session.turns:
         if turn.finish is not FinishReason.ABORT:
@@ -454,9 +454,9 @@ class _Ancestry:
         """Return True if the turn `index`, or a turn on the path to it, has the reply `body` as a message or as its own
         reply.
 
-        `_first_replies` maps each reply to subtrees, as ranges of turn numbers. The root of a subtree is the first turn
-        on its path that has the reply. The subtrees of a reply do not overlap, so only the last one that begins at or
-        before the turn is tested."""
+        For each reply, `_first_replies` lists subtrees as ranges of turn numbers. The root of a subtree is the first
+        turn on its path that has the reply. The subtrees do not overlap, so only the last one that begins at or before
+        the turn is tested."""
         entered, left = self._first_replies.get(body, ((), ()))
         at = bisect_right(entered, self._entered[index]) - 1
         return at >= 0 and self._entered[index] < left[at]

@@ -2,9 +2,8 @@
 
 The library `renderers` imports the OpenAI SDK and httpx, only for an HTTP client that Outrider never calls. Importing
 the SDK's 528 modules takes 0.75 s of the 1.7 s of processor time that a node process needs to start. httpx imports rich
-and click for its own command line. So this package imports `renderers` with empty stand-ins for both. If the process
-already has several threads, it imports the real packages, because another thread might import them at the same moment
-and get a stand-in.
+and click for its own command line. So this package imports `renderers` with stand-ins for both. If the process already
+has several threads, no stand-ins are used, because another thread might import one of them instead of the real package.
 """
 
 import contextlib

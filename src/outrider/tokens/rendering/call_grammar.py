@@ -100,10 +100,10 @@ _NOT_OBJECTS = frozenset({"$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
 
 
 def call_constraint(family: str, tools: Sequence[ToolSpec], choice: ToolChoice) -> Constraint:
-    """Return the constraint that makes a reply follow `choice`. `tools` are in OpenAI's format and must include every
-    tool that the choice names.
+    """Return the constraint that makes a reply follow `choice`. `tools` are in OpenAI's format and include the tools of
+    the choice.
 
-    Raises RequestError, with the name of the choice's request field, in these cases:
+    Raises RequestError, with the choice's request field, in these cases:
 
     - The family is not in FORMS.
     - The family's format cannot express a tool's name or schema.
@@ -131,8 +131,8 @@ def call_constraint(family: str, tools: Sequence[ToolSpec], choice: ToolChoice) 
     else:
         grammar = {
             "type": "triggered_tags",
-            # The grammar begins at the marker that opens a tool call. So after the marker, the model can only write a
-            # call of a chosen tool.
+            # The grammar starts at the marker that opens a tool call. After it, the model can only write a call of a
+            # chosen tool.
             "triggers": [MARKUP[family].call_open],
             "tags": [{"type": "tag", "begin": form.before, "content": calls, "end": form.after}]
             if form.before

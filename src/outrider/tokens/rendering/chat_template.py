@@ -1,9 +1,9 @@
 """Converts conversations to the dictionaries that chat templates take, and renders a model's own template (Jinja).
 
-The module does not depend on the model family. It only needs to know whether the family accepts a system message after
-other messages (`late_system`). Invariant: a message that is not at the beginning is converted to the same dictionary,
-whether the whole conversation is converted or only its new messages. Otherwise a prompt to which new messages are
-appended would differ from the same prompt rendered as a whole.
+The module does not depend on the model family, except that the caller tells whether the family accepts a system message
+after other messages (`late_system`). Invariant: a message that is not at the beginning becomes the same dictionary,
+whether the whole conversation is converted or only its new messages. Otherwise a prompt to which messages are appended
+would differ from the same prompt rendered as a whole.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MessageDict = dict[str, Any]
 
 def conversation_dicts(messages: Sequence[Message], *, late_system: bool) -> list[MessageDict]:
     """Convert a whole conversation to dictionaries. If `late_system` is False, the system messages at the beginning are
-    joined into one, and later system messages become user messages. Raises RequestError for an image whose size in
-    patches (`grid`) is not known."""
+    joined into one, and later system messages become user messages. Raises RequestError for an image without a known
+    size in patches (`grid`)."""
     if late_system:
         return [message_dict(message) for message in messages]
     leading = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
@@ -41,7 +41,7 @@ def conversation_dicts(messages: Sequence[Message], *, late_system: bool) -> lis
 
 def new_message_dicts(messages: Sequence[Message], *, late_system: bool) -> list[MessageDict]:
     """Convert messages that follow other messages to dictionaries. If `late_system` is False, system messages become
-    user messages. Raises RequestError for an image whose size in patches (`grid`) is not known."""
+    user messages. Raises RequestError for an image without a known size in patches (`grid`)."""
     dicts = [message_dict(message) for message in messages]
     for message in dicts if not late_system else ():
         if message["role"] == Role.SYSTEM.value:
@@ -51,8 +51,8 @@ def new_message_dicts(messages: Sequence[Message], *, late_system: bool) -> list
 
 def message_dict(message: Message) -> MessageDict:
     """Convert one message to a dictionary. The arguments of a tool call become an object if they are a JSON object that
-    is not too large to parse (`is_parsed_as_json`). Otherwise they stay text. Raises RequestError for an image whose
-    size in patches (`grid`) is not known, and for an image in a system message."""
+    is not too large to parse (`is_parsed_as_json`). Otherwise they stay text. Raises RequestError for an image in a
+    system message or without a known size in patches (`grid`)."""
     found: MessageDict = {"role": message.role.value, "content": message.content}
     if message.parts:
         if message.role is Role.SYSTEM or any(isinstance(part, Image) and part.grid is None for part in message.parts):
@@ -101,9 +101,9 @@ def _object_or_text(arguments: str) -> Any:
 
 
 class ChatTemplate:
-    """A model's own chat template, rendered as it was for the model's training. It only renders whole conversations.
-    The rules of the model family append the messages of later turns. `render` raises jinja2.TemplateError if the
-    template rejects the conversation."""
+    """A model's own chat template, rendered as it was for the model's training. It only renders whole conversations,
+    and the rules of the model family append later messages. `render` raises jinja2.TemplateError if the template
+    rejects the conversation."""
 
     def __init__(self, source: str, *, special: dict[str, str]) -> None:
         # Published templates are written for `transformers`. So the settings, filters and functions are the same as

@@ -50,7 +50,7 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     merge: `merge` x `merge` patches become one token.
     frames: how often a patch of a still image is repeated.
     least, most: the minimum and maximum number of pixels of the scaled image.
-    mean, std: one number for each of the three colours, for normalising values from 0 to 1."""
+    mean, std: a number for each of the three colours, for normalising values from 0 to 1."""
 
     patch: int
     merge: int

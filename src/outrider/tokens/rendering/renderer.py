@@ -36,9 +36,9 @@ template prints them again, and may drop their reasoning."""
 
 
 class Markup(msgspec.Struct, frozen=True):
-    """The markers with which a family's text begins and ends reasoning and tool calls. After `call_open`, text is not
-    streamed until the whole turn is parsed. Some families enclose all calls of a turn in one pair of markers,
-    `call_open` and `calls_close`. For other families, `call_open` begins a single call and `calls_close` is ""."""
+    """The markers in a family's text for reasoning and tool calls. Text from `call_open` on is not streamed, but held
+    back until the whole turn is parsed. Some families enclose all calls of a turn in one pair of markers, `call_open`
+    and `calls_close`. For other families, `call_open` begins a single call and `calls_close` is ""."""
 
     think_open: str
     think_close: str
@@ -123,12 +123,12 @@ class Renderer:
     """The rules of one model family, from the `renderers` package. If the model was fine-tuned on a different chat
     template, that `template` renders whole prompts instead.
 
-    Ids are plain lists. `bridge`, `bridge_rewritten`, `parse` and `opens_reasoning` need only the tail of a prompt,
-    from `tail_start` on. `render`, `render_split`, `bridge` and `bridge_rewritten` raise RequestError for a
-    conversation that the family cannot render. All methods are pure and can be called from any thread.
+    `bridge`, `bridge_rewritten`, `parse` and `opens_reasoning` need only the tail of a prompt, from `tail_start` on.
+    `render`, `render_split`, `bridge` and `bridge_rewritten` raise RequestError for a conversation that the family
+    cannot render. All methods are pure and can be called from any thread.
 
     Some families and templates reject a system message after other messages. For them, it becomes a user message, and
-    several system messages at the beginning become one. This is the same for whole prompts and for appended messages.
+    several system messages at the beginning become one.
 
     If `images` is set, messages may contain images whose size in patches (`grid`) is known. Each image becomes as many
     placeholder tokens as the model reads for it. If `images` is None, an image raises RequestError.
@@ -179,10 +179,9 @@ class Renderer:
             raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
 
     def _fill(self, *parts: tuple[Sequence[int], Sequence[Message]]) -> list[list[int]]:
-        """Replace the placeholders in the parts of a prompt. The placeholder of a long text becomes the text's ids. The
-        single placeholder of an image is repeated to the number of the image's tokens. Each part is passed with its
-        messages. Raises RequestError if the number of image placeholders in a part differs from the number of images in
-        its messages."""
+        """Replace the placeholder of each long text with the text's ids, and repeat the placeholder of each image to
+        the number of the image's tokens. Each part of the prompt is passed with its messages. Raises RequestError if a
+        part has more or fewer image placeholders than its messages have images."""
         ids = [part for part, _ in parts]
         filled = [list(part) for part in ids] if self._placeholders is None else self._placeholders.fill(ids)
         if self._image_id is None:
@@ -257,8 +256,9 @@ class Renderer:
             return self._fill((ids, ()))[0]
 
     def render_split(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> SplitPrompt | None:
-        """Return the same ids as `render`, divided before the first message that is not a system message. Returns None
-        if they cannot be divided there, if there are only system messages, or if a template renders the prompt."""
+        """Return the ids of `render` in two parts, divided before the first message that is not a system message.
+        Returns None if they cannot be divided there, if there are only system messages, or if a template renders the
+        prompt."""
         leading = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
         if self._template is not None or leading == len(messages):
             return None
@@ -284,8 +284,8 @@ class Renderer:
         tools: Sequence[ToolSpec],
         history: History,
     ) -> list[int] | None:
-        """Return the ids of the messages `new`, to be appended to prompt + output. Returns None if the family cannot
-        prove that the result is correct, or if `new` is empty or contains an assistant message."""
+        """Return the ids of the messages `new`, to be appended to `prompt` + `output`. Returns None if the family
+        cannot prove that the result is correct, or if `new` is empty or contains an assistant message."""
         if not new or any(message.role is Role.ASSISTANT for message in new):
             return None
         family = self._recorded_family if history == "recorded" else self._template_family
@@ -309,11 +309,11 @@ class Renderer:
         tools: Sequence[ToolSpec],
         history: History,
     ) -> list[int] | None:
-        """Like `bridge`, but the new messages include assistant messages. Prompt + output are the ids of
-        `messages[:covered]`. The result are the ids of `messages[covered:]`.
+        """Like `bridge`, for new messages that include assistant messages. `prompt` + `output` are the ids of
+        `messages[:covered]`. The method returns the ids of `messages[covered:]`.
 
         The library cannot bridge assistant messages. So it bridges the messages before the first assistant message, and
-        the ids of the rest are copied from a rendering of the whole conversation. Returns None in these cases:
+        the rest is copied from a rendering of the whole conversation. Returns None in these cases:
 
         - The messages cannot be bridged, or the bridge and the whole rendering have different ids for them.
         - A template renders whole prompts.
@@ -341,8 +341,8 @@ class Renderer:
             shown, added, opener = self._fill(
                 (ids[first_at:reply_at], new[:before_reply]), (ids[reply_at:], new[before_reply:]), (ids[end:], ())
             )
-        # `opener` contains the ids that open the model's turn. The bridge ends with `shown` and then `opener`. The
-        # rendering ends with `added` and then `opener`.
+        # `opener` contains the ids that open the model's turn. The bridge ends with `shown` and `opener`, and the
+        # rendering ends with `added` and `opener`.
         shown += opener
         if bridged[len(bridged) - len(shown) :] != shown:
             return None
@@ -438,8 +438,7 @@ def _arguments_text(value: Any) -> str:
 
 
 class _Texts(threading.local):
-    """The long texts for which placeholders stand in the prompt that is being rendered. Each thread has its own
-    list."""
+    """The long texts that placeholders stand for in the current prompt. Each thread has its own list."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -449,8 +448,8 @@ class PlaceholderTokenizer:
     """The tokenizer that the library uses for WINDOW_FAMILIES. It encodes a long text as one placeholder, a negative
     id. After the library has rendered the prompt, `fill` replaces the placeholders with ids.
 
-    This is faster, because the library processes the ids of a prompt one by one, several times, and most of a prompt's
-    ids come from a few long texts.
+    This is faster: the library processes the ids of a prompt one by one, several times, and most of them come from a
+    few long texts.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -488,12 +487,12 @@ class PlaceholderTokenizer:
 
 
 def make_renderer(tokenizer: Tokenizer, name: str | None, *, image_tokens: int = 0) -> Renderer:
-    """Make a renderer. `name` is a model family, or `template:FAMILY`. With the latter, the chat template in the
-    tokenizer's folder renders whole prompts, and the rules of the family append later messages. If `name` is None, the
-    family is looked up by the model's name in a table of the `renderers` package.
+    """Make a renderer. `name` is a model family, or `template:FAMILY`. In the latter case, the chat template in the
+    tokenizer's folder renders whole prompts, and the rules of the family append later messages. If `name` is None, a
+    table of the `renderers` package gives the family for the model's name.
 
-    An image may have at most `image_tokens` tokens. Images are refused if this is 0, or if the folder has no image
-    processor.
+    An image may have at most `image_tokens` tokens. If this is 0, or if the folder has no image processor, images are
+    refused.
 
     Raises InvalidField if the family is unknown or does not match the tokenizer, or if the template cannot be read."""
     folder = Path(tokenizer.name_or_path)

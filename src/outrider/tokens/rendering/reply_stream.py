@@ -50,7 +50,7 @@ class _Ends:
         self._openers = tuple({marker[:1] for marker in states})
 
     def may_begin_in(self, text: str) -> bool:
-        """Return False only if the text certainly contains no marker, and no beginning of a marker."""
+        """Return True if the text may contain a marker or the beginning of one. False is certain, True is not."""
         return any(map(text.__contains__, self._openers))
 
 
@@ -58,10 +58,10 @@ class ReplyStream:
     """Converts the ids of one turn to a reply. Call `push` with the ids as they arrive, and at the end call `finish`
     once.
 
-    The reply ends before the first stop id or `stop` string, whichever comes first. Stop ids are those of the family
-    and `stop_ids`. If the request has tools, markup that is not a well-formed call becomes text. If it has none, all
-    markup of tool calls is text. A call without an id gets one that is made from `call_id`. Set `held_to_calls` if a
-    grammar forced the model to write only tool calls (`call_grammar.py`).
+    The reply ends before the first stop id or `stop` string. Stop ids are those of the family and `stop_ids`. If the
+    request has no tools, all markup of tool calls is text. Otherwise only malformed calls become text. A call without
+    an id gets one that is made from `call_id`. Set `held_to_calls` if a grammar forced the model to write only tool
+    calls (`call_grammar.py`).
     """
 
     def __init__(
@@ -118,8 +118,7 @@ class ReplyStream:
     def finish(self) -> FinishedReply:
         self._pending += self._decoder.finish()
         if self._renderer.markup is None:
-            # A family without known markers is not streamed. The family's own parser makes the reply from the whole
-            # turn.
+            # Families without known markers are not streamed. Their own parser makes the reply from the whole turn.
             parsed = self._renderer.parse(self._tail, self._ids, self._tools)
             unasked = () if self._tools else parsed.spans
             markup = (self._renderer.tokenizer.decode(self._ids[start:end]) for start, end in unasked)
@@ -139,7 +138,7 @@ class ReplyStream:
             spoken = self._ids[: self._end]
             if self._held_to_calls:
                 # A grammar constrains only the text, so the model may have sampled a marker as several tokens. The
-                # family's parser does not recognise such a marker, so the text is encoded again.
+                # parser only recognises a marker's own token, so the text is encoded again.
                 tokenizer = self._renderer.tokenizer
                 spoken = tokenizer.encode(tokenizer.decode(spoken))
             parsed = self._renderer.parse(self._tail, spoken, self._tools)
@@ -214,7 +213,7 @@ class ReplyStream:
                 return self._emit_to_marker(self._content_ends, final=final)
             case _State.REASONING:
                 return self._emit_to_marker(self._reasoning_ends, final=final)
-            case _State.LEADING:  # the state until the text shows whether the model itself opens reasoning
+            case _State.LEADING:  # ends when the text shows whether the model itself opens reasoning
                 stripped = self._pending.lstrip()
                 if stripped.startswith(self._think_open):
                     self._pending = stripped[len(self._think_open) :]
@@ -232,8 +231,8 @@ class ReplyStream:
         return NOTHING
 
     def _emit_to_marker(self, ends: _Ends, *, final: bool) -> ReplyPart:
-        """Emit the text before the first marker, and enter the state that follows this marker. If there is no marker,
-        emit all text except an end that may be the beginning of a marker."""
+        """Emit the text before the first marker, and enter the state that follows this marker. Without a marker, emit
+        all text except an end that may be the beginning of a marker."""
         state = self._state
         if not ends.may_begin_in(self._pending):  # fast path: most tokens contain no part of a marker
             shown, self._pending = self._pending, ""
@@ -248,7 +247,7 @@ class ReplyStream:
             self._held_from = state
             return self._emit(state, shown, final=True)
         pending, keep = self._pending, 0
-        # The longest end of the text that may begin a marker is held back.
+        # Hold back the longest end of the text that may be the beginning of a marker.
         for marker in markers if not final else ():
             for length in range(min(len(marker) - 1, len(pending)), keep, -1):
                 if pending.endswith(marker[:length]):

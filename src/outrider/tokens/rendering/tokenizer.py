@@ -1,9 +1,8 @@
 """A model's tokenizer, loaded from the model's folder. Converts text to ids and ids to text, and returns the bytes of
 single tokens.
 
-`Tokenizer` has the tokenizer interface that the `renderers` package requires (encode, decode, convert_tokens_to_ids,
-name_or_path, unk_token_id, eos_token_id). It uses the libraries `tokenizers` and `fastokens`. Invariant: the ids do not
-depend on which of them computes the ids.
+`Tokenizer` has the tokenizer interface that the `renderers` package requires. It uses the libraries `tokenizers` and
+`fastokens`. Invariant: both produce the same ids.
 
 `fastokens` encodes byte-level BPE twenty times faster than `tokenizers`. With `tokenizers`, encoding new text would be
 the largest part of a turn's cost. But `fastokens` is a young library, so it is tested whenever a tokenizer is loaded.
@@ -51,9 +50,8 @@ words of the vocabulary."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """The valid ids of a tokenizer: all numbers from 0 to `end` (exclusive), except those in `holes`. A model may have
-    more outputs than its tokenizer has tokens, because the number of outputs is rounded up. So a model can sample a
-    number from `end` on, which is not a valid id."""
+    """The valid ids of a tokenizer: all numbers from 0 to `end` (exclusive), except those in `holes`. A model may also
+    sample a number from `end` on, because its number of outputs is rounded up."""
 
     end: int
     holes: frozenset[int] = frozenset()
@@ -290,8 +288,7 @@ def fast_encoder(backend: tokenizers.Tokenizer) -> FastEncoder | None:
 
 def _probes(settings: dict[str, Any]) -> list[str]:
     """Return the test texts on which the two libraries must agree: single words of the vocabulary, and random sequences
-    of words, ASCII characters and special tokens. The random seed is fixed, so the texts of a tokenizer are always the
-    same."""
+    of words, ASCII characters and special tokens. The random seed is fixed, so every load tests the same texts."""
     chance = random.Random(0)
     added = [token["content"] for token in settings.get("added_tokens", [])]
     spelled = {shown: chr(byte) for shown, byte in BYTE_OF_CHAR.items()}

@@ -1,13 +1,13 @@
 """Decides whether a client's message equals a recorded message. To compare histories quickly, each message is reduced
 to digests.
 
-Two messages are equal if the recorded ids of one can be used for the other. Clients may change a history when they send
-it back. `DIFFERENCES` lists these changes. For each change, it states whether the recorded ids are still used, or
-whether the request becomes a fork with ids of its own. For changes of call ids, names or outer white space, this
-depends on the model family's template (`PRINTED_FIELDS`).
+Two messages are equal if the recorded ids of one can be used for the other. `DIFFERENCES` lists the changes that
+clients make to a history when they send it back. For each change, it states whether the recorded ids are still used, or
+whether the request gets a new prompt (a fork). For changes of call ids, names or outer white space, this depends on the
+model family's template (`PRINTED_FIELDS`).
 
-Invariant: equal messages have equal `MessageKey.body` digests. Reasoning has a separate digest. A client may drop or
-repeat it, and this does not change what the model thought.
+Invariant: equal messages have equal `MessageKey.body` digests. Reasoning has a separate digest, because a client that
+drops or repeats it does not change what the model thought.
 """
 
 from __future__ import annotations
@@ -100,17 +100,17 @@ PRINTED_FIELDS: Mapping[str, PrintedFields] = {
     "nemotron-3": _NO_IDS_OR_NAMES,
     "minimax-m2": _NO_IDS_OR_NAMES,
 }
-"""For each family, the fields that affect its rendering. A field is False only if tests show that it has no effect
-(tests/tokens/test_differences.py). For families that are not listed, all fields are compared. This is always safe,
-because it can only cause an unnecessary fork."""
+"""The fields that affect a family's rendering. A field is False only if tests show that it has no effect
+(tests/tokens/test_differences.py). For other families all fields are compared, which is always safe, because it can
+only cause an unnecessary fork."""
 
 MAX_EXACT_INTEGER = 2**53
 """Up to this size, a float without a fraction equals the integer: 3.0 equals 3. JavaScript has only one type of number,
 so a client may send 3.0 back as 3. Larger floats cannot represent all integers exactly."""
 
 MAX_PARSED_SEPARATORS = 1 << 16
-"""Tool arguments are compared as JSON only up to this number of lists, objects and commas. Larger arguments are
-compared as text, because the JSON decoder blocks every thread while it runs. For this number, it takes 10 ms."""
+"""Maximum number of lists, objects and commas in tool arguments that are compared as JSON. The JSON decoder blocks
+every thread while it runs, 10 ms for this number. Larger arguments are compared as text."""
 
 
 class MessageKey(msgspec.Struct, frozen=True, gc=False):
@@ -129,8 +129,8 @@ class MessageKey(msgspec.Struct, frozen=True, gc=False):
     call_ids: bytes | None = None
 
     def may_echo_reasoning(self, recorded: bytes | None) -> bool:
-        """Return True if a client may have made this message's reasoning from the recorded reasoning. It must be empty,
-        the recorded text, or that text twice."""
+        """Return True if this message's reasoning may come from the recorded reasoning: it is empty, the recorded text,
+        or that text twice."""
         return (
             self.reasoning is None
             or self.reasoning == recorded

@@ -1,16 +1,15 @@
 """Defines the nodes of the token tree, and computes the digests by which a new request is compared with recorded
 requests.
 
-A node is either a prompt for an engine, or a turn that was sampled from a prompt. It has a link to its parent, and
-stores only the ids that follow the parent's ids, packed. So its ids are stored once, even if many prompts continue it.
-Invariant: a node's ids never change, and a prompt with a parent begins with all of the parent's ids.
+A node is a prompt for an engine, or a turn that was sampled from a prompt. It has a link to its parent, and stores only
+the ids that follow the parent's ids, packed. So its ids are stored once, even if many prompts continue it. Invariant: a
+node's ids never change, and a prompt with a parent begins with all of the parent's ids.
 
 To index a request means to compute the digest of each message and of each prefix of the conversation. Each message is
-parsed only once, because its digests are then stored under the digest of its bytes. The digests for the first messages
-of a few long requests are also stored. If a new request begins with the same bytes, only its other messages are
-indexed.
+parsed only once, because its digests are stored by its bytes. The digests for the first messages of a few long requests
+are also stored. If a new request begins with the same bytes, only its other messages are indexed.
 
-Invariant: the digests of a request depend only on the request, and not on earlier requests.
+Invariant: the digests of a request do not depend on earlier requests.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from outrider.tokens.tree.canonical import MessageKey, PrintedFields, digest, ex
 from outrider.trajectory import ForkCause, Ids, ImageSpan, unpack_ids
 
 MIN_REMEMBERED = 16
-"""Minimum number of messages in a stored prefix. A stored prefix contains the digests of a request's first messages.
-For fewer messages, finding the prefix takes as long as indexing them again."""
+"""Minimum number of messages in a stored prefix (the digests of a request's first messages). For fewer messages,
+finding the prefix takes as long as indexing them again."""
 UNSTABLE_TAIL = 4
 """A stored prefix leaves out this number of newest messages. Clients often change the bytes of these messages, because
 they move their cache markers."""
@@ -44,25 +43,25 @@ MAX_TOOL_VALUES = 1 << 17
 """Maximum number of lists, objects and commas in a request's tools. A chat template writes the tools as JSON in one
 call, which blocks all threads. For this number, it takes 25 ms."""
 MAX_NEW_TEXT = 9 << 20
-"""Maximum number of characters of all new messages of a request, and maximum number of bytes of its tools. This limits
-the work for a model whose context length is not known."""
+"""Maximum number of characters in a request's new messages, and of bytes in its tools. This limits the work for a model
+whose context length is not known."""
 
 
 class PromptNode:
     """The prompt of a turn: the ids of `parent`, then `delta` (packed int32). `length` is in tokens.
 
-    The prompt was made for a request with `message_count` messages: first `system_count` system messages
-    (`system_digest`), then the rest (`history_digest`). `tools_digest` is empty if there are no tools. `prefix_digest`
-    covers the tools and all messages.
+    Its request has `message_count` messages: first `system_count` system messages (`system_digest`), then the history
+    (`history_digest`). `tools_digest` is empty if there are no tools. `prefix_digest` covers the tools and all
+    messages.
 
     matched: the turn whose conversation the request extends. The prompt may still have other ids than this turn.
-    rendered_replies: for each assistant message whose ids were rendered and not sampled, its position and the digest of
+    rendered_replies: the position of each assistant message whose ids were rendered and not sampled, and the digest of
         its reasoning, or None.
     splice: set if the history was recorded after other tools or system messages.
     thinking: True or False if the end of the prompt turns the model's reasoning on or off; None for the family's
         default.
-    conversation: the number of the conversation. 0 is the session's first. Every other conversation began
-        independently, or with other tools or another system prompt.
+    conversation: the number of the conversation. 0 is the session's first. The others began independently, or with
+        other tools or another system prompt.
     fork: the cause and the source turn of a fork for which the tools or the system prompt changed; otherwise None.
     first_turn: the index of the first turn sampled from the prompt, or None.
     images: the positions of the images in this node's own ids.
@@ -188,9 +187,9 @@ class TurnNode:
 
 
 class Splice(msgspec.Struct, frozen=True):
-    """Describes a prompt whose history was recorded after other tools or system messages. The first `head` ids of the
-    prompt were rendered. The recorded ids of the history follow them. `origin` is the prompt with which the history
-    began, and was rendered as a whole."""
+    """Describes a prompt whose history was recorded after other tools or system messages. Its first `head` ids were
+    rendered, and the recorded ids of the history follow. `origin` is the prompt with which the history began, rendered
+    as a whole."""
 
     head: int
     origin: PromptNode
@@ -207,9 +206,8 @@ def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
 
 
 def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked: PromptNode | None) -> bool:
-    """Return True if the request repeats or drops the recorded reasoning (`may_echo_reasoning`) for every reply on
-    the path to `turn`. An earlier comparison has already covered the replies in the prompt `checked`, so these are
-    skipped."""
+    """Return True if the request repeats or drops the recorded reasoning (`may_echo_reasoning`) for every reply on the
+    path to `turn`. An earlier comparison has already checked the replies in the prompt `checked`."""
     node: TurnNode | None = turn
     while node is not None:
         prompt = node.prompt
@@ -257,8 +255,8 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
 
     prefixes: `prefixes[i]` is the digest of the tools and the first `i` messages.
     keys: the digests of each message.
-    recalled: the digests of this many first messages come from a stored prefix.
-    parsed: the messages that are parsed so far, by position.
+    recalled: the number of first messages whose digests come from a stored prefix.
+    parsed: the messages parsed so far, by position.
     sizes: the number of bytes of all recalled messages together, then of each other message.
     checked: up to this prompt, the request's reasoning is known to agree with the recorded reasoning; None if it was
         not compared.
@@ -319,13 +317,13 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
         return [self.parsed[index] for index in range(start, len(self.messages))]
 
     def size_from(self, start: int) -> int:
-        """Return the number of bytes of the messages from position `start` on. If this includes recalled messages, all
+        """Return the number of bytes of the messages from position `start` on. If they include recalled messages, all
         messages are counted, because only the total size of the recalled messages is known."""
         return sum(self.sizes[max(0, start - self.recalled + 1) :] if start >= self.recalled else self.sizes)
 
     def with_switch(self, added: list[int]) -> list[int]:
-        """Return `added`, the last ids of a prompt, after turning thinking on or off as requested. Raises RequestError
-        if `added` does not have the end that the family's prompts have."""
+        """Turn thinking on or off as requested in `added`, the last ids of a prompt. Raises RequestError if they do not
+        end like the family's prompts."""
         if self.switch is None:
             return added
         kept = len(added) - len(self.switch.usual_end)
@@ -342,8 +340,7 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
         sampled: Sequence[tuple[int, bytes | None]] = (),
     ) -> PromptNode:
         """Make the prompt of this request: the ids of `parent`, then `delta` (packed). `sampled` lists the assistant
-        messages whose ids in `delta` were sampled. Each entry has the message's position and the digest of the recorded
-        reasoning."""
+        messages whose ids in `delta` were sampled, by position and the digest of the recorded reasoning."""
         first = self.covered if parent is not None else 0
         replies = {at: key.reasoning for at, key in enumerate(self.keys[first:], first) if key.role is Role.ASSISTANT}
         replies |= {at: reasoning for at, reasoning in sampled if at >= first}
@@ -467,7 +464,7 @@ class RequestIndexer:
 
     def remember(self, request: IndexedRequest, prompt: PromptNode) -> None:
         """Store the digests of a request's first messages, if there are enough of them (MIN_REMEMBERED,
-        REMEMBER_EVERY). `prompt` is the prompt made for the request."""
+        REMEMBER_EVERY). `prompt` is the request's prompt."""
         count = len(request.keys) - UNSTABLE_TAIL
         if count < max(MIN_REMEMBERED, request.recalled + REMEMBER_EVERY):
             return

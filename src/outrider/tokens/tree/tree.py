@@ -3,16 +3,15 @@ new request joins the recorded conversation.
 
 A request whose history is recorded gets the recorded ids unchanged, including sampled ids. Only its new messages are
 rendered, so the cost of a turn is proportional to the turn's own tokens. The first of these rules that applies decides.
-The head of a request means its tools and the system messages at its beginning.
+The head of a request is its tools and the system messages at its beginning.
 
 1. A repeated request (same tools, messages and thinking) gets the same prompt again (`retry`). So all replies to the
    request are sampled from the same ids.
-2. The request's history may also be recorded after a different head. This rule applies if more of the history is
-   recorded there than after the request's own head, and this part includes a reply. The new head is rendered, and the
-   recorded ids of the history follow it (`fork`: `tools_changed`, `system_changed` or both). So the model continues
-   from its own sampled ids, and not from other ids for the same text. This requires proof that the model family renders
-   the history to the same ids after both heads. Without the proof, rules 3 and 4 determine the ids. The join is still a
-   `fork` with this cause, because the request continues the recorded history.
+2. More of the history is recorded after another head than after the request's own head, and the recorded part includes
+   a reply. The new head is rendered, and the recorded ids of the history follow it (`fork`: `tools_changed`,
+   `system_changed` or both). So the model continues from its own sampled ids, and not from other ids for the same text.
+   The renderer must prove that the history has the same ids after both heads. Otherwise the ids come from rules 3 and
+   4, and the join is still this `fork`, because the request continues the recorded history.
 3. Part of the conversation is recorded. The parent is the turn with the longest recorded part, if the renderer can
    append the other messages without changing any of the turn's ids. The join is an `append`. It is a `fork` if the turn
    already has another continuation (`sibling`), or if the other messages contain unrecorded replies
@@ -52,17 +51,17 @@ from outrider.tokens.tree.request_index import (
 from outrider.trajectory import HEAD_CHANGES, ForkCause, Ids, JoinKind, Turn, pack_ids, unpack_ids
 
 LONG_TEXT = 256 << 10
-"""A text with more than this number of characters is first encoded in parts of this size, to count its tokens. Most
-texts this long do not fit into the model's context, and encoding many megabytes at once takes seconds and a hundred
-times the text's memory."""
+"""Texts longer than this number of characters are first encoded in parts of this size, to count their tokens. Most of
+them do not fit into the model's context. Encoding many megabytes at once takes seconds and a hundred times the text's
+memory."""
 SEAM_TOKENS = 16
 """Encoding two adjacent parts of a text separately adds at most this number of tokens."""
 BYTES_OF_A_KEY = 100
-"""The work for restoring a turn is estimated as this many bytes for each message of its conversation. Messages count
-little, because the digests of most of them are already known."""
+"""The work for restoring a turn counts as this many bytes for each message of its conversation. It is small, because
+the digests of most messages are already known."""
 MAX_SEEN_PREFIXES = 1 << 16
 """Maximum number of stored prefixes of requests (10 MB). Above this number, all prefixes are dropped. Earlier requests
-can then no longer be named as the origin of a fork, but the recorded ids of their turns are still used."""
+are then not found as the origin of a fork, but the recorded ids of their turns are still used."""
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -76,7 +75,7 @@ class Joined(msgspec.Struct, frozen=True):
     - other forks: the turn whose request shares the longest history with this request
     - root or append: None
 
-    It is also None if the earlier model call failed, because then there is no turn."""
+    It is also None if the earlier model call failed and has no turn."""
 
     kind: JoinKind
     cause: ForkCause | None
@@ -87,8 +86,7 @@ class Joined(msgspec.Struct, frozen=True):
 
 class _HistoryMatch(msgspec.Struct, frozen=True):
     """A turn whose history and reply are part of the request, but were recorded after a different head (tools and
-    system messages). `covered` counts the request's messages up to this reply, including system messages. `cause` tells
-    how the heads differ."""
+    system messages). `covered` counts the request's messages up to this reply. `cause` tells how the heads differ."""
 
     turn: TurnNode
     covered: int
@@ -291,8 +289,8 @@ class TokenTree:
             if parent.children:
                 return Joined(JoinKind.FORK, ForkCause.SIBLING, prompt, parent.index)
             return Joined(JoinKind.APPEND, None, prompt, None)
-        # `shared` is the first prompt that shares the longest prefix of messages with the request. `count` is the
-        # number of shared messages.
+        # `shared` is the first prompt that has the longest prefix of messages in common with the request, and `count`
+        # is its length.
         shared: PromptNode | None = None
         count = 0
         for prefix in request.prefixes[1:]:
@@ -348,9 +346,9 @@ class TokenTree:
         return pack_ids(request.with_switch(self._renderer.render(request.parse_from(0), request.tools)))
 
     def _spliced(self, request: IndexedRequest, match: _HistoryMatch) -> _Layout | None:
-        """Return a prompt that combines the request's own head (tools and system messages), the recorded ids of the
-        history, and the later messages. The history was recorded after a different head. Returns None if the first
-        messages of the history have different ids after the two heads, or if the later messages cannot be appended."""
+        """Return a prompt that combines the request's own head (tools and system messages), the recorded ids of its
+        history, and the later messages. The history was recorded after a different head. Returns None if the history's
+        first messages have different ids after the two heads, or if the later messages cannot be appended."""
         turn = match.turn
         origin = turn.prompt
         while origin.parent is not None:
@@ -386,9 +384,9 @@ class TokenTree:
         return layout
 
     def _continued(self, tail: Sequence[int], output: bytes, request: IndexedRequest, covered: int) -> list[int] | None:
-        """Return the ids of the messages from position `covered` on, to be appended to the ids of the earlier messages.
-        The earlier ids are a prompt that ends with `tail`, then `output` (packed). Returns None if the renderer cannot
-        prove that appending does not change earlier ids."""
+        """Return the ids of the messages from position `covered` on, to be appended to those of the earlier messages,
+        which end with `tail` and then `output` (packed). Returns None if the renderer cannot prove that appending does
+        not change earlier ids."""
         sampled: list[int] = unpack_ids(output).tolist()
         if any(key.role is Role.ASSISTANT for key in request.keys[covered:]):
             messages = request.parse_from(0)
@@ -427,14 +425,14 @@ class _HistoryIndex:
             self._unindexed.append(turn)
 
     def find(self, request: IndexedRequest) -> _HistoryMatch | None:
-        """Find the turn whose history and reply cover the most messages from the beginning of the request's history.
-        Returns None if they cover no more messages than are already recorded after the request's own tools and system
-        messages (`request.covered`)."""
+        """Find the turn whose history and reply cover the most messages of the request's history, starting at its
+        beginning. The request's own head (tools and system messages) may differ. Returns None unless the turn covers
+        more messages than `request.covered`, which are recorded after the request's own head."""
         if not request.is_rewritten:
             return None
-        # Turns are only indexed when this is needed. In most sessions, all replies are recorded after the request's own
-        # tools and system messages. Turns are taken one at a time, because the event loop may add a turn while this
-        # method runs in the worker thread.
+        # Turns are indexed only when a request needs it. In most sessions no request does, because the tools and system
+        # messages do not change. Turns are taken one at a time, because the event loop may add a turn while this method
+        # runs in the worker thread.
         while self._unindexed:
             turn = self._unindexed.popleft()
             assert turn.reply_digest is not None
@@ -458,8 +456,8 @@ class _HistoryIndex:
 
 def _newest_agreeing(turns: Sequence[TurnNode], request: IndexedRequest, checked: PromptNode | None) -> TurnNode | None:
     """Return one of several turns with equal conversations, or None. The request must repeat or drop the turn's
-    recorded reasoning (`reasoning_agrees`). The newest such turn whose call ids are in the request wins. Clients may
-    replace call ids, so if no call ids match, the newest turn wins."""
+    recorded reasoning (`reasoning_agrees`). Among such turns, one whose call ids are in the request wins, then the
+    newest. Clients may replace call ids."""
     agreeing: list[tuple[TurnNode, list[MessageKey]]] = []
     for turn in reversed(turns):
         keys, system_count = request.keys, turn.prompt.system_count
