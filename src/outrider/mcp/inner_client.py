@@ -1,5 +1,5 @@
-"""The client that the MCP tools at `/mcp` use to call the control API. The calls stay in the service's own process, and
-are made on behalf of the program that called the tool.
+"""The client that the MCP tools at `/mcp` use. It calls the control API inside the service's own process, on behalf of
+the program that called the tool.
 
 Invariant: each call carries the caller's token and address, so access control treats it like a call over HTTP.
 """
@@ -102,5 +102,5 @@ class _InnerResponse(Response):
 
 async def _received(body: bytes) -> AsyncIterator[dict[str, Any]]:
     yield {"type": "http.request", "body": body, "more_body": False}
-    # waits forever: when the caller disconnects, the request that contains this call is cancelled
+    # waits forever: if the caller disconnects, the outer request is cancelled
     await asyncio.get_running_loop().create_future()

@@ -1,8 +1,7 @@
-"""The MCP server, built on the package `mcp`. It lists and calls the tools that `tools.py` defines.
+"""The MCP server, built on the package `mcp`. It lists and calls the tools of `tools.py`.
 
-The package is optional (an extra), and importing it takes half a second. So this module is imported only when it is
-needed. Invariant: an error of the service becomes a result that contains the message, the field and the hint. It never
-becomes a traceback.
+This module is imported only when it is needed, because the package is optional and takes half a second to import.
+Invariant: an error of the service becomes a result with the message, the field and the hint, never a traceback.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ INSTRUCTIONS = (
 
 def mcp_server(client: AsyncClient, may: Callable[[Role], bool] | None = None) -> Server[Any]:
     """Return a server whose tools call the service through `client`. `may(role)` returns True if the caller has the
-    role. Tools that need a role that the caller does not have are not listed, and calling them is refused. If `may` is
-    None, the list depends on the roles that the service reports, and only the service can refuse a call."""
+    role. A tool is listed and can be called only if the caller has its role. If `may` is None, the list depends on the
+    roles that the service reports, and only the service refuses calls."""
     tools = {tool.name: tool for tool in TOOLS}
 
     async def list_tools(context: Any, asked: Any) -> types.ListToolsResult:
@@ -95,8 +94,7 @@ def mcp_server(client: AsyncClient, may: Callable[[Role], bool] | None = None) -
 
 async def _roles(client: AsyncClient) -> frozenset[Role]:
     """Return the roles that the service reports for the caller. If the service does not reply, is too old or refuses
-    the token, the only role is `read`. If the client then calls one of the listed tools, it gets the service's error
-    with its hint."""
+    the token, the only role is `read`. A call of a listed tool then returns the service's error with its hint."""
     reading: frozenset[Role] = frozenset({"read"})
     with suppress(OutriderError):
         return reading | frozenset((await client.status()).may)

@@ -1,8 +1,7 @@
 """Formats the results of the MCP tools as text of limited length.
 
 The module depends only on the schemas. Invariant: text that agents, tasks or programs may have written is enclosed by
-two lines that contain a random number. The authors of the text could not know the number, so the text cannot imitate
-these lines.
+two lines with a random number. Its authors could not know the number, so the text cannot contain it.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ def session_text(session: SessionView, turns: Iterable[TurnView], *, first: int,
 
 
 def timeline_text(timeline: TimelineView, kinds: frozenset[str], *, first: int) -> str:
-    """Return the spans of a timeline as lines, beginning with span number `first`. A line contains the start and the
-    length in seconds, and the span's kind, name and data. If `kinds` is empty, spans of all kinds are included."""
+    """Return the spans of a timeline as lines with start and length in seconds, kind, name and data. The first is span
+    number `first`. If `kinds` is empty, spans of all kinds are included."""
     begin = timeline.spans[0].start if timeline.spans else timeline.now
     lines = [
         f"session {timeline.session_id} · attempt {timeline.attempt} · {timeline.state.value}"

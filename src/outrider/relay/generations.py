@@ -1,8 +1,8 @@
-"""Runs the generations of a relay worker. A generation samples one reply for the service. It runs only once, because
-its messages are kept until the service acknowledges them, and can be sent again over a new connection.
+"""Runs the generations of a relay worker: each samples one reply. A generation runs only once, because its messages are
+kept until the service acknowledges them, and can be sent again over a new connection.
 
-This module sends messages over the connection and does not read from it. The service sets two windows: the maximum
-number of unacknowledged messages of one generation, and of all generations together. Invariants:
+This module sends messages and does not receive any. The service sets two windows: the maximum number of unacknowledged
+messages of one generation, and of all generations. Invariants:
 
 - The messages of a generation are numbered from 1 without gaps.
 - The engine's next chunk is requested only if both windows have room, or if the generation has no unacknowledged
@@ -68,8 +68,8 @@ class Generations:
         generation.task = tasks.create_task(self._run(generation, request), name=f"relay {message.request_id}")
 
     def acknowledge(self, number: int, upto: int) -> None:
-        """Forget the generation's messages up to the number `upto`. After its last message, the generation itself is
-        forgotten."""
+        """Forget the generation's messages up to the number `upto`, and after the last message also the generation
+        itself."""
         if (generation := self._generations.get(number)) is None:
             return
         was_full = self._unacknowledged >= self._total_window

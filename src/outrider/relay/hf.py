@@ -35,10 +35,10 @@ class ModelSampler:
     continuous batching.
 
     - `tokenizer`: the folder with the model's tokenizer.json. It is needed for stop strings, and for the service's
-      check that both use the same tokenizer.
-    - `name`: the model's name. The default is the name in its config.
-    - `context_tokens`: the context length. The default is `max_position_embeddings` in the config. Raises InvalidField
-      if neither is given.
+      check of the tokenizer.
+    - `name`: the model's name, by default the name in its config.
+    - `context_tokens`: the context length, by default the config's `max_position_embeddings`. Raises InvalidField if
+      neither is given.
     - `version`: the policy version of the initial weights.
 
     Log-probabilities are RAW: log-softmax of the logits, before temperature and truncation. Structured output is not

@@ -2,13 +2,13 @@
 
     await ProxyWorker("http://proxy:8080", engine, renderer, worker_id="worker-0").run()
 
-The proxy is either the recipe's own or `outrider serve --compat verl` (docs/compat/verl.md). It sends messages to the
-worker. The worker renders them to ids, samples a reply, and parses the reply's tool calls. Invariants:
+The proxy is the recipe's own or `outrider serve --compat verl` (docs/compat/verl.md). It sends messages. The worker
+renders them to ids, samples a reply, and parses the reply's tool calls. Invariants:
 
-- A response contains the engine's ids, and exactly one of the engine's log-probabilities for each id.
-- If the proxy sends the recorded ids of a conversation, the prompt begins with them. The only exception: if the
-  renderer cannot append the new messages to them, all messages are rendered again.
-- When a connection ends, the model calls that arrived over it are cancelled.
+- A response contains the engine's ids and one log-probability for each of them.
+- If the proxy sends the recorded ids of a conversation, the prompt begins with them. All messages are rendered again
+  only if the renderer cannot append the new messages to the recorded ids.
+- When a connection ends, its model calls are cancelled.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""The error that `run` raises when the proxy closes the connection with this code, or rejects it with this HTTP status.
-After any other code or status, the worker reconnects."""
+"""The error that `run` raises for a close code, or for an HTTP status when connecting. After other codes and statuses,
+the worker reconnects."""
 HINTS = {
     NOT_SERVED: "start the proxy in its relay mode",
     401: "give the proxy's token: ProxyWorker(..., token=...)",
@@ -78,9 +78,9 @@ HINTS = {
 
 
 class _Call(msgspec.Struct, kw_only=True):
-    """A `completion_request` from the proxy. `messages` are parsed one by one, so that an error can name the message.
-    `required_prefix_token_ids` are the recorded ids of the conversation up to the last reply. Only Outrider's proxy
-    sends them."""
+    """A `completion_request` from the proxy. `messages` are parsed one by one, so that an error can name the
+    message. Only Outrider's proxy sends `required_prefix_token_ids`, the recorded ids of the conversation up to the
+    last reply."""
 
     request_id: str
     messages: list[msgspec.Raw]
@@ -176,8 +176,8 @@ class ProxyWorker:
                 failed += 1
 
     async def _serve(self, http: aiohttp.ClientSession) -> None:
-        """Open a connection, and serve until it ends. When all of its model calls have ended, raises the reason:
-        _Ended, aiohttp.ClientError or OSError."""
+        """Open a connection, and serve until it ends. Raises _Ended, aiohttp.ClientError or OSError, after all model
+        calls of the connection have ended."""
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
         async with asyncio.timeout(CONNECT_SECONDS):
@@ -191,7 +191,7 @@ class ProxyWorker:
                     self.attached.clear()
                     for task in running:
                         task.cancel()
-        # one error is enough, because each of them only means that the connection has ended
+        # one error is enough, because each only means that the connection has ended
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
@@ -369,8 +369,7 @@ def _decoded(data: str | bytes) -> _Frame:
 
 def _versions(spans: tuple[VersionSpan, ...]) -> dict[str, Any]:
     """Return the values that report a reply's policy versions: the lowest version, and all version spans if there are
-    several versions. If the engine reports no version, `weight_version` is None, and the proxy decides which version it
-    was."""
+    several versions. If the engine reports no version, `weight_version` is None, and the proxy decides."""
     if not spans:
         return {"weight_version": None}
     lowest = {"weight_version": min(span.version for span in spans)}

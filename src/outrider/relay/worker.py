@@ -82,8 +82,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""The error that `Worker.run` raises when the service closes the connection with this code, or rejects it with this
-HTTP status. After any other code or status, the worker reconnects."""
+"""The error that `Worker.run` raises for a close code, or for an HTTP status when connecting. After other codes and
+statuses, the worker reconnects."""
 
 HINTS: dict[int, str] = {
     Close.REMOVED: "the engine was removed from the service; a new worker adds it again",
@@ -96,14 +96,14 @@ HINTS: dict[int, str] = {
 class Worker:
     """Serves an engine to the service at `url` (`http://host:port`). `engine` is the engine's name in the service.
 
-    - `generate`: an `Engine`, which the caller starts and closes, or a generate function (see `FunctionEngine`).
+    - `generate`: an `Engine`, which the caller starts and closes, or a function (see `FunctionEngine`).
     - `update_weights(weights, version)`: a coroutine function that loads weights from the path `weights`, and raises an
       error if this fails. An engine that can load weights itself does not need it.
     - `name`: shown in the service's logs and errors.
     - `ca`: a PEM file with the service's certificate authority, if this machine does not trust it.
     - `reconnecting`: how long to wait between attempts to connect.
 
-    There are three ways to run a worker. All of them raise the errors of `run`:
+    There are three ways to run a worker. All raise the errors of `run`:
 
     - `await worker.run()`
     - `async with worker`, alongside other tasks on the event loop
@@ -354,8 +354,8 @@ class Worker:
         return WorkerReply(call=call.call)
 
     async def _update_weights(self, weights: str, version: int) -> None:
-        """Load new weights. The lock ensures that only one update runs at a time. Otherwise two could overlap, because
-        the service may give up waiting for an update and request the next one."""
+        """Load new weights, one update at a time. Two updates can overlap, because the service may stop waiting for one
+        and request the next."""
         if self._load is None:
             raise EngineRejected(f"worker {self.name!r} cannot load weights")
         async with self._loading:

@@ -1,8 +1,8 @@
 """Reads the pages of a PDF document as texts or as pictures.
 
-The module needs pypdfium2 (the extra `documents`), and also Pillow for pictures. PDFium is native code, and the bytes
-that it reads come from an agent. So documents are read only in the confined process (`worker.py`). Invariant: the pages
-depend only on the document's bytes, the image settings and the version of pypdfium2.
+The module needs pypdfium2 (the extra `documents`), and also Pillow for pictures. PDFium is native code that reads an
+agent's bytes, so documents are read only in the confined process (`worker.py`). Invariant: the pages depend only on the
+document's bytes, the image settings and the version of pypdfium2.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ DOTS_PER_POINT = 200 / 72
 """Resolution of a page's picture: 200 dots per inch. Large pages have a lower resolution, because the model limits the
 number of pixels of an image."""
 UNPRINTABLE = {code: None for code in range(32) if chr(code) not in "\n\t"} | {0xFFFE: None, 0xFFFF: None}
-"""Characters that are removed from a page's text. PDFium inserts some of them. For example, it writes U+0002 for a
-hyphen at the end of a line."""
+"""Characters that are removed from a page's text. PDFium inserts some of them, such as U+0002 for a hyphen at the end
+of a line."""
 
 
 class UnreadableDocument(Exception):
@@ -45,8 +45,8 @@ class Pages(msgspec.Struct, frozen=True):
 
 
 def pages_of(data: bytes, settings: ImageSettings | None) -> Pages:
-    """Return the pages of a document. With `settings`, they are pictures for a model with these image settings. If it
-    is None, they are texts. Raises UnreadableDocument."""
+    """Return the pages of a document: as pictures for a model with the image settings `settings`, or as texts if it is
+    None. Raises UnreadableDocument."""
     import pypdfium2
 
     if len(data) > MAX_BYTES:

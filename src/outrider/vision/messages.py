@@ -21,23 +21,23 @@ class ImageRequest(msgspec.Struct, frozen=True, tag="image"):
 
 
 class DocumentRequest(msgspec.Struct, frozen=True, tag="document"):
-    """A PDF document to read. With `settings`, its pages become pictures for a model with these image settings.
-    Without, they become texts."""
+    """A PDF document. If `settings` is None, its pages are returned as texts, otherwise as pictures for a model with
+    these image settings."""
 
     data: bytes
     settings: ImageSettings | None
 
 
 class DocumentAnswer(msgspec.Struct, frozen=True):
-    """The pages of a document. If it cannot be read, `pages` is None and `fault` is the reason."""
+    """The pages of a document, or the reason (`fault`) why it cannot be read."""
 
     pages: Pages | None = None
     fault: str = ""
 
 
 class ImageAnswer(msgspec.Struct, frozen=True):
-    """An image in the requested format (patches or PNG), and its size in patches (`grid`). If the image cannot be read,
-    `grid` is None and `fault` is the reason."""
+    """An image in the requested format (patches or PNG), and its size in patches (`grid`). `fault` is the reason if the
+    image cannot be read."""
 
     grid: Grid | None = None
     item: bytes = b""

@@ -1,8 +1,8 @@
 """Decodes images, and divides them into patches for models of the Qwen-VL families.
 
-The module needs Pillow (the extra `images`). Its results equal those of the image processor in `transformers`, which a
-test verifies. As in vLLM, transparent pixels become white, and images are rotated according to their EXIF orientation.
-Invariant: the number of rows and columns of patches depends only on the settings and on the size of the rotated image
+The module needs Pillow (the extra `images`). The results equal those of the image processor in `transformers` (a test
+compares them). As in vLLM, transparent pixels become white, and images are rotated according to their EXIF orientation.
+Invariant: the number of patches depends only on the settings and on the size of the rotated image
 (`ImageSettings.size_of`).
 """
 
@@ -24,11 +24,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""The accepted image formats. Other formats are refused, because the fewer decoders there are, the fewer bugs an
-agent's file can exploit."""
+"""The accepted image formats. Other formats are refused, because an agent's file may exploit a bug in any decoder."""
 MAX_PIXELS = 50_000_000
-"""Maximum number of pixels of an image, before it is scaled. Without a limit, a file of a few kilobytes could decode to
-billions of pixels."""
+"""Maximum number of pixels of an image before it is scaled. A file of a few kilobytes may decode to billions of
+pixels."""
 RAW_VIEW = 3
 """The number of the MessagePack extension type that vLLM uses for the bytes of a tensor."""
 
@@ -107,9 +106,9 @@ def pixels_of(data: bytes, settings: ImageSettings) -> Pixels:
 
 
 def png_item(data: bytes, settings: ImageSettings) -> tuple[Grid, bytes]:
-    """Return the number of patches of an image (its grid), and a PNG of the scaled image in base64. A server with the
-    same image settings does not scale the PNG again, so its patches equal those of `pixels_of`. Raises UnreadableImage
-    if the image cannot be read, or if the server would scale the PNG again."""
+    """Return the size of an image in patches, and a PNG of the scaled image in base64. A server with the same image
+    settings does not scale the PNG again, so its patches equal those of `pixels_of`. Raises UnreadableImage, also if
+    the server would scale the PNG again."""
     image = scaled(data, settings)
     try:
         again = settings.size_of(*image.size)

@@ -1,10 +1,7 @@
 """Decodes images and reads documents in a separate process, and caches the results.
 
-Invariants:
-
-- Files are decoded only in the separate process, which is confined, and never in this one.
-- If the separate process fails and the file is not the cause, the error is a ServiceError. It does not count against
-  the agent.
+Invariants: files are decoded only in the separate process, which is confined. If that process fails and the file is not
+the cause, the error is a ServiceError, which does not count against the agent.
 """
 
 from __future__ import annotations
@@ -37,9 +34,8 @@ KEPT_PAGES = 256 << 20
 """Maximum number of bytes of document pages in the cache."""
 KEPT_DOCUMENTS = 256
 IMAGE_SECONDS = 60.0
-"""Maximum time for one file, in seconds. After this time the process is ended, and the next request starts a new one.
-The processor time is limited to 10 s for an image and 20 s for a document (`worker.py`). So only a slow machine causes
-this timeout, and the file does not."""
+"""Maximum seconds for one file. After this time the process is ended, and the next request starts a new one. An image
+may use 10 s of processor time, and a document 20 s (`worker.py`), so only a slow machine causes this timeout."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 MAX_ANSWER = 1 << 30
 ITEM_HEAD = 512
@@ -55,8 +51,8 @@ for name in ("outrider" + package for package in packages):
 from outrider.vision.worker import main
 main()
 """
-"""The program that the separate process runs. The real parent packages would import many modules that decoding does not
-need, so empty modules replace them."""
+"""The program that the separate process runs. Empty modules replace the parent packages, which would import many
+modules that decoding does not need."""
 
 
 class PreparedImage(msgspec.Struct, frozen=True):
@@ -170,8 +166,8 @@ class ImagePreparer:
     async def prepare(
         self, image: Image, form: ImageForm = ImageForm.PATCHES, owner: str = ""
     ) -> PreparedImage | UnreadImage:
-        """Decode an image for the model, or return it from the cache. Images of different owners (sessions) are decoded
-        in turn. Raises ServiceError if the process fails."""
+        """Decode an image for the model, or return it from the cache. Owners (sessions) take turns. Raises ServiceError
+        if the process fails."""
         key = image.digest, form
         if (known := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
@@ -204,13 +200,13 @@ class DocumentReader:
         self._bytes = 0
 
     def pages(self, digest: str, *, pictures: bool) -> DocumentPages | str | None:
-        """Return the pages of a document from the cache, or None. If the document could not be read, returns the reason
-        as a string. With `pictures`, the pages are pictures, otherwise texts."""
+        """Return the pages of a document from the cache, or the reason why it cannot be read, or None if it is not in
+        the cache. If `pictures` is True, the pages are pictures, otherwise texts."""
         return self._kept.get((digest, pictures))
 
     async def read(self, document: Document, owner: str = "", *, pictures: bool) -> None:
-        """Read a document and put its pages into the cache, from which `pages` returns them. Documents of different
-        owners (sessions) are read in turn. Raises ServiceError if the process fails."""
+        """Read a document into the cache, from which `pages` returns the result. Owners (sessions) take turns. Raises
+        ServiceError if the process fails."""
         key = document.digest, pictures
         async with self._process.turns.take(owner):
             if key in self._kept:
@@ -233,8 +229,8 @@ def _size(found: DocumentPages | str) -> int:
 
 
 def item_size(settings: ImageSettings, grid: Grid) -> int:
-    """Estimate how many bytes an image's `item` may have, from the image's number of patches (`grid`). Patches have
-    this size. A PNG has at most about half of it."""
+    """Estimate the maximum size of an image's `item` in bytes, from the image's number of patches. Patches have this
+    size. A PNG has at most about half of it."""
     return settings.values_of(grid) * 4 // 3 + ITEM_HEAD
 
 

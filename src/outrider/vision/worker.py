@@ -1,11 +1,10 @@
 """The program of the separate process that decodes images and reads documents. It reads requests from standard input,
-and writes one answer for each request. `messages.py` defines both.
+and writes one answer for each request (`messages.py`).
 
-Image decoders and PDFium are native code, and the bytes that they read come from an agent. So the process is confined.
-It can read Python's files. It cannot write files, open sockets, start programs or send signals. Its memory is limited.
-The kernel kills it with SIGPROF if a file takes too much processor time.
-
-Invariant: the process ends when its standard input ends. So it also ends when its parent process is killed.
+Image decoders and PDFium are native code that reads an agent's bytes, so the process is confined. It can read Python's
+files. It cannot write files, open sockets, start programs or send signals, and its memory is limited. The kernel kills
+it with SIGPROF if a file takes too much processor time. Invariant: the process ends when its standard input ends, and
+so also when its parent process is killed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MAX_MEMORY = 3 << 30
 gigabyte."""
 IMAGE_CPU_SECONDS = 10.0
 """Maximum processor time for an image, in seconds. A photograph of MAX_PIXELS pixels takes about one second. But a JPEG
-of only 200 KB can be made to scan all pixels thousands of times, which takes minutes."""
+of only 200 KB may scan all pixels thousands of times, which takes minutes."""
 DOCUMENT_CPU_SECONDS = 20.0
 """Maximum processor time for a document, in seconds. A hundred pages with one line of text each take less than a
 second."""
@@ -53,7 +52,7 @@ def main() -> None:
 
 
 def _load() -> None:
-    """Load the installed decoders now, because the process can no longer load native code once it is confined."""
+    """Import and try the installed decoders before the process is confined."""
     if find_spec("PIL") is not None:
         from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 

@@ -35,9 +35,9 @@ QUOTE_SHARE = 0.8
 below 1 because clients wrap summaries in other text and leave parts out."""
 
 STEPS_PER_TURN = 100
-"""Maximum number of turns that one call of `replies_read` visits. It is also the average number of turns, for each turn
-of the session, that all calls of `lacks_replies` and `lacks_beginning` may visit. Without the limits, a session with
-many long histories would take quadratic time."""
+"""Limits the work of searches. One call of `replies_read` visits at most this many turns. In the whole session,
+`lacks_replies` and `lacks_beginning` visit at most this many turns for each turn of the session. Without these limits,
+a session with many long histories would take quadratic time."""
 
 MAX_ENDS = 20
 """Maximum number of earlier conversations that are compared with the opening of a new one. Those with the newest last
