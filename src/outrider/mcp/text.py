@@ -42,7 +42,8 @@ def json_text(value: Any) -> str:
 
 
 def clipped(text: str, limit: int) -> str:
-    """If the text has more than `limit` characters, replace its middle with the number of characters left out."""
+    """If the text has more than `limit` characters, replace its middle with the number of characters that are left
+    out."""
     if len(text) <= limit:
         return text
     head, tail = limit * 2 // 3, limit // 3

@@ -68,8 +68,8 @@ class Generations:
         generation.task = tasks.create_task(self._run(generation, request), name=f"relay {message.request_id}")
 
     def acknowledge(self, number: int, upto: int) -> None:
-        """Forget the generation's messages up to the number `upto`, and after the last message also the generation
-        itself."""
+        """Forget the generation's messages up to number `upto`. If they include its last message, forget the
+        generation, too."""
         if (generation := self._generations.get(number)) is None:
             return
         was_full = self._unacknowledged >= self._total_window

@@ -354,8 +354,8 @@ class Worker:
         return WorkerReply(call=call.call)
 
     async def _update_weights(self, weights: str, version: int) -> None:
-        """Load new weights, one update at a time. Two updates can overlap, because the service may stop waiting for one
-        and request the next."""
+        """Load new weights. Only one update runs at a time, even if the service stops waiting for one and requests the
+        next."""
         if self._load is None:
             raise EngineRejected(f"worker {self.name!r} cannot load weights")
         async with self._loading:

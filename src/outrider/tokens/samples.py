@@ -71,7 +71,7 @@ cannot have caused a reward."""
 
 
 class SessionCounts(msgspec.Struct, frozen=True):
-    """Counts for one session: its tokens, its rows (`samples`), its forks by cause, and the turns with each ignored
+    """Counts for one session: its tokens, training rows (`samples`), forks by cause, and turns with each ignored
     request field."""
 
     tokens: TokenCounts

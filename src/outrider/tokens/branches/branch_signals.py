@@ -80,13 +80,14 @@ MAX_TOOL_TEXTS = 1000
 conversation."""
 
 LOOK_BACK = 100
-"""To find the history that a segment shortens, only this many earlier turns and earlier segments are searched. That is
-enough, because a client that asks for a summary continues from it immediately."""
+"""Maximum number of earlier turns, and of earlier segments, that are searched for the history that a segment shortens.
+A client that asks for a summary continues from it immediately, so more are not needed."""
 
 
 class Continuation(msgspec.Struct, frozen=True):
-    """The earlier history that a segment shortens. `old` is the last turn of that history. `source` is the turn that
-    wrote its summary, or None if the segment keeps the end of the history instead of a summary."""
+    """The earlier history that a segment (a request and its continuations) shortens. `old` is the last turn of that
+    history. `source` is the turn that wrote its summary, or None if the segment keeps the end of the history
+    instead."""
 
     old: Turn
     source: Turn | None
@@ -129,7 +130,7 @@ class AgentTurns:
 
 
 def find_continuation(session: SegmentedSession, segment: Segment) -> Continuation | None:
-    """Find the earlier history that the first request of `segment` shortens to a summary, or to the end of the history.
+    """Find the earlier history that the first request of `segment` shortens, either to a summary or to its last part.
     Summaries are searched first, from the newest to the oldest. Returns None if there is no such history."""
     first = segment.first
     recent = session.segments[max(0, segment.number - LOOK_BACK) : segment.number]
@@ -148,8 +149,8 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
     if not candidates:
         return None
     begins_anew = segment.starts_conversation and history_source(first) is None
-    # A message shorter than this cannot contain QUOTE_SHARE of the shortest summary. Tool results are left out, because
-    # they may repeat the text of any file.
+    # A shorter message cannot contain QUOTE_SHARE of the shortest summary. Tool results are left out, because they may
+    # repeat the text of any file.
     long_enough = QUOTE_SHARE * SUMMARY_LENGTH
     fresh = [
         one for one in session.new_messages(first) if one.role is not Role.TOOL and len(one.content) >= long_enough
@@ -208,7 +209,7 @@ def _is_quoted(
 
 
 def _repeats_earlier(session: SegmentedSession, source: Turn, text: str) -> bool:
-    """Return True if the text repeats part of the reply before `source`, and that part is not in the reply of `source`.
+    """Return True if the text repeats part of the reply before `source` that is not in the reply of `source` itself.
     Such a text is a copy of the history and not a summary."""
     if source.parent is None or source.reply is None:
         return False
@@ -220,11 +221,11 @@ def _repeats_earlier(session: SegmentedSession, source: Turn, text: str) -> bool
 def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates: Sequence[Segment]) -> Segment | None:
     """Return the segment among `candidates` that the reply of `source` summarises, or None. The request of `source`
     must contain the segment's history, as messages or as text. If several segments qualify, the one with the most
-    replies in the request wins. For example, no segment qualifies if another agent has only quoted the newest reply.
+    replies in the request wins.
 
     Some programs show the summariser only the kinds of the events and not the history. So if `source` is a single
-    question directly before the request `first`, its reply counts as a summary of the history of which `first` keeps
-    only the end."""
+    question directly before the request `first`, its reply counts as a summary of the history that `first` has cut
+    off."""
     own = session.segment_of(source.index)
     if own in candidates and source.parent is not None:
         return own
@@ -261,14 +262,14 @@ def _is_written_out(segment: Segment, source: Turn, asked: str) -> bool:
 
 
 def _is_elsewhere(source: Turn, candidates: Sequence[Segment]) -> bool:
-    """Return True if the turn is in none of the candidates' conversations."""
+    """Return True if the turn belongs to a different conversation from all candidates."""
     return all(other.first.conversation != source.conversation for other in candidates)
 
 
 def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
-    """Return, by segment number, the earlier tool call that started the segment. Only segments that start a
-    conversation are examined. If the first user messages contain arguments of several tool calls, the longest argument
-    decides."""
+    """Return the earlier tool call that started each segment (a request and its continuations), by segment number. Only
+    segments that start a conversation are examined. If their first user messages contain arguments of several tool
+    calls, the longest argument decides."""
     found: dict[int, Spawn] = {}
     given: dict[str, _ToolText] = {}
     starters = {segment.first.index: segment for segment in session.segments if segment.starts_conversation}
@@ -317,7 +318,8 @@ def _texts_given(turn: int, call: ToolCall) -> Iterator[_ToolText]:
 
 
 def find_label(segment: Segment) -> str:
-    """Return the label of a side call, found by the words in its prompt (LABELS), or "" if no word matches."""
+    """Return the label of a side call (a request apart from the task, such as for a title), or "". The words in its
+    prompt decide (LABELS)."""
     asked = [message.content for message in segment.first.messages if message.role is Role.USER][-1:]
     for text in ("\n".join(segment.system).lower(), "\n".join(asked).lower()):
         if (word := _LABEL_WORD.search(text)) is not None:

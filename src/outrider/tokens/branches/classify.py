@@ -62,7 +62,7 @@ SUMMARY = "summary"
 """The label of turns that write a summary with which a later history begins."""
 
 UNUSED_KINDS = (BranchKind.RETRY, BranchKind.ABORTED)
-"""The kinds of replies that the agent did not use. A turn of such a kind has the same depth as its segment."""
+"""The kinds of replies that the agent did not use."""
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,8 +84,8 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The result of the rules for a segment or a turn. `rule` is the name of the rule that applied. The other fields
-    are explained at `Lineage`."""
+    """The result of the rules for a segment or a turn. `rule` is the name of the rule that applied. `Lineage` explains
+    the other fields."""
 
     rule: str
     kind: BranchKind
@@ -113,8 +113,8 @@ class Signals:
         )
         self._mains: dict[int, Segment] = {}
         """For each step of the task, the first segment of the main conversation."""
-        # For each step and agent, the first segment of the agent's highest-ranked conversation. This conversation is
-        # the agent's own work in the step. Its other conversations are side calls.
+        # For each step and agent, the first segment of the agent's most important conversation. Only this conversation
+        # is the agent's own work in the step. Its other conversations are side calls.
         self._work_of: dict[tuple[int, str | None], Segment] = {}
         for segment in ranked:
             step = segment.first.step
@@ -212,7 +212,7 @@ class Signals:
         return next(self._mains[step] for step in range(segment.first.step, -1, -1) if step in self._mains)
 
     def label(self, segment: Segment) -> str:
-        """Return the label of a side call, found by the words in its prompt, or "" if no word matches."""
+        """Like `find_label`, but cached."""
         found = self._labels.get(segment.number)
         if found is None:
             found = self._labels[segment.number] = find_label(segment)
@@ -234,8 +234,8 @@ class Signals:
         return segment.last is self.session.turns[-1] and (bare or self.label(segment) == SUMMARY)
 
     def is_own_agents_work(self, segment: Segment) -> bool:
-        """Return True if the client names an agent other than the main one, and the segment is that agent's own
-        work."""
+        """Return True if the client names an agent other than the main one, and the segment is that agent's own work
+        and not a side call."""
         agent, step = segment.first.agent_id, segment.first.step
         return agent not in (None, self.main(segment).first.agent_id) and segment is self._work_of.get((step, agent))
 
@@ -360,7 +360,7 @@ MAIN = Lineage(kind=BranchKind.MAIN, parent=None, depth=0, label="", rule="main"
 
 
 def lineages(turns: Sequence[Turn]) -> list[Lineage]:
-    """Return a lineage for each turn. `turns[i].index` must be `i`."""
+    """Return the lineage (the purpose) of each turn. `turns[i].index` must be `i`."""
     if is_one_conversation(turns):
         return [MAIN] * len(turns)
     return lineages_by_rules(turns)
@@ -391,7 +391,7 @@ def is_one_conversation(turns: Sequence[Turn | TurnOutline]) -> bool:
 
 
 def lineages_by_rules(turns: Sequence[Turn]) -> list[Lineage]:
-    """Apply the rules, and return a lineage for each turn. `turns[i].index` must be `i`."""
+    """Apply the rules, and return the lineage of each turn. `turns[i].index` must be `i`."""
     signals = Signals(turns)
     for segment in signals.session.segments:
         signals.decide(segment, _decide_segment(signals, segment))

@@ -47,8 +47,7 @@ class _Answer:
         self.parts = list(dict.fromkeys(form for part in new for form in (part, json.dumps(part)[1:-1])))
 
     def is_quoted(self, texts: Collection[str], joined: str) -> bool:
-        """Return True if one of `texts` equals the reply, or if `joined`, the concatenated texts, contains a part of
-        it."""
+        """Return True if one of `texts` equals the reply, or if their concatenation `joined` contains a part of it."""
         for part in self.parts:
             if part in joined:
                 return True

@@ -244,7 +244,7 @@ class SegmentedSession:
         )
 
     def reply_given_by(self, turn: Turn, body: bytes) -> bool:
-        """Return True if the turn's request contains the reply with the digest `body`, or if the turn itself sampled
+        """Return True if the turn's request contains the reply with the digest `body`, or the turn itself sampled
         it."""
         return self._ancestry.reply_given_by(turn.index, body)
 
@@ -416,8 +416,8 @@ def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
 class _Ancestry:
     """Answers queries about the ancestors of turns, and about the replies on the path to a turn, in logarithmic time.
 
-    A depth-first walk numbers the turns. `_entered` contains the number of each turn. The turn and its descendants have
-    the numbers from `_entered` to `_left` (exclusive).
+    A depth-first walk numbers the turns. A turn's own number is in `_entered`. The turn and its descendants have the
+    numbers from there to `_left` (exclusive).
     """
 
     def __init__(self, turns: Sequence[Turn], said: Sequence[set[bytes]]) -> None:

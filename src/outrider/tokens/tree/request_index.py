@@ -54,15 +54,16 @@ class PromptNode:
     (`history_digest`). `tools_digest` is empty if there are no tools. `prefix_digest` covers the tools and all
     messages.
 
-    matched: the turn whose conversation the request extends. The prompt may still have other ids than this turn.
-    rendered_replies: the position of each assistant message whose ids were rendered and not sampled, and the digest of
-        its reasoning, or None.
+    matched: the turn whose conversation the request extends, even if the prompt does not use this turn's ids.
+    rendered_replies: the assistant messages whose ids were rendered and not sampled, each as its position and the
+        digest of its reasoning, or None.
     splice: set if the history was recorded after other tools or system messages.
     thinking: True or False if the end of the prompt turns the model's reasoning on or off; None for the family's
         default.
     conversation: the number of the conversation. 0 is the session's first. The others began independently, or with
         other tools or another system prompt.
-    fork: the cause and the source turn of a fork for which the tools or the system prompt changed; otherwise None.
+    fork: the cause and the source turn if the prompt is a fork because the tools or the system prompt changed;
+        otherwise None.
     first_turn: the index of the first turn sampled from the prompt, or None.
     images: the positions of the images in this node's own ids.
 

@@ -65,8 +65,8 @@ are then not found as the origin of a fork, but the recorded ids of their turns 
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """The result of joining a request to the tree. `added` contains the request's messages that follow the parent's
-    conversation, or all messages if the prompt has no parent.
+    """The result of `TokenTree.join`. `added` contains the request's messages that follow the parent's conversation, or
+    all messages if the prompt has no parent.
 
     `forked_from` is the index of a turn, or None. It depends on the kind of join:
 
@@ -299,7 +299,7 @@ class TokenTree:
                 break
             shared, count = sharing, count + 1
         if count <= request.system_count:
-            shared = None  # sharing only system messages means nothing, because many agents have the same ones
+            shared = None  # only system messages are shared, and many agents have the same ones
         before = parent.prompt if parent is not None else shared
         prompt.conversation = before.conversation if before is not None else self._conversations
         if match is not None:
@@ -377,7 +377,7 @@ class TokenTree:
             sampled=[(at + shift, reasoning) for at, reasoning in recorded_reasoning(turn)],
         )
         # Two agents may alternate on the same history. If the ids begin with those of this agent's own last turn, that
-        # turn is the parent. So the agent's turns stay in one row, which only grows at its end.
+        # turn is the parent. So all turns of the agent are in one training row.
         own = request.matched
         if own is not None and ids.startswith(before := own.prompt.ids().tobytes() + own.output):
             return msgspec.structs.replace(layout, parent=own, delta=ids[len(before) :])
@@ -414,7 +414,7 @@ class TokenTree:
 
 
 class _HistoryIndex:
-    """Finds turns by the digest of their history and reply, regardless of their tools and system messages."""
+    """Finds turns by the digest of their history and reply. Their tools and system messages may differ."""
 
     def __init__(self) -> None:
         self._turns: dict[bytes, list[TurnNode]] = {}
