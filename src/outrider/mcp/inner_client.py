@@ -1,7 +1,7 @@
-"""The client that the tools at `/mcp` use. It calls the control API in the service's own process, on behalf of the
-caller of a request.
+"""The client that the MCP tools at `/mcp` use. It calls the control API inside the service's own process, on behalf of
+the program that called the tool.
 
-Invariant: a call has the caller's token and address, and passes access control like a call over HTTP.
+Invariant: each call carries the caller's token and address, so access control treats it like a call over HTTP.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from outrider.wire.http_connections import Buffer, Connections, Response
 from outrider.wire.http_server import Application, Message, Scope
 
 KEPT = (b"authorization", b"host", b"origin")
-"""Headers of the caller that are copied to the tools' calls, because access control reads them."""
+"""The headers that are copied from the caller's request to the tools' own calls, because access control reads them."""
 
 
 class InnerClient(AsyncClient):
-    """A client that calls an application in this process, on behalf of the caller of the request `scope`. A call is not
-    repeated if the service is busy."""
+    """Calls an application in this process, on behalf of the client that sent the request `scope`. If the service is
+    busy, a call is not repeated."""
 
     def __init__(self, app: Application, scope: Scope) -> None:
         super().__init__(patience=0)
@@ -73,7 +73,7 @@ class _InnerConnections(Connections):
 
 
 class _InnerResponse(Response):
-    """The response of an application in this process, received as a whole."""
+    """The complete response of an application in this process."""
 
     def __init__(self) -> None:
         self._status = 500
@@ -102,4 +102,5 @@ class _InnerResponse(Response):
 
 async def _received(body: bytes) -> AsyncIterator[dict[str, Any]]:
     yield {"type": "http.request", "body": body, "more_body": False}
-    await asyncio.get_running_loop().create_future()  # waits forever, because a disconnect ends the outer call
+    # waits forever: if the caller disconnects, the outer request is cancelled
+    await asyncio.get_running_loop().create_future()

@@ -1,7 +1,7 @@
 """The MCP server, built on the package `mcp`. It lists and calls the tools of `tools.py`.
 
-The module is imported late, because the package is an extra, and its import takes half a second. Invariant: an error of
-the service becomes a result that names the error, the field and the hint, never a traceback.
+This module is imported only when it is needed, because the package is optional and takes half a second to import.
+Invariant: an error of the service becomes a result with the message, the field and the hint, never a traceback.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ INSTRUCTIONS = (
 
 
 def mcp_server(client: AsyncClient, may: Callable[[Role], bool] | None = None) -> Server[Any]:
-    """Return a server whose tools call the service through `client`. `may` returns True if the caller may act in a
-    role. A tool whose role `may` does not allow is not listed, and its calls are refused. If `may` is None, the list
-    depends on the roles that the service reports, and only the service refuses calls."""
+    """Return a server whose tools call the service through `client`. `may(role)` returns True if the caller has the
+    role. A tool is listed and can be called only if the caller has its role. If `may` is None, the list depends on the
+    roles that the service reports, and only the service refuses calls."""
     tools = {tool.name: tool for tool in TOOLS}
 
     async def list_tools(context: Any, asked: Any) -> types.ListToolsResult:
@@ -56,7 +56,7 @@ def mcp_server(client: AsyncClient, may: Callable[[Role], bool] | None = None) -
                 )
             text = enclosed(await tool.call(client, tool.read(asked.arguments or {})), more=tool.more)
         except OutriderError as error:
-            # The message is marked as untrusted, because an error may quote text of a task or of the caller.
+            # An error message may quote text from a task or from the caller, so it is marked as untrusted.
             return types.CallToolResult(
                 content=[
                     types.TextContent(type="text", text=enclosed(error_text(error.record()), more="ask for less"))
@@ -93,9 +93,8 @@ def mcp_server(client: AsyncClient, may: Callable[[Role], bool] | None = None) -
 
 
 async def _roles(client: AsyncClient) -> frozenset[Role]:
-    """Return the roles that the caller may act in, as the service reports them. Returns only `read` if the service
-    does not reply, is too old or refuses the token. A call of a listed tool then returns the service's error with
-    its hint."""
+    """Return the roles that the service reports for the caller. If the service does not reply, is too old or refuses
+    the token, the only role is `read`. A call of a listed tool then returns the service's error with its hint."""
     reading: frozenset[Role] = frozenset({"read"})
     with suppress(OutriderError):
         return reading | frozenset((await client.status()).may)
@@ -105,8 +104,8 @@ async def _roles(client: AsyncClient) -> frozenset[Role]:
 async def serve_http(
     control: Application, may: Callable[[Role], bool], scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Reply to one POST of the streamable HTTP transport with JSON. The tools call the application `control` on behalf
-    of the request's caller. There is no state between requests, so each request has a server of its own."""
+    """Answer one POST request of the streamable HTTP transport with JSON. The tools call the application `control` on
+    behalf of the client that sent the request. No state is kept between requests, so each request gets a new server."""
     async with InnerClient(control, scope) as client:
         manager = StreamableHTTPSessionManager(mcp_server(client, may), json_response=True, stateless=True)
         async with manager.run():
@@ -114,13 +113,13 @@ async def serve_http(
 
 
 async def serve_stdio(server: Server[Any]) -> None:
-    """Serve one client over standard input and output, until the input ends."""
+    """Serve one client over standard input and output until the input ends."""
     async with stdio_server() as (read, write):
         await server.run(read, write, server.create_initialization_options())
 
 
 def views_text() -> str:
-    """Return the description of the views of SQL queries as Markdown."""
+    """Return a Markdown description of the views that SQL queries can use."""
     parts = ["One SELECT in SQLite's dialect. Times are seconds since the epoch; labels are JSON: labels->>'run'."]
     for view in VIEWS:
         columns = "\n".join(f"- `{column.name}`: {column.about}" for column in view.columns)

@@ -1,7 +1,7 @@
-"""Results of the MCP tools as text of a bounded size.
+"""Formats the results of the MCP tools as text of limited length.
 
-The module depends on the schemas only. Invariant: text that agents, tasks or programs may have written is between two
-lines with a random number. The text cannot contain this number, because its authors could not know it.
+The module depends only on the schemas. Invariant: text that agents, tasks or programs may have written is enclosed by
+two lines with a random number. Its authors could not know the number, so the text cannot contain it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from outrider.printable import printable, printable_json
 from outrider.schemas import SessionView, SpanView, TimelineView, TurnView
 
 MAX_RESULT = 24_000
-"""Maximum length of a result in characters, without the two lines that enclose it."""
+"""Maximum length of a result in characters, not counting the two lines around it."""
 MAX_TEXT = 600
-"""Maximum length of one text in a JSON result, in characters."""
+"""Maximum length of a single string in a JSON result, in characters."""
 MAX_ITEMS = 100
-"""Maximum number of spans in one result."""
+"""Maximum number of timeline spans in one result."""
 
 
 def enclosed(text: str, *, more: str) -> str:
-    """Return `text`, cut to MAX_RESULT characters, between two lines that mark the text as untrusted data. `more`
-    advises how to get the part that was cut off."""
+    """Return `text` between two lines that mark it as untrusted data. The text is cut to MAX_RESULT characters. `more`
+    tells the reader how to get the rest."""
     mark = secrets.token_hex(8)
     shown, rest = text[:MAX_RESULT], len(text) - MAX_RESULT
     cut = f"\ncut: {rest} more characters are not shown; {more}" if rest > 0 else ""
@@ -37,13 +37,13 @@ def enclosed(text: str, *, more: str) -> str:
 
 
 def json_text(value: Any) -> str:
-    """Return a value as JSON, each text in it cut to MAX_TEXT characters."""
+    """Return a value as JSON. Each string in it is shortened to about MAX_TEXT characters."""
     return printable_json(msgspec.json.encode(_short(msgspec.to_builtins(value))).decode())
 
 
 def clipped(text: str, limit: int) -> str:
-    """Shorten a text of more than `limit` characters: return its beginning and its end, with the number of characters
-    between them."""
+    """If the text has more than `limit` characters, replace its middle with the number of characters that are left
+    out."""
     if len(text) <= limit:
         return text
     head, tail = limit * 2 // 3, limit // 3
@@ -59,8 +59,8 @@ def error_text(error: ErrorRecord) -> str:
 
 
 def session_text(session: SessionView, turns: Iterable[TurnView], *, first: int, limit: int) -> str:
-    """Return a session with its turns from number `first` as text, each text cut to `limit` characters. If not all
-    turns fit, the last line names the next turn."""
+    """Return a session and its turns as text, beginning with turn number `first`. Each text is shortened to about
+    `limit` characters. If some turns do not fit, the last line says how to get them."""
     lines = [f"session {session.id} · group {session.group_id} · attempt {session.attempt} · {session.state.value}"]
     lines += _ending(session, limit)
     size = sum(map(len, lines))
@@ -76,8 +76,8 @@ def session_text(session: SessionView, turns: Iterable[TurnView], *, first: int,
 
 
 def timeline_text(timeline: TimelineView, kinds: frozenset[str], *, first: int) -> str:
-    """Return the spans from number `first` as lines: start and length in seconds, kind, name, data. If `kinds` is
-    empty, spans of all kinds are included."""
+    """Return the spans of a timeline as lines with start and length in seconds, kind, name and data. The first is span
+    number `first`. If `kinds` is empty, spans of all kinds are included."""
     begin = timeline.spans[0].start if timeline.spans else timeline.now
     lines = [
         f"session {timeline.session_id} · attempt {timeline.attempt} · {timeline.state.value}"

@@ -1,8 +1,8 @@
 """The tools of the MCP server. Each tool has arguments, a role that the caller needs, and a function that calls the
 service.
 
-The tools use only the client of the control API, so the service checks the token, role and tenant as for any other
-call. The module does not depend on the package `mcp`.
+The tools use only the client of the control API. So the service checks the token, the role and the tenant as for any
+other call. The module does not depend on the package `mcp`.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ async def _undrain(client: AsyncClient, wanted: NodeArguments) -> str:
 
 
 class McpTool(NamedTuple):
-    """A tool. `role` is the role that the service requires for the tool's call. `more` advises how to get the rest of a
-    result that was cut. `destroys` is True if the tool's effect cannot be undone."""
+    """A tool. `role` is the role that the service requires for the tool's calls. `more` tells the reader how to get the
+    rest of a result that was too long. `destroys` is True if the tool's effect cannot be undone."""
 
     name: str
     role: Role
@@ -201,7 +201,7 @@ class McpTool(NamedTuple):
     destroys: bool = False
 
     def read(self, given: Mapping[str, Any]) -> Spec:
-        """Parse the arguments of a call of this tool. Raises InvalidField."""
+        """Parse the arguments of a call of this tool. Raises InvalidField if they are not valid."""
         try:
             return self.arguments.model_validate(dict(given))
         except ValidationError as error:

@@ -1,8 +1,8 @@
-"""The worker's side of a relay, for a model that the service cannot connect to. A worker is a program that has the
-model: it connects to the service, and generates when the service requests it.
+"""The worker's side of a relay, which serves a model that the service cannot connect to. A program that has the model,
+the worker, connects to the service instead. It generates tokens when the service requests them.
 
-`Worker` holds the connection, `FunctionEngine` makes an engine from any generate function, and `hf` samples from a
-Hugging Face model in training. The service's side is `outrider.engines.relay`.
+`Worker` manages the connection. `FunctionEngine` turns any generate function into an engine. The module `hf` samples
+from a Hugging Face model that is being trained. The service's side is `outrider.engines.relay`.
 """
 
 from outrider.engines.embedded.function_engine import FunctionEngine

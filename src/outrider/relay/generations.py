@@ -1,12 +1,12 @@
-"""Runs the generations of a worker. Each generation runs once, and its messages are kept until the service has
-acknowledged them.
+"""Runs the generations of a relay worker: each samples one reply. A generation runs only once, because its messages are
+kept until the service acknowledges them, and can be sent again over a new connection.
 
-This module sends messages over the connection and does not read from it. The service sets two windows, which limit the
-unacknowledged messages: one for each generation, and one for all generations together. Invariants:
+This module sends messages and does not receive any. The service sets two windows: the maximum number of unacknowledged
+messages of one generation, and of all generations. Invariants:
 
-- The messages of a generation are numbered from 1 without a gap.
+- The messages of a generation are numbered from 1 without gaps.
 - The engine's next chunk is requested only if both windows have room, or if the generation has no unacknowledged
-  message. So the number of kept messages is bounded.
+  message. So the number of kept messages is limited.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from outrider.wire.link_protocol import encode
 
 
 class _Generation:
-    """One generation. `produced` and `acknowledged` are the numbers of the last message and of the last acknowledged
-    one. `kept` has the encoded messages between them."""
+    """One generation. `produced` is the number of its last message, and `acknowledged` is the number of its last
+    acknowledged message. `kept` contains the encoded messages between them."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -41,7 +41,7 @@ class _Generation:
 
 
 class Generations:
-    """The generations of one worker. The service's `WorkerWelcome` sets the sizes of the windows."""
+    """The generations of one worker. The service's first message, a `WorkerWelcome`, sets the sizes of the windows."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -68,8 +68,8 @@ class Generations:
         generation.task = tasks.create_task(self._run(generation, request), name=f"relay {message.request_id}")
 
     def acknowledge(self, number: int, upto: int) -> None:
-        """Drop the generation's messages up to the number `upto`, and the generation itself once its last message is
-        acknowledged."""
+        """Forget the generation's messages up to number `upto`. If they include its last message, forget the
+        generation, too."""
         if (generation := self._generations.get(number)) is None:
             return
         was_full = self._unacknowledged >= self._total_window
@@ -84,7 +84,7 @@ class Generations:
             del self._generations[number]
 
     def abort(self, number: int) -> None:
-        """End and drop a generation, if it exists."""
+        """Stop a generation and forget it. Does nothing if it does not exist."""
         if (generation := self._generations.pop(number, None)) is None:
             return
         was_full = self._unacknowledged >= self._total_window
@@ -99,8 +99,8 @@ class Generations:
             self.abort(number)
 
     def attach(self, link: Link[ToWorker], welcome: WorkerWelcome) -> None:
-        """Continue over a new connection: resend the messages that the service has not received, and end the
-        generations that the service no longer has."""
+        """Continue over a new connection. Messages that the service has not received are sent again. Generations that
+        the service no longer has are stopped."""
         self._window, self._total_window = welcome.window, welcome.total_window
         for number in self.held:
             if number not in welcome.resumed:

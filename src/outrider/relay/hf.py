@@ -1,4 +1,4 @@
-"""Samples from a Hugging Face model that is being trained, in the trainer's own process.
+"""Samples from a Hugging Face model while it is being trained, in the trainer's process.
 
     with ModelSampler(model, tokenizer=FOLDER) as sampler, Worker(URL, sampler.engine).in_thread() as worker:
         for step, batch in enumerate(batches, start=1):
@@ -6,8 +6,8 @@
                 train(model, batch)
                 worker.set_version(step)
 
-Invariant: a token's log-probability is computed with the weights of the token's policy version, given all tokens before
-it.
+Invariant: a token's log-probability is conditioned on all tokens before it, and is computed with the weights of the
+token's policy version.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 
 
 class ModelSampler:
-    """Samples from `model`, a causal language model of transformers or one with the same interface, on any device. Use
-    the sampler as a context manager: inside the block a thread samples up to `rows` generations at once, with
+    """Samples from `model`, a causal language model of transformers (or one with the same interface) on any device. Use
+    the sampler as a context manager. Inside the block, a thread samples up to `rows` generations at once, with
     continuous batching.
 
-    - `tokenizer`: the folder of the model's tokenizer.json. Stop strings and the service's check of the tokenizer need
-      it.
+    - `tokenizer`: the folder with the model's tokenizer.json. It is needed for stop strings, and for the service's
+      check of the tokenizer.
     - `name`: the model's name, by default the name in its config.
-    - `context_tokens`: by default the config's `max_position_embeddings`. Raises InvalidField if there is neither.
+    - `context_tokens`: the context length, by default the config's `max_position_embeddings`. Raises InvalidField if
+      neither is given.
     - `version`: the policy version of the initial weights.
 
     Log-probabilities are RAW: log-softmax of the logits, before temperature and truncation. Structured output is not
@@ -58,7 +59,7 @@ class ModelSampler:
         from outrider.engines.embedded.sampler_thread import QueuedRow, SamplerThread
         from outrider.engines.embedded.sequence import RequestChecker
 
-        # Multimodal models keep the settings of their text model separately.
+        # The config of a multimodal model has a separate config for its text model.
         config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
         context = context_tokens or getattr(config, "max_position_embeddings", None)
         if context is None:
@@ -89,9 +90,9 @@ class ModelSampler:
         self._thread.__exit__(kind, error, trace)
 
     def weights(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that stops sampling while its block runs. If the block changes the weights, it must
-        set the version (`Worker.set_version`): running generations then continue with the new weights. Between two
-        blocks the sampler gets at least one step, if it has work."""
+        """Return a context manager that stops sampling inside its block. A block that changes the weights must also set
+        the new version (`Worker.set_version`). Running generations then continue with the new weights. Between two
+        blocks, the sampler runs at least one step if it has work."""
         return self._thread.weights()
 
     async def _trouble(self) -> str:
@@ -99,14 +100,14 @@ class ModelSampler:
 
 
 class _HuggingFaceForward:
-    """Implements `Forward` for a model of transformers. A call runs the model in evaluation mode, and then restores the
-    mode that the trainer has set."""
+    """Implements `Forward` for a model of transformers. Each call runs the model in evaluation mode, and then restores
+    training mode if it was on."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         named = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in named else {}
-        # transformers 5.24 renamed `past_key_values` to `cache`, and warns if the old name is used.
+        # transformers 5.24 renamed `past_key_values` to `cache`, and warns about the old name.
         self._cache_parameter = "cache" if "cache" in named else "past_key_values"
 
     def __call__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
@@ -131,6 +132,6 @@ class _HuggingFaceForward:
         finally:
             if training:
                 self._model.train()
-        # The model itself has added the keys and values of the new tokens to `past`.
+        # The model has added the keys and values of the new tokens to `past`.
         layers = [(layer.keys, layer.values) for layer in past.layers]
         return output.logits[:, -1].float().cpu(), layers

@@ -1,14 +1,14 @@
-"""`ProxyWorker` connects an engine to the session proxy of verl's recipe, over a WebSocket that the worker opens.
+"""`ProxyWorker` connects an engine to the session proxy of verl's recipe. The worker opens a WebSocket to the proxy.
 
     await ProxyWorker("http://proxy:8080", engine, renderer, worker_id="worker-0").run()
 
-The proxy is the recipe's own, or `outrider serve --compat verl` (docs/compat/verl.md). The proxy sends messages; the
-worker renders the messages to ids, samples a reply, and parses the reply's tool calls. Invariants:
+The proxy is the recipe's own or `outrider serve --compat verl` (docs/compat/verl.md). It sends messages. The worker
+renders them to ids, samples a reply, and parses the reply's tool calls. Invariants:
 
-- A response has the engine's ids and log-probabilities, exactly one log-probability for each id.
-- If the proxy sends the recorded ids of a conversation, the prompt begins with these ids unchanged, unless the renderer
-  cannot append the new messages to them.
-- When a connection ends, its calls end, too.
+- A response contains the engine's ids and one log-probability for each of them.
+- If the proxy sends the recorded ids of a conversation, the prompt begins with them. All messages are rendered again
+  only if the renderer cannot append the new messages to the recorded ids.
+- When a connection ends, its model calls are cancelled.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ log = logging.getLogger("outrider.relay")
 
 RECONNECTING = RetryPolicy(first=1.0, longest=60.0)
 CONNECT_SECONDS = 20.0
-"""Maximum seconds for opening the connection. The proxy's acknowledgement after it has the same limit."""
+"""Time limit for opening the connection, and again for the proxy's acknowledgement."""
 CLOSE_SECONDS = 2.0
 PING_SECONDS = 30.0
 SILENT_SECONDS = 90.0
-"""A connection is closed after this many seconds without a message. Both sides send a ping every PING_SECONDS."""
+"""The connection is closed if no message arrives for this many seconds. Both sides send a ping every PING_SECONDS."""
 MAX_FRAME = 100 << 20
-"""Maximum bytes of a message. The protocol sets this limit."""
+"""Maximum size of a message in bytes, set by the protocol."""
 NO_HELLO, NOT_SERVED = 4001, 4002
 REFUSALS: dict[int, type[OutriderError]] = {
     NO_HELLO: EngineMisbehaved,
@@ -67,8 +67,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""The error that `run` raises for a close code or an HTTP status. After any other code or status the worker connects
-again."""
+"""The error that `run` raises for a close code, or for an HTTP status when connecting. After other codes and statuses,
+the worker reconnects."""
 HINTS = {
     NOT_SERVED: "start the proxy in its relay mode",
     401: "give the proxy's token: ProxyWorker(..., token=...)",
@@ -78,8 +78,9 @@ HINTS = {
 
 
 class _Call(msgspec.Struct, kw_only=True):
-    """A `completion_request`. `messages` are parsed one by one, so that an error names the message. Only Outrider's
-    proxy sends `required_prefix_token_ids`: the recorded ids of the messages up to the last reply."""
+    """A `completion_request` from the proxy. `messages` are parsed one by one, so that an error can name the
+    message. Only Outrider's proxy sends `required_prefix_token_ids`, the recorded ids of the conversation up to the
+    last reply."""
 
     request_id: str
     messages: list[msgspec.Raw]
@@ -99,7 +100,7 @@ class _Frame(msgspec.Struct):
 
 
 class _Ended(Exception):
-    """The connection has ended. `code` is the close code."""
+    """Raised when the connection has ended. `code` is the WebSocket close code."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"{reason or 'the connection was closed'} (code {code})")
@@ -109,13 +110,13 @@ class _Ended(Exception):
 class ProxyWorker:
     """A worker for the proxy at `url` (`http://host:port`, or `https`).
 
-    - `engine`: takes token ids. The caller starts and closes it.
+    - `engine`: an engine that takes token ids. The caller starts and closes it.
     - `renderer`: renders messages for the engine's model.
-    - `max_tokens`: the limit of a reply if the proxy sets no limit.
-    - `facts`: further values of every response, such as the protocol's `node_id`, `gpu_id` and `rank_info`.
+    - `max_tokens`: the maximum length of a reply, unless the proxy sets one.
+    - `facts`: additional values for every response, such as the protocol's `node_id`, `gpu_id` and `rank_info`.
     - `token`: a bearer token, if the proxy requires one.
-    - `ca`: a PEM file with the authority of the proxy's certificate.
-    - `reconnecting`: the waits between attempts to connect.
+    - `ca`: a PEM file with the certificate authority of the proxy.
+    - `reconnecting`: how long to wait between attempts to connect.
     """
 
     def __init__(
@@ -148,13 +149,13 @@ class ProxyWorker:
         self._reconnecting = reconnecting
 
     async def run(self) -> None:
-        """Serve until cancelled, and connect again after every lost connection. Raises:
+        """Serve until cancelled, and reconnect whenever the connection is lost. Raises:
 
         - Unauthorized: the token is wrong.
         - Forbidden: the token is not an admin's.
-        - NotFound: there is no such proxy at the address.
-        - Conflict: the proxy accepts no workers.
-        - EngineMisbehaved: the proxy does not accept the worker's first message.
+        - NotFound: there is no proxy at the address.
+        - Conflict: the proxy does not accept workers.
+        - EngineMisbehaved: the proxy rejects the worker's first message.
         """
         connector = aiohttp.TCPConnector(ssl=self._trusted or True)
         failed = 0
@@ -163,7 +164,7 @@ class ProxyWorker:
                 before = self.connections
                 try:
                     await self._serve(http)
-                except (aiohttp.ClientError, OSError, _Ended) as error:  # TimeoutError is an OSError
+                except (aiohttp.ClientError, OSError, _Ended) as error:  # includes TimeoutError, a subclass of OSError
                     end = error
                 code = end.code if isinstance(end, _Ended) else getattr(end, "status", 0)
                 if (kind := REFUSALS.get(code)) is not None:
@@ -175,8 +176,8 @@ class ProxyWorker:
                 failed += 1
 
     async def _serve(self, http: aiohttp.ClientSession) -> None:
-        """Run one connection to its end. Raises _Ended, aiohttp.ClientError and OSError, but only once all calls of the
-        connection have ended."""
+        """Open a connection, and serve until it ends. Raises _Ended, aiohttp.ClientError or OSError, after all model
+        calls of the connection have ended."""
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
         async with asyncio.timeout(CONNECT_SECONDS):
@@ -190,7 +191,8 @@ class ProxyWorker:
                     self.attached.clear()
                     for task in running:
                         task.cancel()
-        except ExceptionGroup as group:  # one error is enough, because all of them only end the connection
+        # one error is enough, because each only means that the connection has ended
+        except ExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
             await shielded(partial(socket.close))
@@ -230,7 +232,7 @@ class ProxyWorker:
             await self._send(socket, {"type": "ping"})
 
     async def _frame(self, socket: aiohttp.ClientWebSocketResponse) -> str | bytes:
-        """Return the next message. Raises _Ended, and TimeoutError after SILENT_SECONDS without a message."""
+        """Return the next message. Raises _Ended, or TimeoutError if no message arrives for SILENT_SECONDS."""
         async with asyncio.timeout(SILENT_SECONDS):
             message = await socket.receive()
         if message.type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
@@ -244,7 +246,7 @@ class ProxyWorker:
         await socket.send_str(msgspec.json.encode(message).decode())
 
     async def _answer(self, socket: aiohttp.ClientWebSocketResponse, request_id: str, data: str | bytes) -> None:
-        """Answer one call. If the call fails, the response has the reason as `error`."""
+        """Answer one `completion_request`. If it fails, the response contains the reason as `error`."""
         times = {"worker_received_at": time.time()}
         try:
             try:
@@ -267,8 +269,8 @@ class ProxyWorker:
         )
 
     async def _completion(self, call: _Call, times: dict[str, float]) -> dict[str, Any]:
-        """Sample a reply, and return the keys of the response. Raises RequestError for messages that cannot be
-        rendered, EngineUnavailable for a reply that was cut off, and the errors of the engine."""
+        """Sample a reply, and return the values of the response. Raises RequestError if the messages cannot be
+        rendered, EngineUnavailable if the reply was cut off, and the engine's own errors."""
         messages = [parse_message(raw, f"messages[{index}]") for index, raw in enumerate(call.messages)]
         if any(message.parts for message in messages):
             raise InvalidField("this worker takes text only", field="messages", hint="leave the images out")
@@ -310,8 +312,9 @@ class ProxyWorker:
         }
 
     def _prompt(self, messages: list[Message], tools: list[ToolSpec], known: list[int] | None) -> list[int]:
-        """Return the ids of the prompt: the `known` ids, followed by the ids of the messages after the last reply. If
-        the renderer cannot append these messages to the known ids, all messages are rendered. Raises RequestError."""
+        """Return the ids of the prompt: `known`, followed by the ids of the messages after the last reply. If the
+        renderer cannot append these messages to `known`, it renders all messages. Raises RequestError if the messages
+        cannot be rendered."""
         if known and known[-1] in self._renderer.stop_ids:
             replies = [at for at, message in enumerate(messages) if message.role is Role.ASSISTANT]
             new = messages[replies[-1] + 1 :] if replies else []
@@ -321,8 +324,8 @@ class ProxyWorker:
         return self._renderer.render(messages, tools)
 
     def _sampling(self, call: _Call) -> SamplingParams:
-        """Return the sampling parameters of a call. A call without `max_tokens` gets the worker's limit. Other missing
-        parameters have the defaults of `SamplingParams`."""
+        """Return the sampling parameters for a call. `max_tokens` defaults to the worker's `max_tokens`, and other
+        parameters default to those of `SamplingParams`."""
         stop = (call.stop,) if isinstance(call.stop, str) else tuple(call.stop or ())
         given: dict[str, Any] = {
             "temperature": call.temperature,
@@ -337,8 +340,8 @@ class ProxyWorker:
         )
 
     async def _whole(self, request: GenerateRequest) -> Chunk:
-        """Return the reply as one chunk. Raises EngineMisbehaved if a log-probability is missing, and the errors of the
-        engine."""
+        """Return the whole reply as a single chunk. Raises EngineMisbehaved if the number of log-probabilities is
+        wrong, and the engine's own errors."""
         ids: list[int] = []
         logprobs: list[float] = []
         last = Chunk(ids=[], logprobs=[])
@@ -352,12 +355,12 @@ class ProxyWorker:
         return msgspec.structs.replace(last, ids=ids, logprobs=logprobs)
 
     def _spoken(self, ids: list[int]) -> list[int]:
-        """Return the ids without the stop id at their end, if there is one."""
+        """Return the ids without a stop id at the end."""
         return ids[:-1] if ids and ids[-1] in self._renderer.stop_ids else ids
 
 
 def _decoded(data: str | bytes) -> _Frame:
-    """Return the type and the request id of a message. Raises _Ended for a message that cannot be read."""
+    """Return the type and the request id of a message. Raises _Ended if the message cannot be read."""
     try:
         return msgspec.json.decode(data, type=_Frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -365,9 +368,8 @@ def _decoded(data: str | bytes) -> _Frame:
 
 
 def _versions(spans: tuple[VersionSpan, ...]) -> dict[str, Any]:
-    """Return the response's keys for the policy versions of a reply: the lowest version, and also all spans if the
-    versions differ. If the engine reports no version, `weight_version` is None, and the proxy determines the
-    version."""
+    """Return the values that report a reply's policy versions: the lowest version, and all version spans if there are
+    several versions. If the engine reports no version, `weight_version` is None, and the proxy decides."""
     if not spans:
         return {"weight_version": None}
     lowest = {"weight_version": min(span.version for span in spans)}

@@ -1,12 +1,12 @@
-"""`Worker` serves an engine to a service. The worker opens the connection, because the service cannot connect to it.
+"""`Worker` lets a service use an engine that the service cannot connect to. The worker opens the connection instead.
 
     async with Worker("http://service:8700", generate, engine="trainer", token=TOKEN): ...
 
 Invariants:
 
-- The messages of a generation are kept until the service has acknowledged them or no longer waits for them.
-- A generation runs once, even if the worker has to reconnect.
-- A call of the service is executed once, even if the service repeats it.
+- The messages of a generation are kept until the service acknowledges them or no longer waits for them.
+- A generation runs only once, even if the worker has to reconnect.
+- A call from the service is executed only once, even if the service repeats it.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ log = logging.getLogger("outrider.relay")
 RECONNECTING = RetryPolicy(first=0.5, longest=20.0)
 CONNECT_SECONDS = 20.0
 REMEMBERED_ANSWERS = 256
-"""Number of replies kept. If the connection breaks before a reply arrives, the service repeats the call and gets the
-kept reply."""
+"""Number of replies that are kept. If the connection breaks before a reply arrives, the service repeats its call, and
+the kept reply is sent again."""
 
 REFUSALS: dict[int, type[OutriderError]] = {
     Close.NONSENSE: EngineMisbehaved,
@@ -82,8 +82,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""The error that `Worker.run` raises for a close code or an HTTP status. After any other code or status the worker
-reconnects."""
+"""The error that `Worker.run` raises for a close code, or for an HTTP status when connecting. After other codes and
+statuses, the worker reconnects."""
 
 HINTS: dict[int, str] = {
     Close.REMOVED: "the engine was removed from the service; a new worker adds it again",
@@ -94,21 +94,20 @@ HINTS: dict[int, str] = {
 
 
 class Worker:
-    """A worker for the relay engine `engine` of the service at `url` (`http://host:port`).
+    """Serves an engine to the service at `url` (`http://host:port`). `engine` is the engine's name in the service.
 
-    - `generate`: an `Engine`, started and closed by the caller, or a function (see `FunctionEngine` for its form and
-      options).
-    - `update_weights(weights, version)`: a coroutine function that loads the weights at the path `weights`, and raises
-      on failure. An engine that loads weights itself does not need it.
+    - `generate`: an `Engine`, which the caller starts and closes, or a function (see `FunctionEngine`).
+    - `update_weights(weights, version)`: a coroutine function that loads weights from the path `weights`, and raises an
+      error if this fails. An engine that can load weights itself does not need it.
     - `name`: shown in the service's logs and errors.
-    - `ca`: a PEM file with the authority of the service's certificate, if this machine does not trust the authority.
-    - `reconnecting`: the waits between attempts to connect.
+    - `ca`: a PEM file with the service's certificate authority, if this machine does not trust it.
+    - `reconnecting`: how long to wait between attempts to connect.
 
-    Run a worker in one of three ways. All three raise the errors of `run`:
+    There are three ways to run a worker. All raise the errors of `run`:
 
     - `await worker.run()`
-    - `async with worker`, beside other work of the event loop
-    - `with worker.in_thread()`, beside code that blocks
+    - `async with worker`, alongside other tasks on the event loop
+    - `with worker.in_thread()`, alongside blocking code
     """
 
     def __init__(
@@ -146,18 +145,18 @@ class Worker:
 
     @property
     def running(self) -> bool:
-        """True while `run` runs, and False once the worker has given up. Can be read in any thread."""
+        """True while `run` is running, and False after it has ended. Can be read from any thread."""
         return self._loop is not None
 
     async def run(self) -> None:
-        """Serve until cancelled, reconnecting after every lost connection. Raises:
+        """Serve until cancelled, and reconnect whenever the connection is lost. Raises:
 
         - Unauthorized: the token is wrong.
         - Forbidden: the token is not an admin's.
         - NotFound: the service has no relay.
         - Conflict: the service does not accept this worker, for example because its model, its engine or its protocol
           version differs.
-        - EngineMisbehaved: the worker has sent invalid messages.
+        - EngineMisbehaved: the worker sent invalid messages.
         """
         if self.running:
             raise Conflict("this worker is running already", hint="make another one")
@@ -166,7 +165,7 @@ class Worker:
             connector = aiohttp.TCPConnector(ssl=self._trusted or True)
             async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as tasks:
                 await self._stay_attached(session, tasks)
-        except ExceptionGroup as group:  # a task group wraps its block's error in an ExceptionGroup
+        except ExceptionGroup as group:  # a task group wraps errors in an ExceptionGroup
             if len(group.exceptions) > 1:
                 raise
             self._set_attached(group.exceptions[0])
@@ -194,8 +193,8 @@ class Worker:
     @contextmanager
     def in_thread(self, *, seconds: float | None = 30.0) -> Iterator[Self]:
         """Serve in a thread with its own event loop while the block runs. The block begins when the service has
-        accepted the worker, or at once if `seconds` is None. Raises ServiceError if the service has not accepted the
-        worker within `seconds`."""
+        accepted the worker. If `seconds` is None, it begins immediately. Raises ServiceError if the service does not
+        accept the worker within `seconds`."""
         with LoopThread(f"relay {self.name}") as loop, loop.open(self):
             if seconds is not None:
                 try:
@@ -208,14 +207,14 @@ class Worker:
             yield self
 
     def set_version(self, version: int) -> None:
-        """Give new tokens this policy version, and report the version to the service. Can be called from any thread.
-        Raises TypeError if the engine is not a `FunctionEngine`, because other engines have their own `set_version`."""
+        """Set the policy version of new tokens, and report it to the service. Can be called from any thread. Raises
+        TypeError if the engine is not a `FunctionEngine`, because other engines have their own method `set_version`."""
         if not isinstance(self.engine, FunctionEngine):
             raise TypeError("this worker's engine has versions of its own: call the engine's set_version")
         self.engine.version = version
         loop = self._loop
         if loop is not None:
-            with suppress(RuntimeError):  # raised if the loop was closed meanwhile
+            with suppress(RuntimeError):  # raised if the loop has been closed
                 loop.call_soon_threadsafe(self._tell_version, version)
 
     def _tell_version(self, version: int) -> None:
@@ -230,7 +229,7 @@ class Worker:
                 task = group.create_task(self.run(), name=f"relay worker {self.name}")
                 try:
                     yield
-                except Exception as error:  # raised below, because the task group would wrap it
+                except Exception as error:  # raised below, because the task group would wrap it in a group
                     failure = error
                 finally:
                     task.cancel()
@@ -240,7 +239,7 @@ class Worker:
             raise failure
 
     async def _stay_attached(self, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> None:
-        """Connect, and connect again after each lost connection. Raises the errors of `run`."""
+        """Connect to the service, and reconnect whenever the connection is lost. Raises the errors of `run`."""
         failed = 0
         while True:
             before = self.connections
@@ -252,12 +251,12 @@ class Worker:
             if (kind := REFUSALS.get(code)) is not None:
                 raise kind(f"{self.url} refuses this worker: {getattr(end, 'reason', '') or end}", hint=HINTS.get(code))
             if self.connections > before:
-                # A connection that ended with SILENT does not reset the waits, because the next one may end in this
-                # way, too.
+                # After the code SILENT, the waits between attempts keep growing, because the next connection may end in
+                # the same way.
                 if code != Close.SILENT:
                     failed = 0
-                # `resume` is the number of seconds for which the service waits for a worker to reconnect. After this
-                # time the worker's generations are ended, and their messages dropped.
+                # The service waits `resume` seconds for the worker to reconnect. After this time, the worker's
+                # generations are stopped and their messages dropped.
                 seconds = self._welcome.resume if self._welcome is not None else 0
                 self._forget = asyncio.get_running_loop().call_later(seconds, self._generations.abort_all)
             log.info("worker %s has no connection to %s: %s", self.name, self.url, end)
@@ -265,7 +264,7 @@ class Worker:
             failed += 1
 
     async def _serve(self, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> Disconnected:
-        """Run one connection, from the first message to the end. Returns how the connection ended."""
+        """Open a connection, and serve until it ends. Returns how the connection ended."""
         async with dialled(session, self.url, self._token, seconds=CONNECT_SECONDS, max_bytes=MAX_TO_WORKER) as socket:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await socket.send(encode(await self._hello()))
@@ -310,8 +309,8 @@ class Worker:
         elif isinstance(message, AbortGeneration):
             self._generations.abort(message.generation)
         elif isinstance(message, WorkerCall):
-            # The service repeats a call if the connection broke before the reply: the call may be done or still running
-            # here.
+            # The service repeats a call if the connection broke before the reply. So this call may already be done, or
+            # may still be running.
             if message.call not in self._answers:
                 self._answers[message.call] = None
                 while len(self._answers) > REMEMBERED_ANSWERS:
@@ -335,7 +334,8 @@ class Worker:
 
     async def _done(self, call: WorkerCall) -> WorkerReply:
         if call.action == "pause":
-            self._paused = True  # recorded first: if the reply is lost, the next hello reports it
+            # set first, so that the worker reports it when it reconnects, even if this reply is lost
+            self._paused = True
             await self.engine.pause(call.mode)
         elif call.action == "resume":
             await self.engine.resume()
@@ -354,8 +354,8 @@ class Worker:
         return WorkerReply(call=call.call)
 
     async def _update_weights(self, weights: str, version: int) -> None:
-        """Load weights, one update at a time. The service may stop waiting for an update, and request the next one
-        while the first still runs."""
+        """Load new weights. Only one update runs at a time, even if the service stops waiting for one and requests the
+        next."""
         if self._load is None:
             raise EngineRejected(f"worker {self.name!r} cannot load weights")
         async with self._loading:

@@ -1,6 +1,5 @@
-"""Converts messages to token ids, and recorded turns to training samples: the token tree, rendering, branches and
-samples.
+"""Converts messages to token ids, and recorded turns to training samples.
 
-The package is pure: nothing here awaits, reads a clock or does I/O, except the loading of a tokenizer and a template
-from a model's folder.
+The package does no I/O, except that it loads a tokenizer and a chat template from a model's folder. Nothing in it
+awaits or reads a clock.
 """

@@ -1,7 +1,7 @@
-"""Builds training rows that are conversations, for trainers that apply a chat template.
+"""Builds training rows that contain conversations, for trainers that apply a chat template themselves.
 
-The rows are a pure function of the stored turns and their samples. The rows contain the messages that the agent sent
-and received, not rendered text. So a trainer's template may print the messages differently from the model's own prompt.
+The rows are a pure function of the stored turns and their samples. They contain the messages that the agent sent and
+received, and not the text of the model's prompt. So a trainer's template may format the messages differently.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from outrider.tokens.rendering.chat_template import message_dict
 from outrider.trajectory import ChatRow, Sample, Turn
 
 IMAGES = "images"
-"""The name of the folder that has the images of an exported file. The folder is beside the file."""
+"""The name of the folder for the images of an exported file. The folder is next to the file."""
 
 
 def chat_rows(samples: Sequence[Sample], turns: Sequence[Turn]) -> list[ChatRow]:
-    """Return a row for each sample; `turns` are the turns of the samples' session. `turns[i].index` must be `i`."""
+    """Return one row for each sample. `turns` are all turns of the session, and `turns[i].index` must be `i`."""
     rows = []
     for sample in samples:
         path = [turns[index] for index in sample.turns]
@@ -28,7 +28,7 @@ def chat_rows(samples: Sequence[Sample], turns: Sequence[Turn]) -> list[ChatRow]
         messages = []
         for turn, (start, end) in zip(path, sample.turn_spans, strict=True):
             messages += [_message(message, in_parts) for message in turn.messages]
-            if turn.reply is not None:  # if the client disconnected early, there is no reply
+            if turn.reply is not None:  # there is no reply if the client disconnected early
                 messages.append(_message(turn.reply, in_parts) | {"weight": int(sample.loss_mask[start:end].any())})
         first, last = path[0], path[-1]
         known = first.tools == last.tools and bool(first.tools) == bool(first.tool_specs)

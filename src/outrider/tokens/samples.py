@@ -3,21 +3,22 @@
 The samples are a pure function of the stored turns and the session's result, so every call returns the same samples.
 The rules, in order:
 
-1. Each turn has a kind (`branches/classify.py`). Each kind has a policy: train, mask or drop.
-2. A branch is a path from a root to a leaf. A leaf is a turn with sampled tokens that no turn of the same kind and
-   label continues. A continuation that was cut off or sampled nothing does not count, unless a later turn continues it.
-   So a history is a separate branch if only the call for its summary follows it, or only calls that were cut off.
-3. Branches are ordered by kind (main first), then by their first turn, then newest leaf first. So tokens that several
-   branches share are trained in the branch in which the session continued.
-4. Each branch of a kind that is not dropped becomes a row. The exception is a branch of a trained kind that is the
-   beginning of an earlier row of this kind, because it has nothing more to train.
+1. Each turn has a kind, such as main or sub-agent (`branches/classify.py`). Each kind has a policy: train, mask or
+   drop.
+2. A branch is a path of turns from a root to a leaf. A leaf is a turn with sampled tokens that no turn of the same kind
+   and label continues. Turns that were cut off or sampled nothing do not count as continuing it, unless a later turn
+   continues them. For example, a history that only the call for its summary follows is a separate branch.
+3. Branches are sorted by kind (main first), then by their first turn, then by their leaf (newest first). So tokens that
+   several branches share are trained in the branch in which the session continued.
+4. Each branch becomes a row unless its kind is dropped. A branch of a trained kind is also left out if it is the
+   beginning of an earlier row of this kind, because it adds no tokens to train.
 5. In a row of a trained kind, the sampled tokens of a turn have mask 1 if the turn is of this kind and no earlier row
    has trained it. All other tokens are context (mask 0). So each trained token has mask 1 in exactly one row.
-6. Only a row of a trained kind has a reward, because the reward does not measure the other kinds. It is the verdict's
-   reward for this row if there is one, else the verdict's reward for the session. The reward of a turn is in the row
-   that trains the turn's tokens.
+6. Only rows of a trained kind have a reward, because the reward does not measure the other kinds. It is the verdict's
+   reward for the row, or else its reward for the session. The reward of a turn is in the row that trains the turn's
+   tokens.
 
-Invariant: sampled = trained + masked + dropped tokens, over the session.
+Invariant: for a session, sampled = trained + masked + dropped tokens.
 """
 
 from __future__ import annotations
@@ -48,30 +49,30 @@ from outrider.trajectory import (
 )
 
 MAX_IGNORED_NAMES = 64
-"""Maximum number of names of ignored request fields that are counted separately in a session. The number is bounded
-because clients choose some of these names."""
+"""A session counts at most this many names of ignored request fields separately. The number is limited because clients
+choose some of the names."""
 OTHER_IGNORED = "others"
-"""The name under which ignored fields beyond the MAX_IGNORED_NAMES most frequent are counted together."""
+"""The name for the count of all other ignored fields, beyond the MAX_IGNORED_NAMES most frequent."""
 
 Policy = Mapping[BranchKind, BranchPolicy]
 AnyTurn = Turn | TurnOutline
 
 
 def policy_of(branches: Branches) -> dict[BranchKind, BranchPolicy]:
-    """Return the policy of every kind, as the task's settings define it."""
+    """Return the policy for each kind of turn, from the task's settings."""
     return {kind: BranchPolicy(getattr(branches, kind.value)) for kind in BranchKind}
 
 
 POLICY: Policy = policy_of(Branches())
-"""The default policy of each kind. Side calls, for example for a title, are dropped, because the task's reward does not
-measure them. A call that may be either work or a side call is trained. Replies that were cut off are dropped, and so
-are replies to a request if the agent used another reply to it. The agent did not use these tokens, so they cannot have
-caused a reward."""
+"""The default policy for each kind of turn. Side calls, for example for a title, are dropped, because the task's reward
+does not measure them. Calls that may be either work or side calls are trained. Replies that were cut off are dropped,
+and so are replies for which the agent used another reply to the same request. The agent did not use them, so they
+cannot have caused a reward."""
 
 
 class SessionCounts(msgspec.Struct, frozen=True):
-    """Counts for one session: the trained, masked and dropped tokens, the number of rows, the number of forks by cause,
-    and the number of turns with each ignored request field."""
+    """Counts for one session: its tokens, training rows (`samples`), forks by cause, and turns with each ignored
+    request field."""
 
     tokens: TokenCounts
     samples: int
@@ -80,7 +81,7 @@ class SessionCounts(msgspec.Struct, frozen=True):
 
 
 def count_session(turns: Sequence[Turn], policy: Policy = POLICY) -> SessionCounts:
-    """Return the counts for a session, without building its rows. `turns[i].index` must be `i`."""
+    """Return the counts for a session without building its rows. `turns[i].index` must be `i`."""
     lines = lineages(turns)
     rows = _row_leaves(turns, lines, policy)
     in_rows: set[int] = set()
@@ -110,14 +111,14 @@ def count_session(turns: Sequence[Turn], policy: Policy = POLICY) -> SessionCoun
 
 
 def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
-    """Build the session's training rows by the result's policy. There are no rows if no turn has ids (from an engine
-    that returns only text). `turns[i].index` must be `i`."""
+    """Build the training rows of a session. The policy in `result` overrides the defaults (POLICY). If the engine
+    returned only text, the turns have no ids, and there are no rows. `turns[i].index` must be `i`."""
     return _samples(turns, lineages(turns), result)
 
 
 def build_samples_of_conversation(turns: Sequence[TurnOutline], result: SessionResult) -> list[Sample]:
-    """Like `build_samples`, for a session for which `is_one_conversation` is True: all its turns have the same lineage,
-    which does not depend on texts."""
+    """Like `build_samples`, for a session for which `is_one_conversation` is True. All its turns have the same lineage,
+    so their texts are not needed."""
     return _samples(turns, [MAIN] * len(turns), result)
 
 
@@ -155,8 +156,8 @@ def model_calls(turns: Sequence[Turn], policy: Policy = POLICY) -> tuple[GradedT
 def _trained_in(
     turns: Sequence[AnyTurn], lines: Sequence[Lineage], policy: Policy, leaves: Sequence[AnyTurn]
 ) -> dict[int, int]:
-    """Return, by turn index, the number of the row in which the turn's tokens are trained, by rule 5 of the module's
-    docstring. Turns that no row trains are absent."""
+    """Return, for each trained turn index, the number of the row that trains the turn's tokens (rule 5 of the module's
+    docstring)."""
     seen: dict[BranchKind, set[int]] = {kind: set() for kind in BranchKind}
     found = {}
     for row, leaf in enumerate(leaves):
@@ -169,7 +170,7 @@ def _trained_in(
 
 
 def _row_leaves(turns: Sequence[AnyTurn], lines: Sequence[Lineage], policy: Policy) -> list[AnyTurn]:
-    """Return the leaf of each row, in the order of the rows, by rules 2 to 4 of the module's docstring."""
+    """Return the last turn of each row, in the order of the rows (rules 2 to 4 of the module's docstring)."""
     continued: set[int] = set()
     first_turn = list(range(len(turns)))
     for turn in turns:
@@ -195,8 +196,8 @@ def _row_leaves(turns: Sequence[AnyTurn], lines: Sequence[Lineage], policy: Poli
 
 
 def _add_path(indexes: set[int], leaf: AnyTurn, turns: Sequence[AnyTurn]) -> list[int]:
-    """Add the indexes of the turns on the path to the leaf, and return the added indexes. The walk stops at a turn that
-    is already present, so the time for many branches with a common beginning is proportional to the number of turns."""
+    """Add the indexes of the turns on the path to `leaf`, and return those that are new. The walk stops at the first
+    index that is already there, so many branches with a common beginning take linear time."""
     added = []
     index: int | None = leaf.index
     while index is not None and index not in indexes:
@@ -243,7 +244,7 @@ def _sample(
         ),
         metrics=verdict.metrics if verdict else {},
         mode=TokenMode.TOKENS if {turn.mode for turn in path} == {TokenMode.TOKENS} else TokenMode.CAPTURE,
-        # The column cannot show the kind of each log-probability, so a row with several kinds is marked NONE.
+        # A row has only one kind of log-probability, so a row with several kinds is marked NONE.
         logprob_kind=path[-1].logprob_kind if len(logprob_kinds) == 1 else LogprobKind.NONE,
         stop_reason=result.stop_reason,
         min_version=min(versions, default=-1),
@@ -287,8 +288,8 @@ def _images(path: Sequence[AnyTurn]) -> tuple[SampleImage, ...]:
 
 
 class _Columns:
-    """The tokens of a sample under construction, in the packed form of `Sample`. Ids stay packed, because a row may
-    have a hundred thousand, and most of them are context."""
+    """Collects the tokens of a sample, in the packed form of `Sample`. Ids stay packed, because a row may have a
+    hundred thousand of them, and most are context."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -298,8 +299,8 @@ class _Columns:
         self.versions: list[VersionSpan] = []
 
     def add(self, turn: AnyTurn, *, trains: bool) -> tuple[int, int]:
-        """Add a turn, and return the positions of its sampled tokens. For tokens that are trained, missing
-        log-probabilities (LogprobKind.NONE) and missing versions are recorded as 0."""
+        """Add a turn, and return the start and end of its sampled tokens. If a trained turn has no log-probabilities
+        (LogprobKind.NONE) or no versions, they are recorded as 0."""
         output = turn.output_ids
         self.ids += (turn.prompt_delta, output)
         count = len(output) // 4
@@ -314,7 +315,7 @@ class _Columns:
             self.logprobs.append(turn.logprobs or bytes(8 * count))
             for span in turn.versions or (VersionSpan(0, 0, count),):
                 if span.end <= span.start:
-                    continue  # an engine may report a version that sampled no token
+                    continue  # an engine may report a version for an empty span
                 begin = start + span.start
                 if versions and versions[-1].end == begin and versions[-1].version == span.version:
                     begin = versions.pop().start

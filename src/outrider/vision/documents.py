@@ -1,6 +1,6 @@
-"""Reads the pages of a PDF document, as texts or as pictures.
+"""Reads the pages of a PDF document as texts or as pictures.
 
-The module needs pypdfium2 (the extra `documents`), and for pictures also Pillow. PDFium is native code that reads an
+The module needs pypdfium2 (the extra `documents`), and also Pillow for pictures. PDFium is native code that reads an
 agent's bytes, so documents are read only in the confined process (`worker.py`). Invariant: the pages depend only on the
 document's bytes, the image settings and the version of pypdfium2.
 """
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 32 << 20
 MAX_PAGES = 100
-"""Maximum size of a document: MAX_BYTES bytes and MAX_PAGES pages. The limits are those of Anthropic's API."""
+"""Maximum size of a document, in bytes and in pages. Anthropic's API has the same limits."""
 MAX_TEXT = 2_000_000
-"""Maximum characters of all pages together."""
+"""Maximum number of characters on all pages of a document together."""
 MAX_PICTURES = 256 << 20
-"""Maximum bytes of the pictures of all pages together."""
+"""Maximum number of bytes of the pictures of all pages together."""
 DOTS_PER_POINT = 200 / 72
-"""Resolution of the picture of a page: 200 dots per inch. A large page has a lower resolution, because the model limits
-the number of pixels of an image."""
+"""Resolution of a page's picture: 200 dots per inch. Large pages have a lower resolution, because the model limits the
+number of pixels of an image."""
 UNPRINTABLE = {code: None for code in range(32) if chr(code) not in "\n\t"} | {0xFFFE: None, 0xFFFF: None}
-"""Characters that are removed from a page's text. PDFium writes some of them, such as U+0002 for a hyphen at the end of
-a line."""
+"""Characters that are removed from a page's text. PDFium inserts some of them, such as U+0002 for a hyphen at the end
+of a line."""
 
 
 class UnreadableDocument(Exception):
-    """The document cannot be read, or is too large. The message has the reason."""
+    """Raised if a document cannot be read or is too large. The error message contains the reason."""
 
 
 class Pages(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class Pages(msgspec.Struct, frozen=True):
 
 
 def pages_of(data: bytes, settings: ImageSettings | None) -> Pages:
-    """Return the pages of a document: as pictures for a model with these image settings, or as texts if `settings` is
+    """Return the pages of a document: as pictures for a model with the image settings `settings`, or as texts if it is
     None. Raises UnreadableDocument."""
     import pypdfium2
 

@@ -1,6 +1,6 @@
-"""The messages to and from the process that decodes images and reads documents (`worker.py`).
+"""The messages exchanged with the process that decodes images and reads documents (`worker.py`).
 
-Each message has a length (8 bytes, little-endian), then MessagePack.
+Each message is sent as its length (8 bytes, little-endian), followed by MessagePack.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from outrider.tokens.rendering.image_grids import Grid, ImageForm, ImageSettings
 from outrider.vision.documents import Pages
 
 LENGTH = 8
-"""Number of bytes of the length before each message."""
+"""Number of bytes that hold the length of a message."""
 
 
 class ImageRequest(msgspec.Struct, frozen=True, tag="image"):
@@ -21,23 +21,23 @@ class ImageRequest(msgspec.Struct, frozen=True, tag="image"):
 
 
 class DocumentRequest(msgspec.Struct, frozen=True, tag="document"):
-    """A PDF. Its pages are read as pictures for a model with these image settings, or as texts if `settings` is
-    None."""
+    """A PDF document. If `settings` is None, its pages are returned as texts, otherwise as pictures for a model with
+    these image settings."""
 
     data: bytes
     settings: ImageSettings | None
 
 
 class DocumentAnswer(msgspec.Struct, frozen=True):
-    """The pages of a document, or the reason why it cannot be read."""
+    """The pages of a document, or the reason (`fault`) why it cannot be read."""
 
     pages: Pages | None = None
     fault: str = ""
 
 
 class ImageAnswer(msgspec.Struct, frozen=True):
-    """The image in the requested form (patches or PNG) and its grid. If the image cannot be read, `fault` is the
-    reason."""
+    """An image in the requested format (patches or PNG), and its size in patches (`grid`). `fault` is the reason if the
+    image cannot be read."""
 
     grid: Grid | None = None
     item: bytes = b""

@@ -1,8 +1,9 @@
-"""Decodes an image and divides it into patches for models of the Qwen-VL families.
+"""Decodes images, and divides them into patches for models of the Qwen-VL families.
 
 The module needs Pillow (the extra `images`). The results equal those of the image processor in `transformers` (a test
-compares them). As in vLLM, transparent pixels become white, and an image is turned by its EXIF orientation. Invariant:
-the grid of patches depends only on the settings and on the size of the turned image (`ImageSettings.size_of`).
+compares them). As in vLLM, transparent pixels become white, and images are rotated according to their EXIF orientation.
+Invariant: the number of patches depends only on the settings and on the size of the rotated image
+(`ImageSettings.size_of`).
 """
 
 from __future__ import annotations
@@ -23,28 +24,27 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""The formats that are decoded. Other formats are refused, because an agent's file may exploit a fault in any
-decoder."""
+"""The accepted image formats. Other formats are refused, because an agent's file may exploit a bug in any decoder."""
 MAX_PIXELS = 50_000_000
 """Maximum number of pixels of an image before it is scaled. A file of a few kilobytes may decode to billions of
 pixels."""
 RAW_VIEW = 3
-"""The number of the MessagePack extension type in which vLLM sends the bytes of a tensor."""
+"""The number of the MessagePack extension type that vLLM uses for the bytes of a tensor."""
 
 
 class UnreadableImage(Exception):
-    """The image cannot be decoded, or is too large. The message has the reason."""
+    """Raised if an image cannot be decoded or is too large. The error message contains the reason."""
 
 
 class Pixels(msgspec.Struct, frozen=True):
-    """The patches of an image before normalisation. `levels` has the colour values, from 0 to 255, in the shape
+    """The patches of an image before normalisation. `levels` contains colour values from 0 to 255, in the shape
     (patches, colours x frames x patch x patch)."""
 
     grid: Grid
     levels: npt.NDArray[np.uint8]
 
     def values(self, settings: ImageSettings) -> npt.NDArray[np.float32]:
-        """Return the normalised pixel values for the model's first layer, in the shape of `levels`."""
+        """Return the normalised pixel values that are the model's input, in the same shape as `levels`."""
         per_colour = self.levels.reshape(len(self.levels), 3, -1) / np.float64(255)
         mean, std = (np.asarray(colours).reshape(1, 3, 1) for colours in (settings.mean, settings.std))
         normalised: npt.NDArray[np.float32] = ((per_colour - mean) / std).astype(np.float32)
@@ -52,7 +52,7 @@ class Pixels(msgspec.Struct, frozen=True):
 
 
 def decoded(data: bytes) -> Picture:
-    """Decode an image (the first one of an animation) to RGB. Raises UnreadableImage."""
+    """Decode an image to RGB. Only the first frame of an animation is decoded. Raises UnreadableImage."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     with warnings.catch_warnings():
@@ -63,7 +63,7 @@ def decoded(data: bytes) -> Picture:
                 if width * height > MAX_PIXELS:
                     raise UnreadableImage(f"the image has {width}x{height} pixels, more than {MAX_PIXELS:,}")
                 image.load()
-                with suppress(Exception):  # with damaged EXIF data, the image is not turned, as in vLLM
+                with suppress(Exception):  # an image with damaged EXIF data is not rotated, as in vLLM
                     ImageOps.exif_transpose(image, in_place=True)
                 if image.mode == "RGB" and "transparency" not in image.info:
                     return image.copy()
@@ -72,7 +72,7 @@ def decoded(data: bytes) -> Picture:
                 return Image.alpha_composite(white, shown).convert("RGB")
         except UnidentifiedImageError as error:
             raise UnreadableImage(f"the image is none of {', '.join(FORMATS)}") from error
-        # Pillow's decoders raise errors of many types for damaged files.
+        # Pillow's decoders raise many types of errors for damaged files.
         except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
             raise UnreadableImage(f"the image cannot be decoded: {str(error)[:200]}") from error
         except MemoryError as error:
@@ -98,7 +98,7 @@ def pixels_of(data: bytes, settings: ImageSettings) -> Pixels:
     rows, columns = image.height // patch, image.width // patch
     # The shape is (height, width, colour).
     levels = np.asarray(image)
-    # Patches that are merged into one token are adjacent.
+    # Patches that the model merges into one token become neighbours.
     parts = levels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
     parts = parts.transpose(0, 3, 1, 4, 6, 2, 5)
     repeated = np.repeat(parts[:, :, :, :, :, None], settings.frames, axis=5)
@@ -106,9 +106,9 @@ def pixels_of(data: bytes, settings: ImageSettings) -> Pixels:
 
 
 def png_item(data: bytes, settings: ImageSettings) -> tuple[Grid, bytes]:
-    """Return an image's grid, and a PNG of the scaled image in base64. A server with the same image settings does not
-    scale the PNG again, so the server's patches equal those of `pixels_of`. Raises UnreadableImage, also if the server
-    would scale the PNG again."""
+    """Return the size of an image in patches, and a PNG of the scaled image in base64. A server with the same image
+    settings does not scale the PNG again, so its patches equal those of `pixels_of`. Raises UnreadableImage, also if
+    the server would scale the PNG again."""
     image = scaled(data, settings)
     try:
         again = settings.size_of(*image.size)
@@ -123,7 +123,7 @@ def png_item(data: bytes, settings: ImageSettings) -> tuple[Grid, bytes]:
 
 def vllm_item(pixels: Pixels) -> bytes:
     """Return an image in the format of vLLM's `features.kwargs_data`: a `MultiModalKwargsItem` in base64. The colour
-    values are not normalised here, because vLLM does this (`--mm-device-do-normalize`, the default since 0.32)."""
+    values are not normalised. vLLM normalises them itself (`--mm-device-do-normalize`, the default since 0.32)."""
     levels = pixels.levels
     grid = np.asarray(pixels.grid, dtype=np.int64)
     item = {

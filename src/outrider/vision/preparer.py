@@ -1,7 +1,7 @@
-"""Decodes images and reads documents through a separate process, and caches the results of recent files.
+"""Decodes images and reads documents in a separate process, and caches the results.
 
-Invariants: a file is decoded only in the confined process and never here; if the process fails and the file is not the
-cause, the error is a ServiceError, which does not count against the agent.
+Invariants: files are decoded only in the separate process, which is confined. If that process fails and the file is not
+the cause, the error is a ServiceError, which does not count against the agent.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from asyncio.subprocess import Process
 
 KEPT_BYTES = 512 << 20
-"""Maximum bytes of decoded images that are kept. An image that was dropped is decoded again for the next call."""
+"""Maximum number of bytes of decoded images in the cache. An image that was dropped from the cache is decoded again."""
 KEPT_PAGES = 256 << 20
-"""Maximum bytes of pages of documents that are kept."""
+"""Maximum number of bytes of document pages in the cache."""
 KEPT_DOCUMENTS = 256
 IMAGE_SECONDS = 60.0
-"""Maximum seconds of one request. The process is then ended, and the next request starts another one. An image
-has at most 10 s of processor time, and a document 20 s (`worker.py`), so a longer time is the machine's fault."""
+"""Maximum seconds for one file. After this time the process is ended, and the next request starts a new one. An image
+may use 10 s of processor time, and a document 20 s (`worker.py`), so only a slow machine causes this timeout."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 MAX_ANSWER = 1 << 30
 ITEM_HEAD = 512
-"""Maximum bytes of `PreparedImage.item` besides the pixel values."""
+"""Maximum number of bytes in `PreparedImage.item` besides the pixel values."""
 BOOT = """
 import sys, types
 root, *paths = sys.argv[1:]
@@ -51,12 +51,12 @@ for name in ("outrider" + package for package in packages):
 from outrider.vision.worker import main
 main()
 """
-"""The program that the process runs. Empty modules replace the parent packages, because the real packages import many
+"""The program that the separate process runs. Empty modules replace the parent packages, which would import many
 modules that decoding does not need."""
 
 
 class PreparedImage(msgspec.Struct, frozen=True):
-    """A decoded image. `item` has its patches or its PNG, in base64."""
+    """A decoded image. `item` contains its patches or a PNG, in base64."""
 
     grid: Grid
     item: bytes
@@ -72,8 +72,8 @@ AnswerT = TypeVar("AnswerT", ImageAnswer, DocumentAnswer)
 
 
 class DecodingProcess:
-    """The confined process that decodes files. The first request starts the process, and `close` ends it. Call `ask`
-    only within `async with turns.take(owner)`, because the process handles one request at a time."""
+    """Runs the confined process that decodes files. The first request starts the process, and `close` ends it. The
+    process handles one request at a time, so call `ask` only inside `async with turns.take(owner)`."""
 
     def __init__(self) -> None:
         self.turns = Turns(1)
@@ -85,12 +85,12 @@ class DecodingProcess:
 
     @property
     def id(self) -> int | None:
-        """The id of the process, None if no process runs."""
+        """The process id, or None if the process is not running."""
         return None if self._process is None else self._process.pid
 
     async def ask(self, request: msgspec.Struct, answer: type[AnswerT], noun: str) -> AnswerT:
-        """Send a file to the process, and return the answer. `noun` names the file in errors, such as "an image".
-        Raises ServiceError if the process fails and the file is not the cause."""
+        """Send a file to the process, and return its answer. `noun` names the file in error messages, for example "an
+        image". Raises ServiceError if the process fails and the file is not the cause."""
         process = self._process or await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -136,7 +136,7 @@ class DecodingProcess:
         return self._process
 
     async def _end(self) -> int:
-        """End the process, if there is one. Returns its status."""
+        """End the process if it is running. Returns its exit status."""
         process, self._process = self._process, None
         if process is None:
             return 0
@@ -151,7 +151,7 @@ class DecodingProcess:
 
 
 class ImagePreparer:
-    """Decodes images for one model through `process`."""
+    """Decodes images for one model in the separate process `process`."""
 
     def __init__(self, settings: ImageSettings, process: DecodingProcess) -> None:
         self.settings = settings
@@ -160,7 +160,7 @@ class ImagePreparer:
         self._bytes = 0
 
     def kept(self, digest: str, form: ImageForm) -> PreparedImage | None:
-        """Return the decoded image if it is in the cache."""
+        """Return the decoded image from the cache, or None."""
         return self._kept.get((digest, form))
 
     async def prepare(
@@ -190,8 +190,8 @@ class ImagePreparer:
 
 
 class DocumentReader:
-    """Reads PDF documents for one model through `process`. `settings` are the model's image settings, None if the model
-    reads no images."""
+    """Reads PDF documents for one model in the separate process `process`. `settings` are the model's image settings,
+    or None if the model does not accept images."""
 
     def __init__(self, settings: ImageSettings | None, process: DecodingProcess) -> None:
         self._settings = settings
@@ -200,13 +200,13 @@ class DocumentReader:
         self._bytes = 0
 
     def pages(self, digest: str, *, pictures: bool) -> DocumentPages | str | None:
-        """Return a document's pages, or the reason why it cannot be read. Returns None if the result is not in the
-        cache. `pictures` is True for the pictures of the pages, and False for their texts."""
+        """Return the pages of a document from the cache, or the reason why it cannot be read, or None if it is not in
+        the cache. If `pictures` is True, the pages are pictures, otherwise texts."""
         return self._kept.get((digest, pictures))
 
     async def read(self, document: Document, owner: str = "", *, pictures: bool) -> None:
-        """Read a document, so that `pages` returns the result. Owners (sessions) take turns. Raises ServiceError if the
-        process fails."""
+        """Read a document into the cache, from which `pages` returns the result. Owners (sessions) take turns. Raises
+        ServiceError if the process fails."""
         key = document.digest, pictures
         async with self._process.turns.take(owner):
             if key in self._kept:
@@ -229,16 +229,16 @@ def _size(found: DocumentPages | str) -> int:
 
 
 def item_size(settings: ImageSettings, grid: Grid) -> int:
-    """Estimate the maximum number of bytes of an image's `item` from its grid. An item with patches has this size. An
-    item with a PNG has at most about half of this size."""
+    """Estimate the maximum size of an image's `item` in bytes, from the image's number of patches. Patches have this
+    size. A PNG has at most about half of it."""
     return settings.values_of(grid) * 4 // 3 + ITEM_HEAD
 
 
 def has_pillow() -> bool:
-    """Return True if Pillow is installed. Pillow is not imported."""
+    """Return True if Pillow is installed, without importing it."""
     return find_spec("PIL") is not None
 
 
 def has_pdfium() -> bool:
-    """Return True if pypdfium2 is installed. pypdfium2 is not imported."""
+    """Return True if pypdfium2 is installed, without importing it."""
     return find_spec("pypdfium2") is not None

@@ -1,10 +1,10 @@
-"""The process that decodes images and reads documents. It reads requests from standard input and writes one answer to
-each.
+"""The program of the separate process that decodes images and reads documents. It reads requests from standard input,
+and writes one answer for each request (`messages.py`).
 
 Image decoders and PDFium are native code that reads an agent's bytes, so the process is confined. It can read Python's
-files, but it cannot write a file, open a socket, start a program or send a signal, and its memory is limited. The
-kernel kills the process with SIGPROF if a file takes more than its maximum processor time. `messages.py` has the
-messages. Invariant: the process ends when its standard input ends, and so also when its parent process is killed.
+files. It cannot write files, open sockets, start programs or send signals, and its memory is limited. The kernel kills
+it with SIGPROF if a file takes too much processor time. Invariant: the process ends when its standard input ends, and
+so also when its parent process is killed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from outrider.vision.messages import LENGTH, DocumentAnswer, DocumentRequest, Im
 from outrider.vision.pixels import UnreadableImage, pixels_of, png_item, vllm_item
 
 MAX_MEMORY = 3 << 30
-"""Maximum address space in bytes. An image of MAX_PIXELS pixels takes half a gigabyte."""
+"""Maximum size of the process's address space, in bytes. Decoding an image of MAX_PIXELS pixels takes half a
+gigabyte."""
 IMAGE_CPU_SECONDS = 10.0
-"""Maximum processor time of an image in seconds. A photograph of MAX_PIXELS pixels takes about one second. But a JPEG
-of 200 KB may scan all pixels thousands of times, and take minutes."""
+"""Maximum processor time for an image, in seconds. A photograph of MAX_PIXELS pixels takes about one second. But a JPEG
+of only 200 KB may scan all pixels thousands of times, which takes minutes."""
 DOCUMENT_CPU_SECONDS = 20.0
-"""Maximum processor time of a document in seconds. A hundred pages with a line of text take less than one second."""
+"""Maximum processor time for a document, in seconds. A hundred pages with one line of text each take less than a
+second."""
 
 
 def main() -> None:
@@ -50,7 +52,7 @@ def main() -> None:
 
 
 def _load() -> None:
-    """Load the decoders that are installed, before the process is confined."""
+    """Import and try the installed decoders before the process is confined."""
     if find_spec("PIL") is not None:
         from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 

@@ -1,9 +1,12 @@
-"""Finds how the segments of a session are related. A segment is a request with the turns that continue it
-(`segments.py`). The module finds the tool call that started a segment, the earlier history that a segment replaces by a
-summary, and the segment that continues another agent's work.
+"""Finds relations between the segments of a session. A segment is a request together with the turns that continue it
+(`segments.py`). The module can find:
 
-`classify.py` decides the kinds of the segments from these relations. The words in `LABELS`, `PURPOSES` and
-`TYPE_ARGUMENTS` come from real clients' prompts, headers and tools. Invariant: a segment is related only to turns
+- the tool call that started a segment
+- the earlier history that a segment replaces with a summary
+- whether a segment continues the work of another agent
+
+`classify.py` uses these relations to decide the kind of each segment. The words in `LABELS`, `PURPOSES` and
+`TYPE_ARGUMENTS` come from the prompts, headers and tools of real clients. Invariant: a segment is related only to turns
 before its first turn.
 """
 
@@ -31,10 +34,10 @@ from outrider.tokens.branches.segments import (
 from outrider.trajectory import BranchKind, ForkCause, Turn
 
 MIN_TOOL_TEXT = 8
-"""Minimum length, in characters, of a tool's argument that can be the prompt of a sub-agent."""
+"""Minimum length, in characters, of a tool argument that can be the prompt of a sub-agent."""
 OPENING_SHARE = 0.5
-"""If a tool's argument is at least this fraction of a conversation's opening, the tool call is certain to have started
-the conversation."""
+"""If a tool argument makes up at least this fraction of the first user messages of a conversation, the tool call
+certainly started the conversation."""
 
 LABELS: tuple[tuple[str, str], ...] = (
     ("quota", "quota"),
@@ -49,10 +52,10 @@ LABELS: tuple[tuple[str, str], ...] = (
     ("web page", "web-page"),
     ("summar", "summary"),
 )
-"""Labels of side calls: requests beside the agent's work, for example for a title. Each pair is the beginning of a
-word, and the label of a side call whose prompt has the word. Words are searched for in the system prompt; if none is
-found, in the question. The first word in the text decides, because prompts for titles mention topics and vice versa.
-Words such as "router" or "loop" are left out, because the prompts of many agents have them."""
+"""Recognises side calls: requests apart from the agent's task, such as for a title. Each pair is the beginning of a
+word, and the label for prompts with this word. The system prompt is searched first, then the last user message. The
+first word in the text decides, because prompts for titles mention topics and vice versa. Words such as "router" or
+"loop" are left out, because many agents' own prompts contain them."""
 
 _LABEL_OF = dict(LABELS)
 _LABEL_WORD = re.compile(rf"\b({'|'.join(re.escape(word) for word, _ in LABELS)})")
@@ -67,23 +70,24 @@ PURPOSES: dict[str, BranchKind] = {
     "summary": BranchKind.AUXILIARY,
     "quota": BranchKind.AUXILIARY,
 }
-"""The kind of a model call, by the purpose that the client names. Other purposes have no effect."""
+"""The kind of a model call, by the purpose that the client declares. Other purposes are ignored."""
 
 TYPE_ARGUMENTS = ("subagent_type", "agent_type", "agent_name", "agent", "role")
-"""Names of arguments that hold the type of agent, in calls of tools that start sub-agents."""
+"""Names of tool arguments that contain the type of the sub-agent that the tool starts."""
 
 MAX_TOOL_TEXTS = 1000
-"""Maximum number of texts from tool arguments, the newest ones, that are compared with the opening of a conversation
-(its first user messages)."""
+"""Maximum number of tool arguments (the newest ones) that are compared with the first user messages of a
+conversation."""
 
 LOOK_BACK = 100
-"""Maximum number of earlier turns, and of earlier segments, among which the history that a segment shortens is searched
-for. This number is enough, because clients continue from a summary at once."""
+"""Maximum number of earlier turns, and of earlier segments, that are searched for the history that a segment shortens.
+A client that asks for a summary continues from it immediately, so more are not needed."""
 
 
 class Continuation(msgspec.Struct, frozen=True):
-    """The earlier history that a segment shortens. `old` is the last turn of this history. `source` is the turn that
-    wrote the summary; None if the segment keeps the end of the history."""
+    """The earlier history that a segment (a request and its continuations) shortens. `old` is the last turn of that
+    history. `source` is the turn that wrote its summary, or None if the segment keeps the end of the history
+    instead."""
 
     old: Turn
     source: Turn | None
@@ -91,8 +95,8 @@ class Continuation(msgspec.Struct, frozen=True):
 
 class Spawn(msgspec.Struct, frozen=True):
     """The tool call that started a conversation. `turn` is the index of the turn that made the call. `agent_type` is
-    the requested type of agent, "" if the call names none. `is_most_of_opening` is True if the call's text is at least
-    OPENING_SHARE of the conversation's opening."""
+    the type of agent that the call asks for, or "". `is_most_of_opening` is True if an argument of the call makes up
+    most of the first user messages (OPENING_SHARE)."""
 
     turn: int
     agent_type: str
@@ -101,7 +105,7 @@ class Spawn(msgspec.Struct, frozen=True):
 
 
 class AgentTurns:
-    """Finds the turns of an agent by the client's name for the agent."""
+    """Finds the turns of an agent by the name that the client gives it (`Turn.agent_id`)."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self._turns: dict[str, list[Turn]] = {}
@@ -116,8 +120,7 @@ class AgentTurns:
                 earlier.append(turn)
 
     def newest_outside(self, conversation: int, agent: str, index: int) -> Turn | None:
-        """Return the agent's last turn before the turn `index` that is not in the conversation; None if there is
-        none."""
+        """Return the agent's last turn before turn `index` that belongs to a different conversation, or None."""
         turns = self._turns.get(agent, [])
         at = bisect_left(turns, index, key=lambda turn: turn.index)
         return self._outside(turns[at - 1], conversation) if at else None
@@ -127,13 +130,13 @@ class AgentTurns:
 
 
 def find_continuation(session: SegmentedSession, segment: Segment) -> Continuation | None:
-    """Find the earlier history that the first request of `segment` has shortened to a summary or to its end. Summaries
-    are tried first, newest first. Returns None if there is no such history."""
+    """Find the earlier history that the first request of `segment` shortens, either to a summary or to its last part.
+    Summaries are searched first, from the newest to the oldest. Returns None if there is no such history."""
     first = segment.first
     recent = session.segments[max(0, segment.number - LOOK_BACK) : segment.number]
     kin = []
     for other in recent:
-        # Kin are segments of the same conversation or of the same agent. Equal tools or an equal system prompt indicate
+        # Segments of the same conversation or agent are related (`kin`). Equal tools or an equal system prompt indicate
         # the same agent.
         same_tools, same_system = other.first.tools == first.tools, other.system == segment.system
         if (
@@ -146,8 +149,8 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
     if not candidates:
         return None
     begins_anew = segment.starts_conversation and history_source(first) is None
-    # A message must be long enough to contain QUOTE_SHARE of the shortest summary. Tool results are left out, because
-    # they may repeat any text from a file.
+    # A shorter message cannot contain QUOTE_SHARE of the shortest summary. Tool results are left out, because they may
+    # repeat the text of any file.
     long_enough = QUOTE_SHARE * SUMMARY_LENGTH
     fresh = [
         one for one in session.new_messages(first) if one.role is not Role.TOOL and len(one.content) >= long_enough
@@ -163,14 +166,14 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
         old = _newest_answered(other, first)
         taken_over = session.source(first)
         if taken_over is not None and session.turns[taken_over].conversation != other.first.conversation:
-            continue  # the replies come from another conversation, whose history the request takes over
+            continue  # the request takes over the history of another conversation
         if old is not None and old.reply is not None and session.request_shows(first, session.body(old.reply)):
             return Continuation(old, None) if session.lacks_beginning(first, old) else None
     return None
 
 
 def _newest_answered(segment: Segment, first: Turn) -> Turn | None:
-    """Return the last turn of a segment before `first` whose reply the client received; None if there is none."""
+    """Return the last turn of a segment before `first` whose reply the client received, or None."""
     turn = segment.last_before(first.index)
     while turn is not None and turn.reply is None:
         turn = segment.last_before(turn.index)
@@ -180,19 +183,20 @@ def _newest_answered(segment: Segment, first: Turn) -> Turn | None:
 def _is_quoted(
     session: SegmentedSession, source: Turn, first: Turn, fresh: Sequence[Message], candidates: Sequence[Segment]
 ) -> bool:
-    """Return True if a message in `fresh` quotes the reply of `source`, and so may be a summary. Always False for a
-    reply with a tool call. An assistant message counts only if the reply was given in another conversation, or if the
-    message replaces the history before the reply. In other cases the message may be the reply itself, which clients
-    send back."""
+    """Return True if a message in `fresh` quotes the reply of `source`, which may then be a summary. A reply with a
+    tool call is never a summary.
+
+    Clients also send replies back unchanged, as assistant messages. So an assistant message counts only if the reply
+    belongs to another conversation, or if the message replaces the history before it."""
     lines = session.answer_lines(source)
     for message in fresh if lines else ():
         if not quotes(lines, message.content, SUMMARY_LENGTH) or _repeats_earlier(session, source, message.content):
             continue
         if message.role is not Role.ASSISTANT or _is_elsewhere(source, candidates):
             return True
-        # The message replaces the history if three conditions hold: no turn continues the reply; the question that the
-        # reply answers is not directly before the message; no earlier reply is before the message. If the client only
-        # sent the reply back, the question or an earlier reply would be there.
+        # The message replaces the history if no turn continues the reply, the message does not directly follow the
+        # question that the reply answers, and no earlier reply precedes it. A client that only sends the reply back
+        # also sends the question or an earlier reply.
         was_shown_replies = source.parent is not None or session.replies_added(source)
         if not was_shown_replies or source.index in session.continued or first.parent is not None:
             continue
@@ -205,8 +209,8 @@ def _is_quoted(
 
 
 def _repeats_earlier(session: SegmentedSession, source: Turn, text: str) -> bool:
-    """Return True if the text repeats a part of the reply before `source` that is not in the reply of `source`. Such a
-    text is a written-out history, and not a summary."""
+    """Return True if the text repeats part of the reply before `source` that is not in the reply of `source` itself.
+    Such a text is a copy of the history and not a summary."""
     if source.parent is None or source.reply is None:
         return False
     before = session.turns[source.parent].reply
@@ -215,13 +219,13 @@ def _repeats_earlier(session: SegmentedSession, source: Turn, text: str) -> bool
 
 
 def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates: Sequence[Segment]) -> Segment | None:
-    """Return the segment among `candidates` that the reply of `source` summarises. The request of `source` must have
-    the segment's history, as messages or as text. Of several such segments, the one with the most replies in this
-    request is returned. Returns None if there is no such segment, for example if another agent has only quoted the
-    newest reply.
+    """Return the segment among `candidates` that the reply of `source` summarises, or None. The request of `source`
+    must contain the segment's history, as messages or as text. If several segments qualify, the one with the most
+    replies in the request wins.
 
-    A single question directly before the request `first` needs no history, because some programs give the summariser
-    only the kinds of the events. Its reply counts as a summary of the history of which `first` keeps only the end."""
+    Some programs show the summariser only the kinds of the events and not the history. So if `source` is a single
+    question directly before the request `first`, its reply counts as a summary of the history that `first` has cut
+    off."""
     own = session.segment_of(source.index)
     if own in candidates and source.parent is not None:
         return own
@@ -243,8 +247,8 @@ def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates
 
 
 def _is_written_out(segment: Segment, source: Turn, asked: str) -> bool:
-    """Return True if `asked`, the text of the request of `source`, has the segment's history: its opening, or a part of
-    one of its newest LOOK_BACK replies before `source`. A client may leave the opening out."""
+    """Return True if the request text `asked` contains the segment's history: its first user messages, or part of a
+    reply that precedes `source` (one of the newest LOOK_BACK). Clients may leave out the first messages."""
     opening = opening_text(segment.first.messages) if segment.starts_conversation else ""
     if opening and opening in asked:
         return True
@@ -258,14 +262,14 @@ def _is_written_out(segment: Segment, source: Turn, asked: str) -> bool:
 
 
 def _is_elsewhere(source: Turn, candidates: Sequence[Segment]) -> bool:
-    """Return True if the turn is in none of the candidates' conversations."""
+    """Return True if the turn belongs to a different conversation from all candidates."""
     return all(other.first.conversation != source.conversation for other in candidates)
 
 
 def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
-    """Return the earlier tool call that started each segment, by segment number. Only segments that start a
-    conversation are examined. If the conversation's opening has texts of several tool calls, the longest text
-    decides."""
+    """Return the earlier tool call that started each segment (a request and its continuations), by segment number. Only
+    segments that start a conversation are examined. If their first user messages contain arguments of several tool
+    calls, the longest argument decides."""
     found: dict[int, Spawn] = {}
     given: dict[str, _ToolText] = {}
     starters = {segment.first.index: segment for segment in session.segments if segment.starts_conversation}
@@ -279,7 +283,7 @@ def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
                 found[segment.number] = Spawn(best.turn, best.agent_type, best.tool, is_most)
         for call in turn.reply.tool_calls if turn.reply else ():
             for one in _texts_given(turn.index, call):
-                given.pop(one.text, None)  # as the newest text, it moves to the end of the dictionary
+                given.pop(one.text, None)  # moves the text to the end of the dictionary, because it is now the newest
                 given[one.text] = one
                 if len(given) > MAX_TOOL_TEXTS:
                     del given[next(iter(given))]
@@ -287,7 +291,7 @@ def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
 
 
 class _ToolText(msgspec.Struct, frozen=True):
-    """A text in the arguments of a tool call. `turn`, `agent_type` and `tool` describe the call, as in `Spawn`."""
+    """A text in the arguments of a tool call. The other fields describe the call, as in `Spawn`."""
 
     text: str
     turn: int
@@ -297,7 +301,7 @@ class _ToolText(msgspec.Struct, frozen=True):
 
 def _texts_given(turn: int, call: ToolCall) -> Iterator[_ToolText]:
     """Yield the arguments of a tool call that may be the prompt of a sub-agent: texts of at least two words and
-    MIN_TOOL_TEXT characters. An argument may be a text or a list of texts."""
+    MIN_TOOL_TEXT characters, and such texts in lists."""
     try:
         arguments = json.loads(call.arguments)
     except (ValueError, RecursionError):
@@ -314,7 +318,8 @@ def _texts_given(turn: int, call: ToolCall) -> Iterator[_ToolText]:
 
 
 def find_label(segment: Segment) -> str:
-    """Return the label of a side call, from the words in its prompt; "" if no word matches."""
+    """Return the label of a side call (a request apart from the task, such as for a title), or "". The words in its
+    prompt decide (LABELS)."""
     asked = [message.content for message in segment.first.messages if message.role is Role.USER][-1:]
     for text in ("\n".join(segment.system).lower(), "\n".join(asked).lower()):
         if (word := _LABEL_WORD.search(text)) is not None:
@@ -324,11 +329,10 @@ def find_label(segment: Segment) -> str:
 
 def find_handovers(session: SegmentedSession, summaries: set[int], label: Callable[[Segment], str]) -> set[int]:
     """Return the numbers of the segments that continue an earlier conversation with other tools or another system
-    prompt. Examples: an agent is resumed with one tool fewer, hands over to another agent, or must give its last reply
-    without tools. A side call about the history has the same form, and only the later turns distinguish a side call
-    from a handover.
+    prompt. For example, the agent is resumed with one tool fewer, or hands over to another agent. A side call about the
+    history looks the same at first. Only the later turns tell the two apart.
 
-    `summaries` are the turns that wrote a summary; `label` returns the label of a side call.
+    `summaries` are the turns that wrote a summary. `label` returns the label of a side call.
     """
     handovers = _Handovers(session, summaries, label)
     found = (handovers.next_segment(source) for source in session.taken_over)
@@ -340,11 +344,10 @@ class _Handovers:
         self._session = session
         self._summaries = summaries
         self._label = label
-        # For each turn index, the index of the turn's last descendant. Turns that continue the history with other tools
-        # or another system prompt are also descendants.
+        # For each turn index, the index of the turn's last descendant, even if its tools or system prompt differ.
         self._until = [turn.index for turn in session.turns]
-        # For each turn index, the turn's continuations with the same tools and system prompt, except unused replies and
-        # summaries.
+        # For each turn index, the turns that directly continue it with the same tools and system prompt, except unused
+        # replies and summaries.
         self._own_next: dict[int, list[Turn]] = {}
         for turn in reversed(session.turns):
             source = session.source(turn)
@@ -356,13 +359,13 @@ class _Handovers:
                 self._own_next.setdefault(turn.parent, []).append(turn)
 
     def next_segment(self, source: int) -> Segment | None:
-        """Return the segment that continues the conversation of the turn `source`. Only segments that take over the
+        """Return the segment in which the conversation of the turn `source` continues. Only segments that take over the
         history of this turn are considered. Returns None if the conversation continues in none of them.
 
-        If some of these segments have a continuation, the result is the last of them. All other continuations of the
-        turn must have ended before it began: an agent that calls a sub-agent continues only after the sub-agent has
-        ended. If no segment has a continuation, the result is the last segment, provided that nothing else continues
-        the turn.
+        If later turns continue some of these segments, the last of them is returned. Everything else that continues
+        `source` must have ended before, because an agent that calls a sub-agent waits until the sub-agent ends.
+
+        If no segment is continued, the last segment is returned, provided that nothing else continues `source`.
         """
         turn = self._session.turns[source]
         candidates = [segment for segment in self._session.taken_over[source] if self._may_go_on(segment, turn)]
@@ -375,9 +378,10 @@ class _Handovers:
         return last if ended and (replied or not rivals) else None
 
     def _may_go_on(self, segment: Segment, source: Turn) -> bool:
-        """Return True if the segment can continue the conversation of `source`: if another conversation passed its work
-        on to the segment, or if the client names the same agent for both and the segment is not a side call about the
-        history."""
+        """Return True if the segment may continue the conversation of `source`. One of these conditions must hold:
+
+        - Another conversation passed its work on to the segment (`handed_over`).
+        - The client names the same agent for both, and the segment is not a side call about the history."""
         first = segment.first
         if segment.number in self._session.handed_over:
             return True
@@ -387,8 +391,8 @@ class _Handovers:
             return False
         if self._is_replied_to(segment):
             return True
-        # A question with the words of a side call is a side call if the model has no tools, or if both the tools and
-        # the system prompt differ from the agent's: then the model is not the agent, or cannot act as the agent.
+        # A question with the words of a side call is a side call if the model cannot act as the agent. This is the case
+        # if it has no tools, or if both its tools and its system prompt differ from the agent's.
         can_act = first.tools and first.cause is not ForkCause.TOOLS_AND_SYSTEM_CHANGED
         if first.messages[-1].role is not Role.TOOL and not can_act and self._label(segment):
             return False

@@ -1,41 +1,41 @@
 """Decides the purpose of each turn of a session: the turn's kind, parent and label.
 
-A segment is a request with the turns that continue it (`segments.py`). If the client declares a kind, the segment has
-this kind (`declared`). Without a declaration, the first rule that applies to the segment decides (`RULES`):
+A segment is a request together with the turns that continue it (`segments.py`). A side call is a request apart from the
+agent's task, such as for a title. If the client declares a kind, the segment has that kind (`declared`). Otherwise the
+first of these rules that applies decides (`RULES`):
 
-1. `main`: the segment starts the main conversation of a step of the task. This rule is first because the other rules
+1. `main`: the segment starts the main conversation of a step of the task. This rule is first because other rules
    compare segments with the main conversation.
 2. `continued`: the segment continues an earlier history that was replaced by a summary or cut to its end. This rule is
    before `forked` because such a request also looks like a rewritten history, and before `spawned` because a summary
-   may quote a tool's argument. The rule does not apply if the text of a tool call is most of the segment's opening,
-   which is stronger evidence for `spawned`.
-3. `forked`: a later segment of a conversation, or a handover to another agent, has the kind of its origin.
+   may quote a tool's argument. If a tool's argument is most of the segment's opening, `spawned` decides.
+3. `forked`: a later segment of a conversation, or a handover to another agent, has the kind of the segment that it
+   continues.
 4. `purpose`: the client names the call's purpose. This rule is before the rules that only infer the kind.
-5. `no tools`: the segment is one question to a model without tools, has the words of a side call and no follow-up, and
-   nothing quotes the answer. This rule is before `own agent` and `spawned` because sub-agents also make side calls,
-   under the sub-agents' names.
+5. `no tools`: the segment is one question to a model without tools. It has the words of a side call and no follow-up,
+   and nothing quotes the answer. This rule is before `own agent` and `spawned` because sub-agents also make side calls.
 6. `own agent`: the client names a parent of the agent, or the segment is the work of an agent other than the main one.
-7. `spawned`: the beginning of the segment has a text from an earlier tool call.
-8. `other tools`: as `no tools`, but the segment has other tools than the main conversation. This rule is after
+7. `spawned`: the beginning of the segment contains a text from an earlier tool call.
+8. `other tools`: like `no tools`, but the segment has different tools from the main conversation. This rule is after
    `spawned` because a sub-agent that replies at once looks the same.
-9. `unused`: the segment is one question without tools, or with other tools than the main conversation, has no
+9. `unused`: the segment is one question without tools, or with different tools from the main conversation. It has no
    follow-up, and nothing quotes the answer. It may be a side call or work.
 10. `other`: any other segment is a separate conversation of a sub-agent.
 
-A single turn can then have another kind than its segment (`TURN_RULES`):
+These rules can give a single turn a different kind from its segment (`TURN_RULES`):
 
 - `cut off`: the agent never received the reply.
-- `asked again`: the agent used another reply to the same request.
-- `declared otherwise`: the client declares another kind than for the segment's first turn.
+- `asked again`: the agent sent the request again and used another reply.
+- `declared otherwise`: the client declares a different kind than for the segment's first turn.
 - `summary`: a later history begins with the reply.
 
-A reply that the agent used must not be left out of the training. So the rules infer a side call (`auxiliary`) only from
-two signs: the words of a side call, and an answer that nothing uses.
+Replies that the agent used must stay in the training data. So a side call (`auxiliary`) is inferred only from two signs
+together: its prompt has the words of a side call, and nothing uses its answer.
 
-The evidence is the content of the requests, and the later course of the conversations. The client's names for itself
-(`Turn.agent_id`, `purpose`) are only hints. docs/branches.md prints the two tables of rules. The module is pure and
-deterministic, and independent of rewards and policy. Invariant: the parent of a segment is a turn before the segment's
-first turn.
+The evidence is the content of the requests and the later course of the conversations. The names that the client sends
+(`Turn.agent_id`, `purpose`) are only hints. docs/branches.md shows both tables of rules. The module is pure and
+deterministic, and does not depend on rewards. Invariant: the parent of a segment is a turn before the segment's first
+turn.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ from outrider.tokens.branches.segments import Segment, SegmentedSession, request
 from outrider.trajectory import BranchKind, FinishReason, Turn, TurnOutline
 
 SUMMARY = "summary"
-"""The label of turns whose reply is a summary with which a later history begins."""
+"""The label of turns that write a summary with which a later history begins."""
 
 UNUSED_KINDS = (BranchKind.RETRY, BranchKind.ABORTED)
-"""The kinds of replies that the agent did not use. Such a turn has the depth of its segment."""
+"""The kinds of replies that the agent did not use."""
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
     """The purpose of a turn.
 
-    parent: the origin of the turn's segment: the turn that it forked from, that wrote its summary, or that called it.
-        For a turn with another kind than its segment: the parent turn, or the turn whose reply was used instead.
+    parent: the turn from which the segment forked, that wrote its summary, or that called it. If the turn has a
+        different kind from its segment, `parent` is the previous turn, or the turn whose reply the agent used instead.
     depth: 0 in the main conversation.
     rule: the name of the rule that decided.
-    main_line: True in the main conversation and in the segments that continue it from a summary or from its cut
+    main_line: True in the main conversation, and in segments that continue it from a summary or from the end of its
         history."""
 
     kind: BranchKind
@@ -84,8 +84,8 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The result of the rules for a segment or a turn. `rule` is the name of the rule that applied; the other fields
-    are those of `Lineage`."""
+    """The result of the rules for a segment or a turn. `rule` is the name of the rule that applied. `Lineage` explains
+    the other fields."""
 
     rule: str
     kind: BranchKind
@@ -94,7 +94,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Signals:
-    """The evidence on which the rules decide. `lineages` are the lineages of the segments decided so far, by segment
+    """The evidence for the rules. `lineages` contains the results for the segments decided so far, by segment
     number."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
@@ -113,8 +113,8 @@ class Signals:
         )
         self._mains: dict[int, Segment] = {}
         """For each step of the task, the first segment of the main conversation."""
-        # For each step and agent, the first segment of the agent's highest-ranked conversation. Only this conversation
-        # is the agent's own work in the step; its other conversations are side calls.
+        # For each step and agent, the first segment of the agent's most important conversation. Only this conversation
+        # is the agent's own work in the step. Its other conversations are side calls.
         self._work_of: dict[tuple[int, str | None], Segment] = {}
         for segment in ranked:
             step = segment.first.step
@@ -124,8 +124,8 @@ class Signals:
         self._main_line: list[Segment] = []
 
     def _answers_to_search(self) -> set[int]:
-        """Return the turns whose replies are searched for in later requests: the last turn of each conversation, all
-        turns of a conversation without a follow-up, and all turns of a request that got several replies."""
+        """Return the turns whose replies are searched for in later requests. These are the last turn of each
+        conversation, all turns of a conversation without a follow-up, and all turns of a repeated request."""
         found = set()
         for segment in self.session.segments:
             if segment.starts_conversation:
@@ -142,13 +142,13 @@ class Signals:
         return any(turn.index in self._quoted_in for turn in segment.turns)
 
     def _is_passed_on(self, segment: Segment) -> bool:
-        """Return True if a later request quotes a reply of the segment and does not have the words of a side call."""
+        """Return True if a later request quotes a reply of the segment, and is not itself a side call."""
         quoting = (self._quoted_in.get(turn.index) for turn in segment.turns)
         return any(at is not None and not self.label(self.session.segment_of(at)) for at in quoting)
 
     def _joins_answers(self, segment: Segment) -> bool:
-        """Return True if the segment is the session's last call, and its request quotes the last replies of several
-        conversations. Returns False if the request has the words of a side call that is not a summary."""
+        """Return True if the segment is the session's last call and its request quotes the last replies of several
+        conversations. A side call never qualifies, unless it is for a summary."""
         if self.label(segment) not in ("", SUMMARY):
             return False
         last = self.session.turns[-1]
@@ -157,8 +157,8 @@ class Signals:
         return segment.first is last and segment.starts_conversation and len(conversations) > 1
 
     def _is_called(self, segment: Segment) -> bool:
-        """Return True if another conversation called the segment's conversation, as an agent calls a sub-agent. The
-        caller began earlier, and one of its requests quotes the last reply of the called conversation."""
+        """Return True if another conversation called this segment's conversation, as an agent calls a sub-agent. The
+        caller must have begun earlier, and one of its requests must quote the last reply of the called conversation."""
         conversation = self.session.segments_in(segment.first.conversation)
         quoting = self._quoted_in.get(max(one.last.index for one in conversation))
         if quoting is None:
@@ -168,23 +168,24 @@ class Signals:
         return caller != segment.first.conversation and began < segment.first.index
 
     def _main_rank(self, segment: Segment) -> tuple[int, ...]:
-        """Return the sort key that puts the most likely main conversation first. These segments come later, the
-        strongest criterion first:
+        """Return a sort key that puts the most likely main conversation first. Each criterion below moves a segment
+        towards the end. Earlier criteria outweigh later ones:
 
-        - segments that the client declares to be of another kind
-        - segments that the client does not declare to be main
-        - continuations of a summary or a cut history
-        - all segments except a last call that joins the answers of several conversations
-        - single questions without tools
-        - segments of an agent that the client names
-        - segments that a tool call started
-        - segments whose last reply is later quoted in an earlier conversation
-        - segments without a follow-up
-        - segments without tools
-        - segments with the words of a side call
-        - single questions whose answer is quoted
-        - single questions with a shorter answer
-        - later segments; last, because a session often begins with a request for a quota, a topic or a title"""
+        - the client declares a kind other than main
+        - the client does not declare it to be main
+        - it continues from a summary or from the end of a history
+        - it is not a last call that joins the answers of several conversations
+        - it is a single question without tools
+        - the client names its agent
+        - a tool call started it
+        - a conversation that began earlier quotes its last reply
+        - it has no follow-up
+        - it has no tools
+        - its prompt has the words of a side call
+        - it is a single question whose answer is quoted
+        - it is a single question with a shorter answer
+        - it began later; this is the weakest criterion, because a session often begins with a side call, such as for a
+          title"""
         first = segment.first
         followed_up = self.session.is_followed_up(first.conversation)
         can_work = followed_up or bool(first.tools)
@@ -206,47 +207,49 @@ class Signals:
         )
 
     def main(self, segment: Segment) -> Segment:
-        """Return the first segment of the main conversation in the step in which `segment` began. A step in which the
-        agent continued an earlier conversation has no such segment. For such a step, returns the segment of the last
-        earlier step that has one."""
+        """Return the first segment of the main conversation in the step in which `segment` began. If the agent only
+        continued an earlier conversation in this step, the last earlier step with a main conversation is used."""
         return next(self._mains[step] for step in range(segment.first.step, -1, -1) if step in self._mains)
 
     def label(self, segment: Segment) -> str:
-        """Return the label of a side call, from the words of its prompt; "" if no word matches."""
+        """Like `find_label`, but cached."""
         found = self._labels.get(segment.number)
         if found is None:
             found = self._labels[segment.number] = find_label(segment)
         return found
 
     def is_side_question(self, segment: Segment) -> bool:
-        """Return True if the segment has no follow-up, and its tools or its system prompt differ from the main
-        conversation's."""
+        """Return True if the segment has no follow-up, and has different tools or a different system prompt from the
+        main conversation."""
         main = self.main(segment)
         unlike_main = (segment.first.tools, segment.system) != (main.first.tools, main.system)
         return unlike_main and not self.session.is_followed_up(segment.first.conversation)
 
     def may_be_outcome(self, segment: Segment) -> bool:
         """Return True if the segment may be the last step of the task although its prompt has the words of a side call.
-        The segment must be the session's last call. In addition, its prompt must ask for a summary, or the main
-        conversation must be a single question without tools."""
+        It must be the session's last call. In addition, its prompt must ask for a summary, or the main conversation
+        must be a single question without tools."""
         main = self.main(segment).first
         bare = not main.tools and not self.session.is_followed_up(main.conversation)
         return segment.last is self.session.turns[-1] and (bare or self.label(segment) == SUMMARY)
 
     def is_own_agents_work(self, segment: Segment) -> bool:
-        """Return True if the client names an agent other than the main one, and the segment is this agent's work."""
+        """Return True if the client names an agent other than the main one, and the segment is that agent's own work
+        and not a side call."""
         agent, step = segment.first.agent_id, segment.first.step
         return agent not in (None, self.main(segment).first.agent_id) and segment is self._work_of.get((step, agent))
 
     def starter(self, segment: Segment) -> int | None:
-        """Return the turn whose tool call started the segment; without such a turn, the segment's `caller`."""
+        """Return the turn whose tool call started the segment. If no tool call did, returns the segment's `caller`."""
         spawned = self.spawned.get(segment.number)
         return spawned.turn if spawned else self.caller(segment)
 
     def caller(self, segment: Segment) -> int | None:
-        """Return the likely caller of the segment: the newest earlier turn of the segment's agent in another
-        conversation. If there is none, returns such a turn of the agent's parent, else of the main line (`Lineage`),
-        else None."""
+        """Return the likely caller of the segment. It is the first of these turns that exists, or None:
+
+        1. the newest earlier turn of the segment's own agent in another conversation
+        2. the newest earlier turn of the agent's parent in another conversation
+        3. the last earlier turn of the newest segment in the main line (`Lineage.main_line`)"""
         first = segment.first
         for agent in (first.agent_id, first.parent_agent_id):
             if agent is not None:
@@ -257,14 +260,14 @@ class Signals:
         return next((turn.index for turn in newest if turn is not None), None)
 
     def agent_name(self, segment: Segment) -> str:
-        """Return the type of agent named in the tool call that started the segment. Without one, returns the client's
-        name for the agent, else the name of the tool, else ""."""
+        """Return a name for the agent: the type that the tool call which started the segment asks for, the client's
+        name for the agent, the name of the tool, or ""."""
         spawned = self.spawned.get(segment.number)
         agent_type, tool = (spawned.agent_type, spawned.tool) if spawned else ("", "")
         return agent_type or segment.first.agent_id or tool
 
     def origin(self, segment: Segment) -> int | None:
-        """Return the turn from which the segment forked; None for a segment that starts a conversation, unless it is a
+        """Return the turn from which the segment forked. Returns None if the segment starts a conversation and is not a
         handover."""
         first, source = segment.first, self.session.source(segment.first)
         if segment.number in self._handovers:
@@ -275,15 +278,15 @@ class Signals:
             return first.parent
         if source is None and first.forked_from is not None and first.forked_from < first.index:
             return first.forked_from
-        # Here, the turn of the fork is not recorded, or the segment is a side call about a history. The origin is then
-        # the first turn of the conversation's previous segment.
+        # The turn of the fork is not recorded, or the segment is a side call about a history. So the result is the
+        # first turn of the conversation's previous segment.
         earlier = self.session.segments_in(first.conversation)
         return earlier[bisect_left(earlier, segment.number, key=lambda other: other.number) - 1].first.index
 
     def decide(self, segment: Segment, decision: Decision) -> None:
-        """Record the decision about a segment as the segment's lineage."""
-        # The depth is counted from the segment that was forked or replaced. For any other segment, the depth is counted
-        # from the segment of the decision's parent.
+        """Store the decision for a segment as its lineage."""
+        # The depth is counted from the segment that this one forked from or replaces. Otherwise it is counted from the
+        # parent's segment.
         before_at = decision.parent
         continued = self.continued[segment.number]
         if decision.rule == "forked":
@@ -310,16 +313,16 @@ class Signals:
             self._main_line.append(segment)
 
     def used_instead(self, turn: Turn) -> int | None:
-        """Return the turn whose reply the agent used in place of this turn's reply. Both turns answer the same
-        request. Returns None if the agent used this turn's reply."""
+        """Return the turn whose reply the agent used instead of this turn's reply to the same request. Returns None if
+        the agent used this turn's reply."""
         used = self._used_answers.get(request_key(turn), turn.index)
         is_used = used == turn.index or turn.index in self.session.continued or turn.index in self._quoted_in
         return None if is_used else used
 
 
 class BranchRule(msgspec.Struct, frozen=True):
-    """The description of a rule, which docs/branches.md prints. `kind` is the kind of a segment or turn to which the
-    rule applies."""
+    """The description of a rule, shown in docs/branches.md. `kind` is the kind that the rule gives to a segment or
+    turn."""
 
     name: str
     kind: str
@@ -339,7 +342,7 @@ RULES = (
     BranchRule("unused", "unsure", "one separate question, and no later call shows the answer"),
     BranchRule("other", "subagent", "any other separate conversation is the work of a sub-agent"),
 )
-"""Rules for segments, in the order of `_decide_segment`. The first rule that applies decides."""
+"""Rules for segments, in the order in which `_decide_segment` applies them. The first rule that applies decides."""
 
 TURN_RULES = (
     BranchRule("cut off", "aborted", "the agent never saw the answer"),
@@ -349,22 +352,23 @@ TURN_RULES = (
     ),
     BranchRule("summary", "compaction", "a later history begins with this answer, and nobody replied to it"),
 )
-"""Rules for single turns, in the order of `lineages`. The first rule that applies decides. If no rule applies, a turn
-has the lineage of its segment."""
+"""Rules for single turns, in the order in which `lineages_by_rules` applies them. The first rule that applies decides.
+If none applies, the turn has the lineage of its segment."""
 
 
 MAIN = Lineage(kind=BranchKind.MAIN, parent=None, depth=0, label="", rule="main", main_line=True)
 
 
 def lineages(turns: Sequence[Turn]) -> list[Lineage]:
-    """Return a lineage for each turn; `turns[i].index` must be `i`."""
+    """Return the lineage (the purpose) of each turn. `turns[i].index` must be `i`."""
     if is_one_conversation(turns):
         return [MAIN] * len(turns)
     return lineages_by_rules(turns)
 
 
 def used_turns(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns whose reply the agent used or a later turn continues. `turns[i].index` must be `i`."""
+    """Return the turns whose replies the agent used, and the turns that a later turn continues. `turns[i].index` must
+    be `i`."""
     continued = {turn.parent for turn in turns}
     return [
         turn
@@ -374,9 +378,9 @@ def used_turns(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def is_one_conversation(turns: Sequence[Turn | TurnOutline]) -> bool:
-    """Return True if the session is a single segment without a declaration, and the agent received all replies. Then
-    the rules would give each turn the lineage `MAIN`. Most sessions are like this. The rules compare all texts, and
-    take fifty times as long as this function."""
+    """Return True if every turn continues the one before it, the client declares no kinds, and the agent received all
+    replies. The rules would then give each turn the lineage `MAIN`. Most sessions are like this. This check is fifty
+    times faster than the rules, which compare all texts."""
     return all(
         turn.parent == (turn.index - 1 if turn.index else None)
         and turn.declared is None
@@ -387,7 +391,7 @@ def is_one_conversation(turns: Sequence[Turn | TurnOutline]) -> bool:
 
 
 def lineages_by_rules(turns: Sequence[Turn]) -> list[Lineage]:
-    """Return a lineage for each turn by the rules; `turns[i].index` must be `i`."""
+    """Apply the rules, and return the lineage of each turn. `turns[i].index` must be `i`."""
     signals = Signals(turns)
     for segment in signals.session.segments:
         signals.decide(segment, _decide_segment(signals, segment))
@@ -403,7 +407,7 @@ def lineages_by_rules(turns: Sequence[Turn]) -> list[Lineage]:
             before = lineage.parent if turn.parent is None else turn.parent
             decision = Decision("declared otherwise", turn.declared, before, turn.declared_label)
         elif (
-            turn.parent is not None  # a summary without a parent has the lineage of its segment
+            turn.parent is not None  # a summary without a parent turn keeps the lineage of its segment
             and turn.index in signals.summaries
             and turn.index not in signals.session.continued
             and turn.declared is None
@@ -426,8 +430,8 @@ def lineages_by_rules(turns: Sequence[Turn]) -> list[Lineage]:
 
 
 def _decide_segment(signals: Signals, segment: Segment) -> Decision:
-    """Decide the kind of a segment: the client's declaration, else the first other rule of RULES that applies. With a
-    declaration, these rules still decide the parent, and also the label if the client declares none."""
+    """Decide the kind of a segment: the kind that the client declares, or the result of the first rule of RULES that
+    applies. The rules also decide the parent, and the label if the client declares none."""
     guess = _guess(signals, segment)
     declared = segment.first.declared
     if declared is None:
@@ -458,10 +462,10 @@ def _guess(signals: Signals, segment: Segment) -> Decision:
         may_be_side_call = before.kind in (BranchKind.AUXILIARY, BranchKind.UNSURE)
         if not may_be_side_call:
             return Decision("forked", before.kind, origin, before.label)
-        # If a later request quotes the segment, the agent may have repeated its question and used the new answer. The
-        # other rules then decide.
+        # If a later request quotes the segment, the agent may have repeated its question and used the new answer. So
+        # the rules below decide.
         if not signals.is_quoted(segment):
-            # the parent of a side call is its caller, even if the call is a repetition
+            # the parent of a side call is its caller, even if the call is repeated
             label = signals.label(segment) or before.label
             return Decision("forked", before.kind, signals.caller(segment), label)
 
@@ -488,9 +492,8 @@ def _guess(signals: Signals, segment: Segment) -> Decision:
 
 
 def _mark_summaries(signals: Signals) -> None:
-    """Set the kind COMPACTION for each segment that is a separate call for a summary. Such a segment differs from other
-    side calls only by the later history that continues from its reply. So this function runs after all segments are
-    decided."""
+    """Set the kind COMPACTION for separate calls for a summary. Only the later history that continues from the summary
+    distinguishes them from other side calls. So this function runs after all segments are decided."""
     for continued in signals.continued.values():
         if continued is None or continued.source is None:
             continue

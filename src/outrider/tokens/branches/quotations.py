@@ -1,8 +1,8 @@
 """Finds replies that a later request of the session quotes.
 
 A program may use a reply without continuing the reply's conversation: as the result of a tool, in the prompt of the
-next step, or as one vote of several. The program then sends the text, or a part of the text, in another message. A
-reply that is quoted is part of the task's work, whatever the request for the reply looks like.
+next step, or as one vote of several. It then puts all or part of the reply's text into another message. So a quoted
+reply is part of the task's work.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from outrider.tokens.branches.segments import QUOTE_LENGTH, SegmentedSession
 from outrider.trajectory import Turn
 
 MAX_PARTS = 8
-"""Maximum number of parts of a reply, the longest ones, that are searched for."""
+"""Maximum number of parts of one reply that are searched for. The longest parts are used."""
 MAX_COMPARED_PARTS = 4 * MAX_PARTS
-"""Maximum number of parts of a reply that are compared with the request for the reply."""
+"""Maximum number of parts of a reply that are compared with the request that the reply answers."""
 MAX_WAITING = 100
-"""Maximum number of replies, the newest ones, that are searched for in a request. Without this limit, the time for a
-session with many unquoted replies would be quadratic in their number."""
+"""Maximum number of replies (the newest ones) that are searched for in each request. Without this limit, a session with
+many unquoted replies would take quadratic time."""
 MAX_COMPARED = 10**9
-"""Maximum number of characters that one search reads, about a second's work. Replies that were not found by then count
-as quoted, because replies that the agent used must not be left out of the training."""
+"""Maximum number of characters that the search reads in a session, about one second of work. Replies that were not
+found by then count as quoted, because replies that the agent used must stay in the training data."""
 
 _FENCE = re.compile(r"```(?:json)?[ \t]*\n")
 
@@ -40,14 +40,14 @@ class _Answer:
         self._text = turn.reply.content.strip().lower()
         asked = "\n".join(message.content for message in turn.messages).lower()
         parts = {part.lower() for part in parts_of_reply(turn.reply)}
-        # A part that is also in the request itself may have another origin, so it is no evidence that the reply was
-        # used.
+        # A part that also appears in the reply's own request may have come from there, so it does not prove that the
+        # reply was used.
         longest = heapq.nlargest(MAX_COMPARED_PARTS, parts, key=lambda part: (len(part), part))
         new = [part for part in longest if part not in asked][:MAX_PARTS]
         self.parts = list(dict.fromkeys(form for part in new for form in (part, json.dumps(part)[1:-1])))
 
     def is_quoted(self, texts: Collection[str], joined: str) -> bool:
-        """Return True if the reply is one of the texts, or one of its parts is in their concatenation `joined`."""
+        """Return True if one of `texts` equals the reply, or if their concatenation `joined` contains a part of it."""
         for part in self.parts:
             if part in joined:
                 return True
@@ -55,12 +55,12 @@ class _Answer:
 
 
 def quoting_turns(session: SegmentedSession, replies: Collection[int]) -> dict[int, int]:
-    """Find the turns in `replies` whose reply a later request quotes. Returns, for each of them, the first turn with
-    such a request.
+    """Find which turns in `replies` have a reply that a later request quotes. Returns a dictionary from each of these
+    turns to the first turn whose request quotes it.
 
-    A message quotes a reply if the message is the whole reply, or has a part of the reply (a line, or a text in a JSON
-    reply or in a tool call's arguments) that was not in the request for the reply. A part has at least QUOTE_LENGTH
-    characters. A message that a turn of the session sampled does not count. The comparison ignores the case of letters.
+    A message quotes a reply if it equals the reply, or contains a part of it that was not in the reply's own request. A
+    part is a line or a JSON string of at least QUOTE_LENGTH characters. Messages that are replies of the session are
+    not searched. The comparison ignores case.
     """
     found: dict[int, int] = {}
     waiting: deque[_Answer] = deque(maxlen=MAX_WAITING)
@@ -80,16 +80,16 @@ def quoting_turns(session: SegmentedSession, replies: Collection[int]) -> dict[i
 
 
 def parts_of_reply(reply: Message) -> Iterator[str]:
-    """Yield the parts of a reply that have at least QUOTE_LENGTH characters: lines of its text, and of the texts in its
-    tool calls' arguments."""
+    """Yield the parts of a reply that have at least QUOTE_LENGTH characters: lines of its text and of its tool calls'
+    arguments."""
     yield from _parts(reply.content)
     for call in reply.tool_calls:
         yield from _parts(call.arguments)
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yield the lines of a text that have at least QUOTE_LENGTH characters. For JSON, yields lines of the strings in
-    it."""
+    """Yield the lines of a text that have at least QUOTE_LENGTH characters. If the text is JSON, yields the lines of
+    its strings."""
     body = text
     if (fence := _FENCE.search(text)) is not None:
         inside, end, _ = text[fence.end() :].partition("```")

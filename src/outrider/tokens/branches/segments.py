@@ -1,13 +1,12 @@
-"""Cuts a session's turns into segments, and compares the turns of a session.
+"""Divides a session's turns into segments, and compares the turns with each other.
 
-A segment is a request with all turns that continue it. A new segment begins with each request without a parent turn,
-and with each request that adds assistant messages to its parent's conversation. A repeated request belongs to the
-segment of the original request.
+A segment is a request together with all turns that continue it. A request begins a new segment if it has no parent
+turn, or if it adds assistant messages to its parent's conversation. A repeated request belongs to the segment of the
+original request.
 
-The code runs after the session, on the stored turns; `classify.py` decides the kind of a segment. Invariants: every
-turn is in exactly one segment, and a segment's turns are in the order of their indexes. The time for queries about all
-turns is proportional to the number of turns (tests/tokens/test_long_sessions.py), because sessions may have thousands
-of turns.
+The code runs after the session, on the stored turns. `classify.py` then decides the kind of each segment. Invariants:
+every turn is in exactly one segment, and a segment's turns are sorted by index. A query about all turns takes linear
+time, because sessions may have thousands of turns (tests/tokens/test_long_sessions.py).
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from outrider.tokens.tree.canonical import PrintedFields, message_key
 from outrider.trajectory import HEAD_CHANGES, FinishReason, Turn, TurnOutline
 
 RequestKey = tuple[int, int | None, bytes]
-"""The key that identifies a request within a session: the step of the task, the parent turn, and the packed ids after
-the parent's ids."""
+"""Identifies a request within a session: the step of the task, the parent turn, and the packed token ids that the
+request adds to the parent's ids."""
 
 QUOTE_LENGTH = 12
-"""Minimum number of characters of a text that counts as quoted. Shorter texts, such as "Done.", are repeated in many
-conversations."""
+"""Minimum length of a quoted text, in characters. Shorter texts, such as "Done.", appear in many conversations."""
 SUMMARY_LENGTH = 16
-"""Minimum number of characters of a summary. A shorter answer that reappears is a handover, such as "Over to QA."."""
+"""Minimum length of a summary, in characters. A shorter answer that appears again is a handover, such as "Over to
+QA."."""
 QUOTE_SHARE = 0.8
-"""A summary is recognised if lines with at least this fraction of its characters reappear. The fraction is below 1
-because clients wrap summaries in other text and leave parts out."""
+"""A text quotes a summary if it contains lines with at least this fraction of the summary's characters. The fraction is
+below 1 because clients wrap summaries in other text and leave parts out."""
 
 STEPS_PER_TURN = 100
-"""Maximum number of turns that one call of `replies_read` visits. All calls of `lacks_replies` and `lacks_beginning`
-together visit at most this number times the number of the session's turns. Without these limits, the time for a session
-with many long histories would be quadratic in the number of turns."""
+"""Limits the work of searches. One call of `replies_read` visits at most this many turns. In the whole session,
+`lacks_replies` and `lacks_beginning` visit at most this many turns for each turn of the session. Without these limits,
+a session with many long histories would take quadratic time."""
 
 MAX_ENDS = 20
-"""Maximum number of earlier conversations, those with the newest last replies, that are compared with the opening of a
-conversation."""
+"""Maximum number of earlier conversations that are compared with the opening of a new one. Those with the newest last
+replies are compared."""
 
 _SUMMARY = ("<summary>", "</summary>")
 _WITHOUT_IDS_AND_NAMES = PrintedFields(call_ids=False, names=False)
@@ -50,7 +49,7 @@ _WITHOUT_IDS_AND_NAMES = PrintedFields(call_ids=False, names=False)
 
 class Segment(msgspec.Struct, frozen=True):
     """A turn `first` and all turns that continue from it. `number` counts the segments in the order of their first
-    turns. `starts_conversation` is True if the segment is the first of its conversation. `system` has the texts of the
+    turns. `starts_conversation` is True for the first segment of a conversation. `system` contains the texts of the
     system messages at the beginning of the first request."""
 
     number: int
@@ -64,19 +63,19 @@ class Segment(msgspec.Struct, frozen=True):
         return self.turns[-1]
 
     def last_before(self, index: int) -> Turn | None:
-        """Return the segment's last turn before the turn `index`; None if there is none."""
+        """Return the segment's last turn before turn `index`, or None."""
         at = bisect_left(self.turns, index, key=lambda turn: turn.index)
         return self.turns[at - 1] if at else None
 
 
 class SegmentedSession:
-    """A session's segments, and comparisons of its turns; `turns[i].index` must be `i`.
+    """The segments of a session, with methods that compare its turns. `turns[i].index` must be `i`.
 
-    continued: the turns with a continuation (`_continued_turns`).
+    continued: the turns that a later turn continues (`_continued_turns`).
     taken_over: for each turn index, the segments that take over the turn's history (`source`).
     handed_over: the numbers of the segments to which another conversation passed its work on (`_find_hand_overs`).
 
-    The *body* of a reply is the digest by which replies are compared. It does not depend on call ids and reasoning.
+    Replies are compared by a digest that is called the *body* of a reply. It does not depend on call ids and reasoning.
     """
 
     def __init__(self, turns: Sequence[Turn]) -> None:
@@ -136,23 +135,24 @@ class SegmentedSession:
         self._steps_left = STEPS_PER_TURN * len(turns)
 
     def _find_source(self, segment: Segment, sampled: Mapping[bytes, int]) -> int | None:
-        """Return the turn whose history the segment takes over, as far as the messages show it. If the segment
-        continues a history with other tools or another system prompt, the result is `history_source`. If the segment
-        starts a conversation for another reason, the beginning of a history may have been rewritten. In this case the
-        result is the turn that sampled the last known reply in the segment's first request. `sampled` maps the bodies
-        of earlier replies to their turns. Returns None if there is no such turn."""
+        """Return the turn whose history the segment takes over, or None.
+
+        If the segment continues a history with other tools or another system prompt, this is its `history_source`. If
+        the segment starts a conversation for another reason, the client may have rewritten the beginning of a history.
+        The result is then the turn that sampled the last known reply in the segment's first request. `sampled` maps the
+        bodies of earlier replies to their turns."""
         if (source := history_source(segment.first)) is not None or not segment.starts_conversation:
             return source
         shown = (message for message in reversed(segment.first.messages) if message.role is Role.ASSISTANT)
         return next((sampled[body] for body in map(self.body, shown) if body in sampled), None)
 
     def _find_hand_overs(self) -> None:
-        """Find the conversations to which an earlier conversation passes its work on, without showing its replies as
+        """Find the conversations to which an earlier conversation passes its work on without repeating its replies as
         messages (`handed_over`). No turn continues the last reply of the earlier conversation, and one of these
         conditions holds:
 
-        - The last reply calls a tool, and the new conversation begins with the opening of the earlier one.
-        - Both have the same tools and system prompt, and the new conversation begins with the text of the last two
+        - The last reply calls a tool, and the new conversation's first request contains the opening of the earlier one.
+        - Both have the same tools and system prompt, and the new conversation's first request contains the last two
           replies."""
         continued = self._continued_turns()
         openings: dict[int, str] = {}
@@ -178,8 +178,8 @@ class SegmentedSession:
                 ends[turn.conversation] = turn
 
     def _passes_on(self, end: Turn, segment: Segment, opening: str, asked: str) -> bool:
-        """Return True if the conversation that ends with the turn `end` and began with `opening` passes its work on to
-        the segment, whose first request has the text `asked`."""
+        """Return True if an earlier conversation passes its work on to the segment. The earlier conversation began with
+        `opening` and ends with the turn `end`. `asked` is the text of the segment's first request."""
         assert end.reply is not None
         if end.step != segment.first.step:
             return False
@@ -197,7 +197,7 @@ class SegmentedSession:
         )
 
     def source(self, turn: Turn) -> int | None:
-        """Return the turn whose history this turn takes over; None if there is none."""
+        """Return the turn whose history this turn takes over, or None."""
         return self._sources.get(turn.index, history_source(turn))
 
     def _continued_turns(self) -> set[int]:
@@ -222,8 +222,8 @@ class SegmentedSession:
         return found
 
     def replies_among(self, messages: Sequence[Message]) -> set[bytes]:
-        """Return the digests (`body`) of the assistant messages. Empty messages are left out, because any conversation
-        may have an empty message."""
+        """Return the digests (`body`) of the assistant messages. Empty messages are left out, because they appear in
+        any conversation."""
         return {
             self.body(message)
             for message in messages
@@ -231,25 +231,26 @@ class SegmentedSession:
         }
 
     def replies_added(self, turn: Turn) -> set[bytes]:
-        """Return the digests (`body`) of the replies in the messages that the turn added."""
+        """Return the digests (`body`) of the assistant messages that the turn's request added."""
         found = self._replies_added.get(turn.index)
         if found is None:
             found = self._replies_added[turn.index] = self.replies_among(turn.messages)
         return found
 
     def request_shows(self, turn: Turn, body: bytes) -> bool:
-        """Return True if the turn's request has the reply with the digest `body`."""
+        """Return True if the turn's request contains the reply with the digest `body`."""
         return body in self.replies_added(turn) or (
             turn.parent is not None and self._ancestry.reply_given_by(turn.parent, body)
         )
 
     def reply_given_by(self, turn: Turn, body: bytes) -> bool:
-        """Return True if the reply with the digest `body` is in the turn's request or is the turn's own reply."""
+        """Return True if the turn's request contains the reply with the digest `body`, or the turn itself sampled
+        it."""
         return self._ancestry.reply_given_by(turn.index, body)
 
     def lacks_replies(self, turn: Turn, old: Turn) -> bool:
-        """Return True if the turn's request lacks a reply of the history that ends with `old`. Returns False if the
-        session has used up its steps (STEPS_PER_TURN)."""
+        """Return True if the turn's request lacks a reply of the history that ends with turn `old`. Returns False if
+        the session's limit of visited turns is reached (STEPS_PER_TURN)."""
         at: int | None = old.index
         while at is not None and not (turn.parent is not None and self._ancestry.leads_to(at, turn.parent)):
             self._steps_left -= 1
@@ -261,16 +262,17 @@ class SegmentedSession:
         return False
 
     def lacks_beginning(self, turn: Turn, old: Turn) -> bool:
-        """Return True if the turn's request has only the end of the history that ends with `old`. The request must lack
-        the first reply of this history and, in addition, the first message or the second reply. A history that lacks
-        only later replies, or a single reply, was edited and not cut. Returns False if the session has used up its
-        steps (STEPS_PER_TURN)."""
+        """Return True if the turn's request contains only the end of the history that ends with turn `old`. The request
+        must lack the first reply of that history, and also its first message or its second reply. If only later replies
+        or a single reply are missing, the history was edited and not cut. Returns False if the session's limit of
+        visited turns is reached (STEPS_PER_TURN)."""
         path = [old]
         while path[-1].parent is not None:
             self._steps_left -= 1
             if self._steps_left < 0:
                 return False
-            path = [*path[-2:], self.turns[path[-1].parent]]  # `path` keeps only the first three turns of the history
+            # at the end, `path` contains the first three turns of the history
+            path = [*path[-2:], self.turns[path[-1].parent]]
         messages = [
             message
             for each in reversed(path)
@@ -284,16 +286,16 @@ class SegmentedSession:
         return len(lacking) > 1 or (turn.parent is None and messages[0] not in turn.messages)
 
     def history_has(self, turn: Turn, earlier: Turn) -> bool:
-        """Return True if the turn continues, with other tools or another system prompt, a history that contains the
-        turn `earlier`."""
+        """Return True if the turn continues a history that contains the turn `earlier`, but with other tools or another
+        system prompt."""
         at = history_source(turn)
         while at is not None and not self._ancestry.leads_to(earlier.index, at):
             at = history_source(self.segment_of(at).first)
         return at is not None
 
     def replies_read(self, turn: Turn) -> set[bytes]:
-        """Return the digests (`body`) of the replies in the turn's request. Replies are taken from at most
-        STEPS_PER_TURN turns on the path before the turn."""
+        """Return the digests (`body`) of the replies in the turn's request. At most STEPS_PER_TURN earlier turns are
+        searched."""
         found, parent = set(self.replies_added(turn)), turn.parent
         for _ in range(STEPS_PER_TURN):
             if parent is None:
@@ -303,13 +305,13 @@ class SegmentedSession:
         return found
 
     def answer_lines(self, turn: Turn) -> list[str]:
-        """Return the non-empty lines, stripped, of the turn's reply; if the reply has a <summary>, only the lines of
-        the summary. Returns an empty list if there is no reply, or if the reply calls a tool."""
+        """Return the stripped, non-empty lines of the turn's reply, or of the part inside its <summary> tag. Returns an
+        empty list if there is no reply or the reply calls a tool."""
         lines = self._answers.get(turn.index)
         if lines is None:
             lines = []
             if turn.reply is not None and not turn.reply.tool_calls:
-                # No regular expression is used, because its time would be quadratic in the number of opening tags.
+                # A regular expression would take quadratic time in the number of opening tags.
                 _, _, wrapped = turn.reply.content.partition(_SUMMARY[0])
                 inner, end, _ = wrapped.partition(_SUMMARY[1])
                 text = inner if end else turn.reply.content
@@ -318,19 +320,19 @@ class SegmentedSession:
         return lines
 
     def new_messages(self, turn: Turn) -> list[Message]:
-        """Return the messages that the turn added and that no earlier turn had added."""
+        """Return the messages that this turn was the first to add."""
         return [message for message in turn.messages if self._first_seen[message] == turn.index]
 
     def was_sampled(self, message: Message) -> bool:
-        """Return True if the message is a reply of the session."""
+        """Return True if the message is a reply that the model sampled in this session."""
         return message.role is Role.ASSISTANT and self.body(message) in self._sampled
 
     def is_followed_up(self, conversation: int) -> bool:
         """Return True if the conversation continued after any of its replies, in one of these ways:
 
         - A turn continues the reply.
-        - A segment with other tools or another system prompt takes over the history with the reply.
-        - A segment of the conversation begins with a request that adds the reply."""
+        - A segment with other tools or another system prompt takes over the history that includes the reply.
+        - Another segment of the conversation begins with a request that contains the reply."""
         found = self._followed_up.get(conversation)
         if found is None:
             segments = self.segments_in(conversation)
@@ -355,8 +357,8 @@ def opening_text(messages: Sequence[Message]) -> str:
 
 
 def quotes(lines: Sequence[str], within: str, shortest: int) -> bool:
-    """Return True if `within` contains lines that have at least QUOTE_SHARE of the characters of all lines. Returns
-    False if all lines together have fewer than `shortest` characters."""
+    """Return True if `within` contains lines that make up at least QUOTE_SHARE of all characters in `lines`. Returns
+    False if all lines together are shorter than `shortest` characters."""
     length = sum(map(len, lines))
     if length < shortest:
         return False
@@ -370,13 +372,12 @@ def quotes(lines: Sequence[str], within: str, shortest: int) -> bool:
 
 
 def request_key(turn: Turn) -> RequestKey:
-    """Return the key of the turn's request. Each turn without ids counts as a separate request."""
+    """Return the key that identifies the turn's request. A turn without recorded ids has a unique key."""
     return turn.step, turn.parent, turn.prompt_delta or b"%d" % turn.index
 
 
 def history_source(turn: Turn) -> int | None:
-    """Return the turn whose history this turn continues with other tools or another system prompt; None if there is
-    none."""
+    """Return the turn whose history this turn continues with other tools or another system prompt, or None."""
     return turn.forked_from if turn.cause in HEAD_CHANGES else None
 
 
@@ -386,12 +387,15 @@ def reached_agent(turn: Turn | TurnOutline) -> bool:
 
 
 def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
-    """Return, for each request with several replies, the index of the turn whose reply the agent used: the first reply
-    with a continuation, else the last reply that another request contains, else the last reply. Replies that were cut
-    off do not count.
+    """For each request with several replies, return the index of the turn whose reply the agent used. It is the first
+    of these:
 
-    An agent may send a request again before it has a reply, and use all replies. Such a request is left out if nothing
-    shows which reply was used."""
+    1. the first reply that a later turn continues
+    2. the last reply that another request contains
+    3. the last reply
+
+    Replies that were cut off are ignored. If the agent sent the request again before it had a reply, it may have used
+    all replies. Case 3 then does not apply, and the request may be left out."""
     answers: dict[RequestKey, list[Turn]] = {}
     for turn in session.turns:
         if turn.finish is not FinishReason.ABORT:
@@ -412,8 +416,8 @@ def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
 class _Ancestry:
     """Answers queries about the ancestors of turns, and about the replies on the path to a turn, in logarithmic time.
 
-    The turns are numbered by a depth-first walk. A turn's number is in `_entered`. The turn and its descendants have
-    the numbers from `_entered` up to `_left` (exclusive).
+    A depth-first walk numbers the turns. A turn's own number is in `_entered`. The turn and its descendants have the
+    numbers from there to `_left` (exclusive).
     """
 
     def __init__(self, turns: Sequence[Turn], said: Sequence[set[bytes]]) -> None:
@@ -443,14 +447,16 @@ class _Ancestry:
                     left.append(self._left[index])
 
     def leads_to(self, one: int, other: int) -> bool:
-        """Return True if `one` is `other`, or a turn on the path to `other`."""
+        """Return True if `one` is on the path from the root to `other`, or is `other` itself."""
         return self._entered[one] <= self._entered[other] < self._left[one]
 
     def reply_given_by(self, index: int, body: bytes) -> bool:
         """Return True if the turn `index`, or a turn on the path to it, has the reply `body` as a message or as its own
-        reply. For each reply, `_first_replies` lists the turns that are the first on their path with this reply, as the
-        ranges of their subtrees. These subtrees do not overlap. So it is enough to test the last subtree that begins at
-        or before the turn `index`."""
+        reply.
+
+        For each reply, `_first_replies` lists subtrees as ranges of turn numbers. The root of a subtree is the first
+        turn on its path that has the reply. The subtrees do not overlap, so only the last one that begins at or before
+        the turn is tested."""
         entered, left = self._first_replies.get(body, ((), ()))
         at = bisect_right(entered, self._entered[index]) - 1
         return at >= 0 and self._entered[index] < left[at]

@@ -1,9 +1,9 @@
 """Converts messages to token ids, and sampled ids back to messages, by the rules of each model family.
 
-This package imports `renderers` without the OpenAI SDK and without httpx, which `renderers` uses only for an HTTP
-client that Outrider never calls. Importing the SDK's 528 modules would take 0.75 s of the 1.7 s of processor time that
-a node process needs to start. httpx would import rich and click for its own command line. A process with several
-threads imports the real packages, because the other threads may do so at the same time.
+The library `renderers` imports the OpenAI SDK and httpx, only for an HTTP client that Outrider never calls. Importing
+the SDK's 528 modules takes 0.75 s of the 1.7 s of processor time that a node process needs to start. httpx imports rich
+and click for its own command line. So this package imports `renderers` with stand-ins for both. If the process already
+has several threads, no stand-ins are used, because another thread might import one of them instead of the real package.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from typing import Any
 def _import_renderers() -> None:
     openai, httpx = (module_from_spec(ModuleSpec(name, None)) for name in ("openai", "httpx"))
     vars(openai)["AsyncOpenAI"] = object  # an empty class is enough: `renderers` uses it only in annotations
-    # `renderers` keeps this module. If other code of this process calls the HTTP client, it gets the real httpx.
+    # `renderers` keeps a reference to the stand-in. If anything uses it later, it loads names from the real httpx.
     vars(httpx)["__getattr__"] = lambda name: _of_httpx(httpx, name)
     stand_ins = {module.__name__: module for module in (openai, httpx) if module.__name__ not in sys.modules}
     sys.modules.update(stand_ins)
     try:
-        # Another version of `renderers` may need more of the two packages, and then fails to import here. A later
-        # import of `renderers` then imports the real packages.
+        # A different version of `renderers` may need more of the two packages. Its import then fails here, and the next
+        # import of `renderers` loads the real packages.
         with contextlib.suppress(ImportError, AttributeError):
             import renderers  # noqa: F401
     finally:

@@ -1,10 +1,9 @@
-"""Makes the grammar that forces a reply to consist of tool calls, in the form in which a model family writes tool
-calls.
+"""Makes the grammar that forces a reply to consist of tool calls, in the format that a model family uses for them.
 
-The grammar is a structural tag of XGrammar, which vLLM and SGLang accept: the texts around each call are constants, and
-the arguments obey the JSON schema of the tool. Invariant: `Renderer.parse` of the same family reads every reply of the
-grammar as calls of the chosen tools (tests/tokens/test_call_grammar.py compares each form with the family's own
-rendering). Parts of a schema that XGrammar ignores are not enforced.
+The grammar is a structural tag of XGrammar, which vLLM and SGLang accept. The texts around each call are constant, and
+the arguments follow the tool's JSON schema. Invariant: `Renderer.parse` reads every reply that the grammar allows as
+calls of the chosen tools (tests/tokens/test_call_grammar.py compares each format with the family's own rendering).
+Parts of a schema that XGrammar ignores are not enforced.
 
 Source: XGrammar documentation, "Structural Tag"; formats of XGrammar 0.2.0 to 0.2.9.
 """
@@ -24,11 +23,13 @@ from outrider.tokens.rendering.renderer import MARKUP
 
 
 class CallForm(msgspec.Struct, frozen=True):
-    """The texts around tool calls in one family. NAME in `begin` stands for the tool's name. `before` and `after`
-    enclose all calls of a reply, `between` separates two calls.
+    """The constant texts around the tool calls of one model family.
 
-    `style` is the form of the arguments, one of XGrammar's names. If `number` is not empty, the call's number and the
-    text `number` are between `begin` and the arguments.
+    begin, end: the texts around one call; NAME in `begin` stands for the tool's name.
+    before, after: the texts around all calls of a reply.
+    between: the text between two calls.
+    style: the format of the arguments, as XGrammar names it.
+    number: if not empty, the number of the call and then this text follow `begin`.
     """
 
     begin: str
@@ -85,11 +86,11 @@ FORMS: dict[str, CallForm] = {
     "deepseek-v3": _DEEPSEEK,
     "deepseek-r1": _DEEPSEEK,
 }
-"""The form in which each family writes its tool calls. A family is listed only if tests show that its parser reads this
-form."""
+"""The format in which each family writes its tool calls. A family is listed only if tests show that its parser can read
+the format."""
 
-# Accepted names of tools. A name with other characters could be parsed wrongly: it could end the constant text around
-# the name, or be split in two (Kimi writes `functions.NAME:0`).
+# Tool names that can be forced. Other characters could end the constant text around the name, or split the name in two
+# (Kimi writes `functions.NAME:0`).
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment", "$schema"})
 _SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
@@ -99,11 +100,14 @@ _NOT_OBJECTS = frozenset({"$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
 
 
 def call_constraint(family: str, tools: Sequence[ToolSpec], choice: ToolChoice) -> Constraint:
-    """Return the constraint that makes a reply follow `choice`. `tools` are in OpenAI's form, and include the tools of
+    """Return the constraint that makes a reply follow `choice`. `tools` are in OpenAI's format and include the tools of
     the choice.
 
-    Raises RequestError, with the choice's field, for a family that is not in FORMS, for a tool whose name or schema
-    cannot be expressed in the family's form, and for a grammar of more than MAX_CONSTRAINT characters.
+    Raises RequestError, with the choice's request field, in these cases:
+
+    - The family is not in FORMS.
+    - The family's format cannot express a tool's name or schema.
+    - The grammar has more than MAX_CONSTRAINT characters.
     """
     form = FORMS.get(family)
     if form is None:
@@ -127,7 +131,8 @@ def call_constraint(family: str, tools: Sequence[ToolSpec], choice: ToolChoice) 
     else:
         grammar = {
             "type": "triggered_tags",
-            # The marker alone is the trigger: after the marker, the model can only write a call of a chosen tool.
+            # The grammar starts at the marker that opens a tool call. After it, the model can only write a call of a
+            # chosen tool.
             "triggers": [MARKUP[family].call_open],
             "tags": [{"type": "tag", "begin": form.before, "content": calls, "end": form.after}]
             if form.before
@@ -147,8 +152,8 @@ def call_constraint(family: str, tools: Sequence[ToolSpec], choice: ToolChoice) 
 
 
 def openai_choice(choice: ToolChoice, tools: Sequence[ToolSpec]) -> Constraint:
-    """Return the constraint for an engine that takes messages: the field `tool_choice` of Chat Completions. Raises
-    RequestError for a choice that this field cannot express."""
+    """Return the constraint for an engine that takes messages instead of ids: a value of the field `tool_choice` of
+    Chat Completions. Raises RequestError if this field cannot express the choice."""
     every = {spec["function"]["name"] for spec in tools} <= set(choice.names)
     value: Any
     if choice.required and every and not choice.single:
@@ -169,7 +174,7 @@ def openai_choice(choice: ToolChoice, tools: Sequence[ToolSpec]) -> Constraint:
 
 
 def _tag(form: CallForm, name: str, function: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """Return the structural tag (XGrammar) of one call of a tool."""
+    """Return the structural tag (XGrammar) that matches one call of the tool `name`."""
     if not _NAME.fullmatch(name):
         raise RequestError(
             f"{field}: the tool {name[:128]!r} cannot be forced: its name has other characters than letters, digits,"
@@ -190,8 +195,8 @@ def _tag(form: CallForm, name: str, function: Mapping[str, Any], field: str) -> 
 
 
 def _arguments_schema(name: str, parameters: Any, field: str) -> dict[str, Any]:
-    """Return the schema of a tool's arguments without annotations. A tool without parameters gets no arguments. Raises
-    RequestError for a schema that may accept another value than an object, because arguments are an object."""
+    """Return the schema of a tool's arguments without annotations. For a tool without parameters, this is the schema of
+    an empty object. Raises RequestError if the schema may allow a value that is not an object."""
     schema = parameters or {"type": "object", "properties": {}}
     if isinstance(schema, dict) and "type" not in schema and not _NOT_OBJECTS & schema.keys():
         schema = {"type": "object", **schema}
@@ -206,8 +211,8 @@ def _arguments_schema(name: str, parameters: Any, field: str) -> dict[str, Any]:
 
 
 def _without_annotations(schema: Any) -> Any:
-    """Return a JSON schema without the keys that only describe values. Values of `enum` and `const`, and names of
-    properties, stay as they are."""
+    """Return a JSON schema without the keys that only describe a value, such as `title`. Values of `enum` and `const`,
+    and names of properties, are not changed."""
     if not isinstance(schema, dict):
         return schema
     plain: dict[str, Any] = {}
@@ -230,6 +235,6 @@ def _constant(text: str) -> dict[str, Any] | None:
 
 
 def _sequence(*parts: dict[str, Any] | None) -> dict[str, Any]:
-    """Return XGrammar's format for a sequence of formats. Parts that are None are left out."""
+    """Return the XGrammar format for several formats in a row. Parts that are None are left out."""
     present = [part for part in parts if part is not None]
     return present[0] if len(present) == 1 else {"type": "sequence", "elements": present}

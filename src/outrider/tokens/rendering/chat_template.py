@@ -1,9 +1,9 @@
 """Converts conversations to the dictionaries that chat templates take, and renders a model's own template (Jinja).
 
-The module is independent of the model family, except for the argument `late_system`: it is True if the family accepts a
-system message after other messages. Invariant: a message that is not at the beginning is converted to the same
-dictionary in a whole conversation and as a new message. If it were not, a prompt extended by new messages would differ
-from a prompt that is rendered whole.
+The module does not depend on the model family, except that the caller tells whether the family accepts a system message
+after other messages (`late_system`). Invariant: a message that is not at the beginning becomes the same dictionary,
+whether the whole conversation is converted or only its new messages. Otherwise a prompt to which messages are appended
+would differ from the same prompt rendered as a whole.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ MessageDict = dict[str, Any]
 
 
 def conversation_dicts(messages: Sequence[Message], *, late_system: bool) -> list[MessageDict]:
-    """Convert a whole conversation to dictionaries. Without `late_system`, several system messages at the beginning
-    become one, and later system messages become user messages. Raises RequestError for an image without a grid."""
+    """Convert a whole conversation to dictionaries. If `late_system` is False, the system messages at the beginning are
+    joined into one, and later system messages become user messages. Raises RequestError for an image without a known
+    size in patches (`grid`)."""
     if late_system:
         return [message_dict(message) for message in messages]
     leading = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
@@ -39,8 +40,8 @@ def conversation_dicts(messages: Sequence[Message], *, late_system: bool) -> lis
 
 
 def new_message_dicts(messages: Sequence[Message], *, late_system: bool) -> list[MessageDict]:
-    """Convert messages that follow other messages to dictionaries. Without `late_system`, system messages become user
-    messages. Raises RequestError for an image without a grid."""
+    """Convert messages that follow other messages to dictionaries. If `late_system` is False, system messages become
+    user messages. Raises RequestError for an image without a known size in patches (`grid`)."""
     dicts = [message_dict(message) for message in messages]
     for message in dicts if not late_system else ():
         if message["role"] == Role.SYSTEM.value:
@@ -49,9 +50,9 @@ def new_message_dicts(messages: Sequence[Message], *, late_system: bool) -> list
 
 
 def message_dict(message: Message) -> MessageDict:
-    """Convert one message to a dictionary. A call's arguments become an object if their text is a JSON object of
-    bounded size (`is_parsed_as_json`); otherwise they stay text. Raises RequestError for an image without a grid, and
-    for an image in a system message."""
+    """Convert one message to a dictionary. The arguments of a tool call become an object if they are a JSON object that
+    is not too large to parse (`is_parsed_as_json`). Otherwise they stay text. Raises RequestError for an image in a
+    system message or without a known size in patches (`grid`)."""
     found: MessageDict = {"role": message.role.value, "content": message.content}
     if message.parts:
         if message.role is Role.SYSTEM or any(isinstance(part, Image) and part.grid is None for part in message.parts):
@@ -90,8 +91,8 @@ def _object_or_text(arguments: str) -> Any:
     try:
         value = json.loads(arguments)
         if isinstance(value, dict):
-            # JSON escapes can express unpaired surrogates, which no template can print. For such arguments, the line
-            # below raises UnicodeEncodeError, which is a ValueError, and the arguments stay text.
+            # Some JSON escapes are unpaired surrogates, which no template can print. For them, this line raises
+            # UnicodeEncodeError, which is a ValueError, and the arguments stay text.
             json.dumps(value, ensure_ascii=False).encode()
             return value
     except (ValueError, RecursionError):
@@ -100,13 +101,13 @@ def _object_or_text(arguments: str) -> Any:
 
 
 class ChatTemplate:
-    """A model's own chat template, rendered in the same way as in the model's training. The template renders whole
-    conversations only; the family's renderer appends the messages of later turns. `render` raises jinja2.TemplateError
-    if the template refuses the conversation."""
+    """A model's own chat template, rendered as it was for the model's training. It only renders whole conversations,
+    and the rules of the model family append later messages. `render` raises jinja2.TemplateError if the template
+    rejects the conversation."""
 
     def __init__(self, source: str, *, special: dict[str, str]) -> None:
-        # The settings, filters and functions are the same as in `transformers`, because published templates are written
-        # for `transformers`.
+        # Published templates are written for `transformers`. So the settings, filters and functions are the same as
+        # there.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -117,8 +118,8 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate:
-        """Load the template from chat_template.jinja, else from tokenizer_config.json. Raises InvalidField if neither
-        file has a template, or if the template cannot be parsed."""
+        """Load the template from chat_template.jinja, or from tokenizer_config.json if that file does not exist. Raises
+        InvalidField if there is no template, or if it cannot be parsed."""
         settings = read_settings(folder)
         file = folder / "chat_template.jinja"
         source = file.read_text() if file.exists() else settings.get("chat_template")
@@ -147,8 +148,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Implement the template filter `tojson`, with the arguments and defaults of `transformers`, because published
-    templates use some of these arguments."""
+    """The template filter `tojson`. It has the arguments and defaults of `transformers`, because published templates
+    use some of them."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

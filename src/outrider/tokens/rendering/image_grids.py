@@ -1,10 +1,11 @@
-"""Computes how a model divides an image into patches. The grid follows from the settings in the model's folder and the
-size of the image.
+"""Computes how a model divides an image into patches, from the image's size and the settings in the model's folder.
 
-The rule is that of the Qwen-VL families: an image is scaled to a multiple of the size of a merged patch, with nearly
-the same proportions, and to a number of pixels between a minimum and a maximum. Each merged patch is one placeholder
-token. The module reads no pixels. Invariant: the grid of an image depends on its size and the settings only, so the
-placeholders of a prompt are known before the image is decoded.
+The rule is that of the Qwen-VL families. An image is scaled to a multiple of the size of a merged patch, and nearly
+keeps its proportions. Its number of pixels must be between a minimum and a maximum. Each merged patch becomes one
+placeholder token.
+
+The module does not read pixels. Invariant: the grid of patches depends only on the image's size and the settings, so a
+prompt's placeholders are known before the image is decoded.
 """
 
 from __future__ import annotations
@@ -20,32 +21,36 @@ import msgspec
 from outrider.errors import InvalidField
 
 IMAGE_FAMILIES = frozenset({"qwen3-vl", "qwen3.5", "qwen3.6"})
-"""Model families whose images can be passed to engines that take token ids. All have the same image processor."""
+"""Model families whose images can be sent to engines that take token ids. All of them use the same image processor."""
 PLACEHOLDER = "<|image_pad|>"
 SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
 PROCESSORS = ("Qwen2VLImageProcessor", "Qwen3VLImageProcessor")
-"""Beginnings of the names of image processors that work by the rule of this module."""
+"""Prefixes of the names of image processors that follow the rule of this module."""
 MAX_PROPORTION = 200
 """Maximum ratio of an image's longer side to its shorter side."""
 
 Grid = tuple[int, int, int]
-"""Numbers of patches of an image: in time (always 1), vertically and horizontally."""
+"""The number of an image's patches in three dimensions: time (always 1), height and width."""
 
 
 class ImageForm(StrEnum):
-    """The form in which an engine takes the images of a prompt of ids."""
+    """The format in which an engine takes the images of a prompt that consists of ids."""
 
     PATCHES = "patches"
-    """The patches of the image, as vLLM's features: base64 of a `MultiModalKwargsItem`."""
+    """The image's patches, in the format of vLLM's features: a `MultiModalKwargsItem` in base64."""
     PNG = "png"
-    """The scaled image as a PNG, in base64. The server divides it into the same patches, and scales nothing."""
+    """The scaled image as a PNG, in base64. The server does not scale it again, and divides it into the same
+    patches."""
 
 
 class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The image processor of a model. `patch` is the side of a patch in pixels, and `merge` x `merge` patches are one
-    token. `frames` is the number of times that a patch of a still image is repeated. `least` and `most` are the minimum
-    and maximum number of pixels of the scaled image. `mean` and `std` have a number from 0 to 1 for each of the three
-    colours."""
+    """The settings of a model's image processor.
+
+    patch: the side of a patch, in pixels.
+    merge: `merge` x `merge` patches become one token.
+    frames: how often a patch of a still image is repeated.
+    least, most: the minimum and maximum number of pixels of the scaled image.
+    mean, std: a number for each of the three colours, for normalising values from 0 to 1."""
 
     patch: int
     merge: int
@@ -56,8 +61,8 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     std: tuple[float, float, float]
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
-        """Return the width and height to which an image is scaled. Raises ValueError for an image that is too narrow
-        for the model."""
+        """Return the width and height to which an image is scaled. Raises ValueError if the image is too long and
+        narrow."""
         if max(width, height) > MAX_PROPORTION * min(width, height):
             raise ValueError(f"an image may be at most {MAX_PROPORTION} times as long as it is wide")
         unit = self.patch * self.merge
@@ -73,17 +78,19 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
         return scaled_width, scaled_height
 
     def values_of(self, grid: Grid) -> int:
-        """Return the number of pixel values of an image. Each value takes a byte before it is normalised."""
+        """Return the number of pixel values in all patches of an image. Each value is one byte before it is
+        normalised."""
         return math.prod(grid) * 3 * self.frames * self.patch**2
 
     def tokens_of(self, grid: Grid) -> int:
-        """Return the number of placeholder tokens of an image."""
+        """Return the number of placeholder tokens for an image."""
         return math.prod(grid) // self.merge**2
 
 
 def read_image_settings(folder: Path, family: str, tokens: int) -> ImageSettings | None:
-    """Return the image settings of a model, with at most `tokens` tokens for an image. Returns None for a family or a
-    model without images, and if `tokens` is 0. Raises InvalidField for settings that this module cannot follow."""
+    """Return the image settings of a model, limited to `tokens` tokens for each image. Returns None if the family or
+    the model does not support images, or if `tokens` is 0. Raises InvalidField if this module does not support the
+    model's settings."""
     found = _settings(folder) if tokens and family in IMAGE_FAMILIES else None
     if found is None:
         return None

@@ -1,8 +1,8 @@
 """Renders messages to token ids, and parses sampled ids back to a message, by the rules of one model family.
 
-Only this module uses the `renderers` package (pinned, 0.1.x). Invariant: existing ids never change; `bridge` and
-`bridge_rewritten` return ids to append to them. If the family cannot prove that the resulting ids represent the new
-messages, these two methods return None, and the caller must render the whole conversation (a fork).
+Only this module calls the `renderers` package (pinned, 0.1.x). Invariant: existing ids never change. `bridge` and
+`bridge_rewritten` return ids that can be appended to them. If these methods cannot prove that the result represents the
+new messages, they return None, and the caller must render the whole conversation (a fork).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from outrider.tokens.tree.canonical import ALL_PRINTED, PRINTED_FIELDS
 from outrider.trajectory import Ids, ImageSpan
 
 History = Literal["recorded", "template"]
-"""How earlier turns appear in a prompt. "recorded": with their recorded ids. "template": as the chat template prints
-them, which may drop their reasoning."""
+"""How earlier turns appear in a prompt. With "recorded", they keep their recorded ids. With "template", the chat
+template prints them again, and may drop their reasoning."""
 
 
 class Markup(msgspec.Struct, frozen=True):
-    """A family's markers for reasoning and tool calls in text. Text from `call_open` on, which begins a tool call, is
-    held back until the turn is parsed. Some families enclose all calls of a turn in one pair of markers. In this case
-    the pair is `call_open` and `calls_close`, and belongs to no single call; in other families `calls_close` is ""."""
+    """The markers in a family's text for reasoning and tool calls. Text from `call_open` on is not streamed, but held
+    back until the whole turn is parsed. Some families enclose all calls of a turn in one pair of markers, `call_open`
+    and `calls_close`. For other families, `call_open` begins a single call and `calls_close` is ""."""
 
     think_open: str
     think_close: str
@@ -48,7 +48,7 @@ class Markup(msgspec.Struct, frozen=True):
 
 _HERMES = Markup("<think>", "</think>", "<tool_call>")
 _KIMI = Markup("<think>", "</think>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
-# The two texts have the model's own characters.
+# The special characters in these two texts are the model's own.
 _DEEPSEEK = Markup("<think>", "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")  # noqa: RUF001
 
 MARKUP: dict[str, Markup] = {
@@ -69,29 +69,27 @@ MARKUP: dict[str, Markup] = {
     "deepseek-v3": _DEEPSEEK,
     "deepseek-r1": _DEEPSEEK,
 }
-"""The families with streaming, and their markers. For any other family, the client receives all text when the turn is
+"""The markers of each family that supports streaming. For other families, the client receives the text when the turn is
 complete."""
 
 WINDOW_FAMILIES = frozenset({"qwen3", "qwen3.5", "qwen3.6"})
-"""Families for which tests show three properties (tests/tokens):
+"""Families that have three properties, which tests verify (tests/tokens):
 
-- Their methods `bridge` and `parse` use only the part of a prompt from the last stop id on, so the end of a prompt is
-  enough.
-- Their rendering concatenates the tokenizer's ids without inspecting them, so a placeholder can replace the ids of a
-  text.
-- Only the end of a prompt switches thinking."""
+- `bridge` and `parse` need only the end of a prompt, from its last stop id on.
+- Rendering concatenates the tokenizer's ids without looking at them. So a placeholder can stand for the ids of a text.
+- Only the end of a prompt determines whether the model thinks."""
 
 UNRENDERABLE = (ValueError, TypeError, KeyError, AssertionError, RecursionError, jinja2.TemplateError)
-"""The types of errors that `renderers` and chat templates raise for a conversation that they refuse."""
+"""The errors that `renderers` and chat templates raise for a conversation that they reject."""
 
 CALL_STATUSES = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})
-"""Statuses of well-formed calls. A call of an unknown tool is also passed to the harness, which replies with an
-error."""
+"""The parser's statuses for well-formed calls. A call of an unknown tool is well-formed: it is passed to the harness,
+which replies with an error."""
 
 
 class ThinkingSwitch(msgspec.Struct, frozen=True):
-    """The ids at the end of a prompt that switch thinking on (`thinking` is True) or off (False). `switched_end`
-    replaces `usual_end`, the default end of the family's prompts."""
+    """The change to the end of a prompt that turns thinking on (`thinking` is True) or off (False). The ids
+    `switched_end` replace `usual_end`, the family's default end."""
 
     thinking: bool
     usual_end: list[int]
@@ -99,8 +97,12 @@ class ThinkingSwitch(msgspec.Struct, frozen=True):
 
 
 class ParsedCalls(msgspec.Struct, frozen=True):
-    """The parser's result for a turn: the well-formed calls, the half-open span of each call in the output ids, and the
-    texts of the malformed calls. `content` and `reasoning` are used only for families without streaming."""
+    """The parser's result for a turn.
+
+    calls: the well-formed calls.
+    spans: for each call, its half-open range in the output ids.
+    malformed: the texts of malformed calls.
+    content, reasoning: used only for families without streaming."""
 
     calls: tuple[ToolCall, ...]
     spans: tuple[tuple[int, int], ...]
@@ -110,26 +112,26 @@ class ParsedCalls(msgspec.Struct, frozen=True):
 
 
 class SplitPrompt(msgspec.Struct, frozen=True):
-    """A prompt's ids in two parts: the tools and the system messages at its beginning, and all other ids."""
+    """The ids of a prompt, divided into two parts. `head` contains the tools and the system messages at the beginning.
+    `history` contains everything after them."""
 
     head: list[int]
     history: list[int]
 
 
 class Renderer:
-    """The rules of one model family, from the `renderers` package. `template` replaces the family's rendering of whole
-    prompts, for models that were fine-tuned on a different template.
+    """The rules of one model family, from the `renderers` package. If the model was fine-tuned on a different chat
+    template, that `template` renders whole prompts instead.
 
-    Ids are plain lists. `bridge`, `bridge_rewritten`, `parse` and `opens_reasoning` need only the tail of a prompt,
-    from `tail_start` on. `render`, `render_split`, `bridge` and `bridge_rewritten` raise RequestError for a
-    conversation that the family cannot render. All methods are pure and may be called from any thread.
+    `bridge`, `bridge_rewritten`, `parse` and `opens_reasoning` need only the tail of a prompt, from `tail_start` on.
+    `render`, `render_split`, `bridge` and `bridge_rewritten` raise RequestError for a conversation that the family
+    cannot render. All methods are pure and can be called from any thread.
 
-    Some families and templates refuse a system message after other messages. The model then sees such a message as a
-    user message, and several system messages at the beginning as one. Whole prompts and appended messages are treated
-    alike.
+    Some families and templates reject a system message after other messages. For them, it becomes a user message, and
+    several system messages at the beginning become one.
 
-    With `images`, a message may have images whose grid is known. Each image is rendered as the number of placeholder
-    tokens that the model reads for the image. Without `images`, an image is a RequestError.
+    If `images` is set, messages may contain images whose size in patches (`grid`) is known. Each image becomes as many
+    placeholder tokens as the model reads for it. If `images` is None, an image raises RequestError.
     """
 
     def __init__(
@@ -155,8 +157,8 @@ class Renderer:
         self._parser = _create(tokenizer, family, retention="all")
         self.stop_ids = tuple(self._recorded_family.get_stop_token_ids())
         self._stops = frozenset(self.stop_ids)
-        # No setting of the library states whether the family and the template accept a system message after other
-        # messages. So a conversation with such a message is rendered as a test.
+        # The library does not tell whether the family and the template accept a system message after other messages. So
+        # a short conversation with such a message is rendered as a test.
         self._late_system = True
         roles = (Role.USER, Role.ASSISTANT, Role.SYSTEM, Role.USER)
         dicts = conversation_dicts([Message(role=role, content="x") for role in roles], late_system=True)
@@ -169,16 +171,17 @@ class Renderer:
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Convert errors of the library and of templates (UNRENDERABLE) to RequestError."""
+        """Raise RequestError instead of the errors that the library and templates raise for a conversation
+        (UNRENDERABLE)."""
         try:
             yield
         except UNRENDERABLE as error:
             raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
 
     def _fill(self, *parts: tuple[Sequence[int], Sequence[Message]]) -> list[list[int]]:
-        """Replace each placeholder of a long text with the text's ids, and the one placeholder of each image with as
-        many as the image has tokens. Each part of the prompt is given with its messages. Raises RequestError if the
-        image placeholders in a part do not match the images of its messages."""
+        """Replace the placeholder of each long text with the text's ids, and repeat the placeholder of each image to
+        the number of the image's tokens. Each part of the prompt is passed with its messages. Raises RequestError if a
+        part has more or fewer image placeholders than its messages have images."""
         ids = [part for part, _ in parts]
         filled = [list(part) for part in ids] if self._placeholders is None else self._placeholders.fill(ids)
         if self._image_id is None:
@@ -212,8 +215,8 @@ class Renderer:
         return self.images.tokens_of(image.grid)
 
     def image_spans(self, delta: Ids, start: int, messages: Sequence[Message]) -> tuple[ImageSpan, ...]:
-        """Return the positions of the images of `messages` in a prompt whose ids from position `start` on are `delta`.
-        Raises RequestError if the placeholders in `delta` do not match the images."""
+        """Return the position of each image of `messages` in a prompt. `delta` contains the prompt's ids from position
+        `start` on. Raises RequestError if the placeholders in `delta` do not match the images."""
         if self._image_id is None:
             return ()
         places = np.flatnonzero(delta == self._image_id)
@@ -236,7 +239,7 @@ class Renderer:
         return tuple(spans)
 
     def _laid_out(self, dicts: list[dict[str, Any]], tools: Sequence[ToolSpec]) -> Any:
-        """Return the whole prompt as the `renderers` package returns it, with one placeholder for each image."""
+        """Return the whole prompt as the `renderers` package returns it, with a single placeholder for each image."""
         unread = {"process_multimodal": False} if self._image_id is not None else {}
         return self._recorded_family.render(dicts, tools=list(tools) or None, add_generation_prompt=True, **unread)
 
@@ -253,15 +256,16 @@ class Renderer:
             return self._fill((ids, ()))[0]
 
     def render_split(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> SplitPrompt | None:
-        """Return the prompt of `render`, cut before the first message that is not a system message. Returns None if the
-        prompt cannot be cut there, has only system messages, or is rendered by a template."""
+        """Return the ids of `render` in two parts, divided before the first message that is not a system message.
+        Returns None if they cannot be divided there, if there are only system messages, or if a template renders the
+        prompt."""
         leading = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
         if self._template is not None or leading == len(messages):
             return None
         with self._refusals():
             dicts = conversation_dicts(messages, late_system=self._late_system)
             layout = self._laid_out(dicts, tools)
-            # for each id, the index of its message; -1 if the id belongs to no message
+            # the index of the message that each id belongs to, or -1
             owners = np.asarray(layout.message_indices)
             first = leading - (len(messages) - len(dicts))
             behind = np.flatnonzero(owners >= first)
@@ -280,8 +284,8 @@ class Renderer:
         tools: Sequence[ToolSpec],
         history: History,
     ) -> list[int] | None:
-        """Return the ids of the messages `new`, which can be appended to prompt + output. Returns None if the family
-        cannot prove that the result is correct, or if `new` is empty or includes an assistant message."""
+        """Return the ids of the messages `new`, to be appended to `prompt` + `output`. Returns None if the family
+        cannot prove that the result is correct, or if `new` is empty or contains an assistant message."""
         if not new or any(message.role is Role.ASSISTANT for message in new):
             return None
         family = self._recorded_family if history == "recorded" else self._template_family
@@ -290,8 +294,8 @@ class Renderer:
         with self._refusals():
             unread = {"process_multimodal": False} if self._image_id is not None else {}
             bridged = family.bridge_to_next_turn(list(prompt), list(output), dicts, tools=list(tools) or None, **unread)
-            # The library should only append ids. Every result is checked, because a result that changes earlier ids
-            # would change sampled ids.
+            # The library should only append ids. This is checked each time, because a change to earlier ids would also
+            # change ids that the model sampled.
             if bridged is None or list(bridged.token_ids[: len(before)]) != before:
                 return None
             return self._fill((bridged.token_ids[len(before) :], new))[0]
@@ -305,14 +309,14 @@ class Renderer:
         tools: Sequence[ToolSpec],
         history: History,
     ) -> list[int] | None:
-        """Return the ids of `messages[covered:]`, which include assistant messages. Prompt + output are the ids of
-        `messages[:covered]`. Apart from the assistant messages, the method works like `bridge`.
+        """Like `bridge`, for new messages that include assistant messages. `prompt` + `output` are the ids of
+        `messages[:covered]`. The method returns the ids of `messages[covered:]`.
 
-        The library bridges no assistant messages. So the messages before the first assistant message are bridged, and
-        the rest is taken from a rendering of the whole conversation. Returns None in these cases:
+        The library cannot bridge assistant messages. So it bridges the messages before the first assistant message, and
+        the rest is copied from a rendering of the whole conversation. Returns None in these cases:
 
-        - The messages cannot be bridged, or the bridge and the rendering disagree on them.
-        - The renderer has a model's own template.
+        - The messages cannot be bridged, or the bridge and the whole rendering have different ids for them.
+        - A template renders whole prompts.
         - `history` is "template", and there are new user or system messages.
         """
         new = messages[covered:]
@@ -337,16 +341,16 @@ class Renderer:
             shown, added, opener = self._fill(
                 (ids[first_at:reply_at], new[:before_reply]), (ids[reply_at:], new[before_reply:]), (ids[end:], ())
             )
-        # Both the bridge and the rendering end with `opener`, the ids that open the model's turn. In the bridge,
-        # `opener` follows `shown`; in the rendering, `added`.
+        # `opener` contains the ids that open the model's turn. The bridge ends with `shown` and `opener`, and the
+        # rendering ends with `added` and `opener`.
         shown += opener
         if bridged[len(bridged) - len(shown) :] != shown:
             return None
         return [*bridged[: len(bridged) - len(opener)], *added]
 
     def tail_start(self, prompt: Sequence[int]) -> int:
-        """Return the index of the last stop id in a prompt, or 0. `bridge` and `parse` need only the ids from there
-        on."""
+        """Return the index of the last stop id in a prompt, or 0. `bridge` and `parse` need only the ids from this
+        index on."""
         if self.family not in WINDOW_FAMILIES:
             return 0
         for index in range(len(prompt) - 1, -1, -1):
@@ -355,7 +359,7 @@ class Renderer:
         return 0
 
     def opens_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Return True if the prompt ends with the marker that opens reasoning, so that the model's output begins with
+        """Return True if the prompt ends with the marker that opens reasoning. The model's output then begins with
         reasoning."""
         if self.markup is None:
             return False
@@ -363,25 +367,24 @@ class Renderer:
 
     @cached_property
     def _opener_length(self) -> int:
-        """The number of ids at the end of a prompt that are searched for the marker that opens reasoning: enough for
-        the marker and for white space after the marker."""
+        """The number of ids at the end of a prompt in which `opens_reasoning` searches for the marker. They include
+        white space after the marker."""
         return 8 + (len(self.tokenizer.encode(self.markup.think_open)) if self.markup else 0)
 
     @property
     def switches_thinking(self) -> bool:
-        """True if the end of a prompt can turn thinking on and off."""
+        """True if the ids at the end of a prompt can turn thinking on and off."""
         return bool(self._switches)
 
     def thinking_switch(self, thinking: bool | None) -> ThinkingSwitch | None:
-        """Return the ids that turn thinking on or off at the end of a prompt. Returns None if nothing must change:
-        `thinking` is None or the default, or the family cannot switch thinking."""
+        """Return the ids that turn thinking on or off at the end of a prompt. Returns None if nothing must be changed:
+        `thinking` is None or already the default, or the family cannot turn thinking on and off."""
         found = self._switches.get(thinking) if thinking is not None else None
         return found if found is not None and found.switched_end != found.usual_end else None
 
     @cached_property
     def _switches(self) -> dict[bool | None, ThinkingSwitch]:
-        # A model's own template may switch thinking in another part of the prompt. So with a template there is no
-        # switch.
+        # A model's own template may turn thinking on or off elsewhere in the prompt, so it has no switches.
         if self.family not in WINDOW_FAMILIES or self._template is not None:
             return {}
         usual = _turn_opening(self._parser)
@@ -393,10 +396,10 @@ class Renderer:
         }
 
     def parse(self, prompt: Sequence[int], output: Sequence[int], tools: Sequence[ToolSpec]) -> ParsedCalls:
-        """Parse a turn's output. An output that cannot be parsed is returned as one malformed call."""
+        """Parse the output of a turn. If the output cannot be parsed, it is returned as one malformed call."""
         try:
             parsed = self._parser.parse_response(list(output), tools=list(tools) or None, prompt_ids=list(prompt))
-        # The library raises these errors, for example, for a number of 5,000 digits or for 2,000 nested "[".
+        # The library raises these errors for a number of 5,000 digits or 2,000 nested "[", for example.
         except (ValueError, TypeError, KeyError, RecursionError):
             whole = self.tokenizer.decode([token for token in output if token not in self._stops])
             return ParsedCalls((), (), (whole,), "", None)
@@ -405,8 +408,8 @@ class Renderer:
         malformed: list[str] = []
         for found in parsed.tool_calls:
             start, end = found.token_span or (len(output), len(output))
-            # A call with arguments of other types than declared is also well-formed, because values in XML formats have
-            # no types.
+            # A call whose arguments have types other than the declared ones is still well-formed, because values in XML
+            # formats have no types.
             mistyped = found.status is ToolCallParseStatus.INVALID_JSON and isinstance(found.arguments, dict)
             if isinstance(found.name, str) and found.name and (mistyped or found.status in CALL_STATUSES):
                 calls.append(ToolCall(found.id or "", found.name, _arguments_text(found.arguments)))
@@ -417,7 +420,7 @@ class Renderer:
 
 
 def _turn_opening(family: Any) -> list[int]:
-    """Return the ids that open the model's turn: all ids of a prompt after its last message."""
+    """Return the ids that open the model's turn. These are the ids of a prompt after its last message."""
     layout = family.render([{"role": "user", "content": "x"}], add_generation_prompt=True)
     owned = np.flatnonzero(np.asarray(layout.message_indices) >= 0)
     return list(layout.token_ids[int(owned[-1]) + 1 :])
@@ -429,23 +432,23 @@ def _arguments_text(value: Any) -> str:
     text = json.dumps(value or {}, ensure_ascii=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # an unpaired surrogate can be sent only as a JSON escape
+    except UnicodeEncodeError:  # an unpaired surrogate can only be sent as a JSON escape
         return json.dumps(value)
     return text
 
 
 class _Texts(threading.local):
-    """The texts that placeholders replace in the prompt that a thread is rendering. Each thread has its own list."""
+    """The long texts that placeholders stand for in the current prompt. Each thread has its own list."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
 
 class PlaceholderTokenizer:
-    """The tokenizer for families of WINDOW_FAMILIES. It encodes a long text as one placeholder (a negative id). When
-    the `renderers` package has returned the prompt, `fill` replaces the placeholders with ids.
+    """The tokenizer that the library uses for WINDOW_FAMILIES. It encodes a long text as one placeholder, a negative
+    id. After the library has rendered the prompt, `fill` replaces the placeholders with ids.
 
-    The reason is speed: the package processes the ids of a prompt one by one, several times, and most ids come from a
+    This is faster: the library processes the ids of a prompt one by one, several times, and most of them come from a
     few long texts.
     """
 
@@ -462,14 +465,14 @@ class PlaceholderTokenizer:
         return len(self._tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = False, **_: Any) -> list[int]:
-        """Return the ids of a short text, or a placeholder for a text of more than SHORT_TEXT characters."""
+        """Return the ids of a short text. For a text longer than SHORT_TEXT characters, return a placeholder."""
         if len(text) <= SHORT_TEXT:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         self._own.texts.append(text)
         return [-len(self._own.texts)]
 
     def fill(self, parts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Replace every placeholder in the parts of one prompt with the ids of its text. The texts are then dropped."""
+        """Replace each placeholder in the parts of one prompt with the ids of its text, and then forget the texts."""
         texts, self._own.texts = self._own.texts, []
         filled: list[list[int]] = []
         for part in parts:
@@ -484,14 +487,14 @@ class PlaceholderTokenizer:
 
 
 def make_renderer(tokenizer: Tokenizer, name: str | None, *, image_tokens: int = 0) -> Renderer:
-    """Make the renderer called `name`: a family, or `template:FAMILY`, which renders whole prompts by the chat
-    template in the tokenizer's folder, and appends later messages by the rules of the family. If `name` is None, the
-    family comes from the table of model names in the `renderers` package. Raises InvalidField if the table has no
-    family for the model, the family is unknown, the tokenizer is not of the family, or the folder has no template that
-    can be read.
+    """Make a renderer. `name` is a model family, or `template:FAMILY`. In the latter case, the chat template in the
+    tokenizer's folder renders whole prompts, and the rules of the family append later messages. If `name` is None, a
+    table of the `renderers` package gives the family for the model's name.
 
-    An image has at most `image_tokens` tokens. With 0, and for a folder without an image processor, images are
-    refused."""
+    An image may have at most `image_tokens` tokens. If this is 0, or if the folder has no image processor, images are
+    refused.
+
+    Raises InvalidField if the family is unknown or does not match the tokenizer, or if the template cannot be read."""
     folder = Path(tokenizer.name_or_path)
     if name is None:
         table = renderers.base.MODEL_RENDERER_MAP
@@ -511,7 +514,7 @@ def make_renderer(tokenizer: Tokenizer, name: str | None, *, image_tokens: int =
 
 @cache
 def _settings_of_families() -> TypeAdapter[Any]:
-    """Return the validator of the families' settings. It is cached, because every renderer needs it and building it
+    """Return the validator for the families' settings. It is cached, because every renderer needs it, and building it
     takes 5 ms."""
     return TypeAdapter(renderers.RendererConfig)
 
@@ -524,9 +527,9 @@ def _create(
     layout: PlaceholderTokenizer | None = None,
     **settings: Any,
 ) -> Any:
-    """Make the package's renderer of a family. If `retention` is "all", the reasoning of earlier turns is rendered; if
-    None, the family's template decides. Raises InvalidField for an unknown family, and for a tokenizer of another
-    family."""
+    """Make the `renderers` package's renderer for a family. If `retention` is "all", it renders the reasoning of
+    earlier turns. If it is None, the family's template decides. Raises InvalidField if the family is unknown or does
+    not match the tokenizer."""
     try:
         config = _settings_of_families().validate_python({"name": family, "thinking_retention": retention, **settings})
         return renderers.create_renderer(layout or tokenizer, config)

@@ -1,9 +1,9 @@
-"""Converts sampled ids to a reply incrementally: returns visible text and reasoning while the ids arrive, and the whole
+"""Converts sampled ids to a reply. Visible text and reasoning are returned while the ids arrive, and the complete
 message at the end.
 
 Text is held back only while it may be part of a tool call, a stop string or a marker. Invariant: the reply's text and
-reasoning are the concatenation of the streamed pieces. So if a client assembles the reply from the stream and sends it
-back, the reply is recognised.
+reasoning equal the streamed pieces, joined. So a client that assembles the reply from the stream can send it back, and
+the reply is recognised.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.tokens.rendering.renderer import ParsedCalls, Renderer
 
 
 class _State(Enum):
-    LEADING = auto()  # no visible text yet; the marker that opens reasoning may follow
+    LEADING = auto()  # no visible text yet; the marker that opens reasoning may still come
     REASONING = auto()
     CONTENT = auto()
     HELD = auto()  # a tool call has begun; all text is held back until the turn is parsed
@@ -34,8 +34,8 @@ NOTHING = ReplyPart("", "")
 
 
 class FinishedReply(msgspec.Struct, frozen=True):
-    """A finished reply. `malformed` is the number of tool calls that could not be parsed and became text. `rest` is the
-    part of the reply that `push` has not returned."""
+    """A finished reply. `malformed` counts the tool calls that could not be parsed and became text. `rest` is the part
+    of the reply that earlier calls of `push` have not returned."""
 
     message: Message
     malformed: int
@@ -43,24 +43,25 @@ class FinishedReply(msgspec.Struct, frozen=True):
 
 
 class _Ends:
-    """The markers that end a part of a reply, each with the next state."""
+    """The markers that can end the current part of a reply, and the state that follows each of them."""
 
     def __init__(self, states: dict[str, _State]) -> None:
         self.states = states
         self._openers = tuple({marker[:1] for marker in states})
 
     def may_begin_in(self, text: str) -> bool:
-        """Return True if the text may contain a marker or the beginning of one. False is certain; True may be wrong."""
+        """Return True if the text may contain a marker or the beginning of one. False is certain, True is not."""
         return any(map(text.__contains__, self._openers))
 
 
 class ReplyStream:
-    """Reads one turn. Call `push` with the ids as they arrive, then `finish` once.
+    """Converts the ids of one turn to a reply. Call `push` with the ids as they arrive, and at the end call `finish`
+    once.
 
-    The reply ends before the first stop id (a stop id of the family, or one of `stop_ids`) or the first `stop` string,
-    whichever is earlier. If the request has no tools, the markup of tool calls is plain text. With tools, markup that
-    is not a well-formed call becomes text. A call that the model gave no id gets an id made from `call_id`.
-    `held_to_calls` is True if a grammar forced the model to write only calls (`call_grammar.py`).
+    The reply ends before the first stop id or `stop` string. Stop ids are those of the family and `stop_ids`. If the
+    request has no tools, all markup of tool calls is text. Otherwise only malformed calls become text. A call without
+    an id gets one that is made from `call_id`. Set `held_to_calls` if a grammar forced the model to write only tool
+    calls (`call_grammar.py`).
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class ReplyStream:
             self._reasoning_ends = _Ends({self._think_close: _State.CONTENT, **content_ends})
 
     def push(self, ids: Sequence[int]) -> ReplyPart:
-        """Add sampled ids. Returns the text and the reasoning that became visible."""
+        """Add sampled ids. Returns the text and the reasoning that are now visible."""
         known = len(self._ids)
         self._ids.extend(ids)
         if self._end is None:
@@ -117,8 +118,7 @@ class ReplyStream:
     def finish(self) -> FinishedReply:
         self._pending += self._decoder.finish()
         if self._renderer.markup is None:
-            # For a family without markup nothing was emitted before: the reply is the result of the family's parser for
-            # the whole turn.
+            # Families without known markers are not streamed. Their own parser makes the reply from the whole turn.
             parsed = self._renderer.parse(self._tail, self._ids, self._tools)
             unasked = () if self._tools else parsed.spans
             markup = (self._renderer.tokenizer.decode(self._ids[start:end]) for start, end in unasked)
@@ -137,8 +137,8 @@ class ReplyStream:
             left, self._pending = self._pending, ""
             spoken = self._ids[: self._end]
             if self._held_to_calls:
-                # A grammar constrains texts, so a marker may have been sampled as several tokens, which the family's
-                # parser does not recognise.
+                # A grammar constrains only the text, so the model may have sampled a marker as several tokens. The
+                # parser only recognises a marker's own token, so the text is encoded again.
                 tokenizer = self._renderer.tokenizer
                 spoken = tokenizer.encode(tokenizer.decode(spoken))
             parsed = self._renderer.parse(self._tail, spoken, self._tools)
@@ -158,14 +158,14 @@ class ReplyStream:
         return FinishedReply(message, malformed, rest)
 
     def _split(self, held: str, parsed: ParsedCalls, spoken: Sequence[int]) -> tuple[tuple[ToolCall, ...], str]:
-        """Split the held text into calls and the text around them. `spoken` are the parsed ids. The family's parser
-        searches for the ids of markers, but this stream for their text. So the beginning of a call may already be
-        emitted as text; such a call stays text."""
+        """Split the held-back text into tool calls and the text around them. `spoken` are the ids that the parser got.
+        The parser looks for the ids of markers, but this class looks for their text. So the beginning of a call may
+        already have been sent as text. Such a call remains text."""
         decode = self._renderer.tokenizer.decode
         pieces: list[tuple[str, ToolCall | None]] = []
         at = 0
         for call, (start, end) in zip(self._named(parsed.calls), parsed.spans, strict=True):
-            # The calls of one MiniMax block all have the span of the block.
+            # For MiniMax, all calls of one block have the span of the whole block.
             start = max(start, at)
             pieces += [(decode(spoken[at:start]), None), (decode(spoken[start:end]), call)]
             at = max(at, end)
@@ -197,8 +197,8 @@ class ReplyStream:
         )
 
     def _drain(self, *, final: bool) -> ReplyPart:
-        """Process the pending text until the state stays the same, and emit the text that can no longer become part of
-        a marker or call. With `final`, no more text follows."""
+        """Process the pending text until the state no longer changes. Returns the text that can no longer become part
+        of a marker or a call. If `final` is True, no more text follows."""
         before = self._state
         part = self._step(final=final)
         while self._state is not before:
@@ -213,7 +213,7 @@ class ReplyStream:
                 return self._emit_to_marker(self._content_ends, final=final)
             case _State.REASONING:
                 return self._emit_to_marker(self._reasoning_ends, final=final)
-            case _State.LEADING:  # this state ends when the text shows whether the model itself opens reasoning
+            case _State.LEADING:  # ends when the text shows whether the model itself opens reasoning
                 stripped = self._pending.lstrip()
                 if stripped.startswith(self._think_open):
                     self._pending = stripped[len(self._think_open) :]
@@ -221,7 +221,7 @@ class ReplyStream:
                 elif final or (stripped and not self._think_open.startswith(stripped)):
                     self._state = self._first
             case _State.HELD if self._held_from is _State.REASONING:
-                # If the marker that closes reasoning follows, the apparent tool call was part of the reasoning.
+                # The marker that closes reasoning shows that the apparent tool call was part of the reasoning.
                 shown, close, behind = self._pending.partition(self._think_close)
                 if close:
                     self._state, self._pending = _State.CONTENT, behind
@@ -231,10 +231,10 @@ class ReplyStream:
         return NOTHING
 
     def _emit_to_marker(self, ends: _Ends, *, final: bool) -> ReplyPart:
-        """Emit the text up to the first marker, and enter the marker's state. Without a marker, emit all text except an
-        end that may be the beginning of a marker."""
+        """Emit the text before the first marker, and enter the state that follows this marker. Without a marker, emit
+        all text except an end that may be the beginning of a marker."""
         state = self._state
-        if not ends.may_begin_in(self._pending):  # shortcut for nearly all tokens, which contain no part of a marker
+        if not ends.may_begin_in(self._pending):  # fast path: most tokens contain no part of a marker
             shown, self._pending = self._pending, ""
             return self._emit(state, shown, final=final)
         markers = ends.states
@@ -247,7 +247,7 @@ class ReplyStream:
             self._held_from = state
             return self._emit(state, shown, final=True)
         pending, keep = self._pending, 0
-        # The longest end of the text that may be the beginning of a marker is held back.
+        # Hold back the longest end of the text that may be the beginning of a marker.
         for marker in markers if not final else ():
             for length in range(min(len(marker) - 1, len(pending)), keep, -1):
                 if pending.endswith(marker[:length]):
@@ -257,9 +257,8 @@ class ReplyStream:
         return self._emit(state, shown, final=final)
 
     def _emit(self, state: _State, shown: str, *, final: bool) -> ReplyPart:
-        """Append to the text or the reasoning, and return what was appended. White space at the beginning of the text
-        and of the reasoning is dropped. White space at the end is held back until more text follows, and is dropped if
-        none follows."""
+        """Append to the text or the reasoning, and return what was appended. White space at the beginning is dropped.
+        White space at the end is held back until more text follows, and is dropped at the end of the reply."""
         channel = self._reasoning if state is _State.REASONING else self._text
         if not channel:
             shown = shown.lstrip()

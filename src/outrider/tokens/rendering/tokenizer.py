@@ -1,14 +1,13 @@
 """A model's tokenizer, loaded from the model's folder. Converts text to ids and ids to text, and returns the bytes of
 single tokens.
 
-`Tokenizer` implements the tokenizer interface of the `renderers` package (encode, decode, convert_tokens_to_ids,
-name_or_path, unk_token_id, eos_token_id) with the `tokenizers` library. Invariant: the ids are the same whether
-`tokenizers` or `fastokens` computes them.
+`Tokenizer` has the tokenizer interface that the `renderers` package requires. It uses the libraries `tokenizers` and
+`fastokens`. Invariant: both produce the same ids.
 
-`fastokens` encodes byte-level BPE twenty times faster than `tokenizers`, whose encoding of new text would be the
-largest part of a turn's cost. `fastokens` is a young library, so each tokenizer is tested when it is loaded:
-`fastokens` is used only if it agrees with `tokenizers` on a few thousand texts. It is used for ASCII only, because the
-Unicode tables of the two libraries may be of different versions.
+`fastokens` encodes byte-level BPE twenty times faster than `tokenizers`. With `tokenizers`, encoding new text would be
+the largest part of a turn's cost. But `fastokens` is a young library, so it is tested whenever a tokenizer is loaded.
+It is used only if it agrees with `tokenizers` on a few thousand texts, and only for ASCII, because the two libraries
+may contain different versions of the Unicode tables.
 """
 
 from __future__ import annotations
@@ -31,28 +30,28 @@ from tokenizers.decoders import DecodeStream
 from outrider.errors import InvalidField
 
 SHORT_TEXT = 24
-"""Maximum number of characters of a text whose ids are cached. Such texts are role names and separators, which every
-prompt repeats."""
+"""The ids of texts up to this number of characters are cached. These texts are mostly role names and separators, which
+every prompt repeats."""
 MAX_REMEMBERED = 4096
-"""Maximum number of short texts whose ids are cached."""
+"""Maximum number of texts whose ids are cached."""
 
 MAX_SLOW_TEXT = 2 << 20
-"""Maximum number of characters of a text for `tokenizers`, which uses 400 MB of memory for a text of this length."""
+"""Maximum number of characters that `tokenizers` encodes at once. It needs 400 MB of memory for a text of this
+length."""
 MAX_FAST_TEXT = 5 << 20
-"""Maximum number of characters of a text for `fastokens`. An ordinary text of this length has about a million tokens.
-The worst text of this length takes 4 s and 150 MB; at three times the length the library panics."""
+"""Maximum number of characters that `fastokens` encodes at once. This is about a million tokens of ordinary text. The
+worst text of this length takes 4 s and 150 MB. For a text three times as long, the library panics."""
 
 PROBES = 200
 PROBE_PARTS = 12
 MAX_PROBE_WORDS = 4096
-"""The two libraries must agree on these texts: PROBES mixtures of PROBE_PARTS parts each, and up to MAX_PROBE_WORDS
-single words of the vocabulary."""
+"""The size of the test for `fastokens`: PROBES texts of PROBE_PARTS random parts each, and up to MAX_PROBE_WORDS single
+words of the vocabulary."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """The set of a tokenizer's ids: all numbers from 0 up to `end` (exclusive), except those in `holes`. A model may
-    have more outputs than its tokenizer has tokens, because the number of outputs is rounded up; the numbers from `end`
-    on are no tokens."""
+    """The valid ids of a tokenizer: all numbers from 0 to `end` (exclusive), except those in `holes`. A model may also
+    sample a number from `end` on, because its number of outputs is rounded up."""
 
     end: int
     holes: frozenset[int] = frozenset()
@@ -67,13 +66,13 @@ class Vocabulary(msgspec.Struct, frozen=True):
         return 0 <= token_id < self.end and token_id not in self.holes
 
     def contains_all(self, ids: list[int]) -> bool:
-        """Return True if all of `ids` are token ids. `ids` must not be empty. The check has no Python loop, because
-        prompts have hundreds of thousands of ids."""
+        """Return True if all `ids` are valid. `ids` must not be empty. There is no Python loop, because prompts have
+        hundreds of thousands of ids."""
         return min(ids) >= 0 and max(ids) < self.end and (not self.holes or self.holes.isdisjoint(ids))
 
 
 ANY_IDS = Vocabulary(1 << 31)
-"""All ids that fit into int32, the type of ids in stored turns. Used if the tokenizer is not known."""
+"""Accepts every id that fits into int32, the type of stored ids. Used if the tokenizer is not known."""
 
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -91,8 +90,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """Load the tokenizer from a model's folder. Raises InvalidField if the folder has no readable
-        tokenizer.json."""
+        """Load the tokenizer from a model's folder. Raises InvalidField if tokenizer.json is missing or cannot be
+        read."""
         path = Path(folder)
         try:
             backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -118,8 +117,8 @@ class Tokenizer:
         return list(ids)
 
     def can_encode(self, text: str) -> bool:
-        """Return True if the text is short enough to be encoded: the libraries need much memory for long texts
-        (MAX_SLOW_TEXT, MAX_FAST_TEXT)."""
+        """Return True if the text is short enough to be encoded. Encoding a long text needs much memory (MAX_SLOW_TEXT,
+        MAX_FAST_TEXT)."""
         return len(text) <= MAX_SLOW_TEXT or self._is_fast(text)
 
     def _is_fast(self, text: str) -> bool:
@@ -128,8 +127,8 @@ class Tokenizer:
     def _encode_anew(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._fast is not None and not add_special_tokens and self._is_fast(text):
             return self._fast(text)
-        # `encode_batch_fast` is used for a single text, because it does not compute character offsets, which take a
-        # third of the time, and the library has no such method for single texts.
+        # The batch method is used even for a single text, because it skips character offsets, which take a third of the
+        # time. The library has no such method for single texts.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False, **_: Any) -> str:
@@ -146,8 +145,8 @@ class Tokenizer:
         return TextStream(self)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token. These may be only a part of a character's bytes. Returns b"" for an unknown
-        id."""
+        """Return the bytes of one token, or b"" for an unknown id. They may be only some of the bytes of a
+        character."""
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -158,9 +157,8 @@ class Tokenizer:
         return self.decode([token_id]).encode()
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token. If the bytes of a character are in several tokens, the last of these tokens
-        has the character as its text, and the earlier tokens have the text "". Bytes that are no character become
-        U+FFFD."""
+        """Return the text of each token. If several tokens share the bytes of a character, the last of them gets the
+        character, and the others get "". Invalid bytes become U+FFFD."""
         known: dict[int, bytes] = {}
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces = []
@@ -175,13 +173,13 @@ class Tokenizer:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The ids that have a token, added tokens included. The first access takes 250 ms for 150,000 tokens."""
+        """The valid ids, including added tokens. The first access takes 250 ms for 150,000 tokens."""
         return Vocabulary.of(self.backend.get_vocab(with_added_tokens=True).values())
 
     def without_special(self, text: str) -> str:
         """Insert a zero-width space into each special token of the text, so that the token is encoded as plain text."""
         for token in self._special:
-            # `replace` is repeated, because one call leaves occurrences that overlap with others.
+            # One call of `replace` skips occurrences that overlap, so it is repeated.
             while token in text:
                 text = text.replace(token, f"{token[0]}\u200b{token[1:]}")
         return text
@@ -206,7 +204,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Converts ids to text incrementally. An unfinished character is returned only when its last bytes have arrived."""
+    """Converts ids to text as they arrive. A character is returned when all of its bytes have arrived."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._backend = tokenizer.backend
@@ -225,14 +223,14 @@ class TextStream:
         return "".join(texts)
 
     def finish(self) -> str:
-        """Return the rest of the text, after the last id. An unfinished character becomes U+FFFD."""
+        """Return the remaining text. If the last character is incomplete, it becomes U+FFFD."""
         left, self._undecoded = self._undecoded, []
         return self._tokenizer.decode(left) if left else ""
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return the contents of tokenizer_config.json in the folder; {} if there is no such file. Raises InvalidField if
-    the file cannot be parsed."""
+    """Return the contents of tokenizer_config.json in the folder, or {} if there is no such file. Raises InvalidField
+    if the file cannot be parsed."""
     file = folder / "tokenizer_config.json"
     if not file.exists():
         return {}
@@ -246,7 +244,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 class FastEncoder:
-    """Converts text to ids with `fastokens`. May be called from any thread."""
+    """Converts text to ids with `fastokens`. Can be called from any thread."""
 
     __slots__ = ("__weakref__", "_encode")
 
@@ -259,15 +257,15 @@ class FastEncoder:
 
 
 _VERIFIED: WeakValueDictionary[bytes, FastEncoder] = WeakValueDictionary()
-"""The encoders in use, by the digest of the tokenizer for which they were verified. A service and the engines in its
-process load the same tokenizer and share one encoder, because making an encoder for a large vocabulary takes seconds
+"""Encoders that have passed the test and are in use, by the digest of their tokenizer. A service and the engines in its
+process load the same tokenizer. They share one encoder, because making an encoder for a large vocabulary takes seconds
 and much memory."""
 
 
 def fast_encoder(backend: tokenizers.Tokenizer) -> FastEncoder | None:
-    """Return an encoder for ASCII texts of up to MAX_FAST_TEXT characters. The encoder returns the same ids as
-    `backend`, also for special tokens in the text. Returns None if the tokenizer is not supported, or if the ids of any
-    probe differ."""
+    """Return an encoder for ASCII texts of up to MAX_FAST_TEXT characters. It returns the same ids as `backend`, even
+    if the text contains special tokens. Returns None if `fastokens` does not support the tokenizer, or if the ids of
+    any test text differ."""
     written = backend.to_str()
     digest = hashlib.sha256(written.encode()).digest()
     if (verified := _VERIFIED.get(digest)) is not None:
@@ -289,8 +287,8 @@ def fast_encoder(backend: tokenizers.Tokenizer) -> FastEncoder | None:
 
 
 def _probes(settings: dict[str, Any]) -> list[str]:
-    """Return the texts on which the libraries are compared: words of the vocabulary, and random sequences of words,
-    ASCII characters and special tokens. The random seed is fixed, so every load compares the same texts."""
+    """Return the test texts on which the two libraries must agree: single words of the vocabulary, and random sequences
+    of words, ASCII characters and special tokens. The random seed is fixed, so every load tests the same texts."""
     chance = random.Random(0)
     added = [token["content"] for token in settings.get("added_tokens", [])]
     spelled = {shown: chr(byte) for shown, byte in BYTE_OF_CHAR.items()}
@@ -304,5 +302,5 @@ def _probes(settings: dict[str, Any]) -> list[str]:
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
-"""The byte for each printable character that represents a byte in byte-level BPE vocabularies: the inverse of GPT-2's
-`bytes_to_unicode`."""
+"""Byte-level BPE vocabularies represent each byte by a printable character. This maps the characters to the bytes, and
+is the inverse of GPT-2's `bytes_to_unicode`."""

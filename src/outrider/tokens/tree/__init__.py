@@ -1,2 +1,2 @@
-"""The token tree of a session: finds the point where each request joins the recorded conversation, and decides whether
-messages are equal."""
+"""The token tree of a session. It decides whether messages are equal, and at which point each new request continues the
+recorded conversation."""

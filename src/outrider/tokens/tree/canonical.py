@@ -1,13 +1,13 @@
-"""Decides whether a client's message equals a recorded message. To make the comparison of histories fast, messages are
-reduced to digests.
+"""Decides whether a client's message equals a recorded message. To compare histories quickly, each message is reduced
+to digests.
 
-Two messages are equal if the recorded ids of one may be used for the other. `DIFFERENCES` lists the changes that
-clients make to a history when they send it back, and the effect of each change: a fork, or the use of the recorded ids.
-The effect of a change of call ids, names or outer white space depends on the model family's template
-(`PRINTED_FIELDS`).
+Two messages are equal if the recorded ids of one can be used for the other. `DIFFERENCES` lists the changes that
+clients make to a history when they send it back. For each change, it states whether the recorded ids are still used, or
+whether the request gets a new prompt (a fork). For changes of call ids, names or outer white space, this depends on the
+model family's template (`PRINTED_FIELDS`).
 
 Invariant: equal messages have equal `MessageKey.body` digests. Reasoning has a separate digest, because a client that
-drops the reasoning, or repeats it, does not change what the model thought.
+drops or repeats it does not change what the model thought.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from outrider.messages import Image, Message, Role
 class Effect(StrEnum):
     SAME = "same"
     FORK = "fork"
-    FAMILY = "family"  # a fork for the families whose templates print the changed field (PRINTED_FIELDS)
+    FAMILY = "family"  # a fork only for model families whose templates print the changed field (PRINTED_FIELDS)
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A change that a client makes to a message, the effect of the change, and the reason for the effect."""
+    """A change that a client makes to a message, and its effect on the message's recorded ids."""
 
     change: str
     effect: Effect
@@ -67,13 +67,16 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference("image replaced", Effect.FORK, "images are compared by the digests of their bytes"),
     Difference("tools changed or reordered", Effect.FORK, "templates print them, in order, at the very beginning"),
 )
-"""All changes that are handled. docs/branches.md prints this table, and tests/tokens/test_differences.py has a case for
-each row."""
+"""All known changes. docs/branches.md shows this table, and tests/tokens/test_differences.py has a test case for each
+row."""
 
 
 class PrintedFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The optional parts of messages that change the output of a family's template: the ids of tool calls, the names of
-    users and tool results, and white space around text that the model did not write."""
+    """Which optional parts of a message affect the output of a family's template.
+
+    call_ids: the ids of tool calls.
+    names: the names of users and tool results.
+    outer_space: white space around texts that the model did not write."""
 
     call_ids: bool = True
     names: bool = True
@@ -97,25 +100,26 @@ PRINTED_FIELDS: Mapping[str, PrintedFields] = {
     "nemotron-3": _NO_IDS_OR_NAMES,
     "minimax-m2": _NO_IDS_OR_NAMES,
 }
-"""Families whose rendering was checked to be independent of the fields set to False (tests/tokens/test_differences.py).
-For any other family all fields are compared, which is always safe, because it can only cause an unnecessary fork."""
+"""The fields that affect a family's rendering. A field is False only if tests show that it has no effect
+(tests/tokens/test_differences.py). For other families all fields are compared, which is always safe, because it can
+only cause an unnecessary fork."""
 
 MAX_EXACT_INTEGER = 2**53
-"""Up to this size, a float without a fraction counts as an integer: 3.0 equals 3. JavaScript has only one type of
-number, so a client may send 3.0 back as 3. Up to this size, floats represent integers exactly."""
+"""Up to this size, a float without a fraction equals the integer: 3.0 equals 3. JavaScript has only one type of number,
+so a client may send 3.0 back as 3. Larger floats cannot represent all integers exactly."""
 
 MAX_PARSED_SEPARATORS = 1 << 16
-"""Arguments with more than this number of lists, objects and commas together are compared as text and not as JSON. The
-JSON decoder cannot be interrupted and blocks every thread while it runs: 10 ms for this number."""
+"""Maximum number of lists, objects and commas in tool arguments that are compared as JSON. The JSON decoder blocks
+every thread while it runs, 10 ms for this number. Larger arguments are compared as text."""
 
 
 class MessageKey(msgspec.Struct, frozen=True, gc=False):
     """The digests of a message, 16 bytes each.
 
-    `body` covers every part of the message that changes the model's input, except the reasoning. `reasoning` is the
-    digest of the reasoning, None without reasoning. If the reasoning is one text written twice in a row,
-    `reasoning_once` is the digest of that text alone. `call_ids` is the digest of the ids of the calls, None without
-    calls.
+    body: covers everything in the message that affects the model's input, except the reasoning.
+    reasoning: the digest of the reasoning, or None.
+    reasoning_once: if the reasoning is the same text twice in a row, the digest of that text; otherwise None.
+    call_ids: the digest of the ids of the message's tool calls, or None.
     """
 
     body: bytes
@@ -125,8 +129,8 @@ class MessageKey(msgspec.Struct, frozen=True, gc=False):
     call_ids: bytes | None = None
 
     def may_echo_reasoning(self, recorded: bytes | None) -> bool:
-        """Return True if a client may send this message's reasoning for the recorded reasoning: no reasoning, the
-        recorded text, or this text twice."""
+        """Return True if this message's reasoning may come from the recorded reasoning: it is empty, the recorded text,
+        or that text twice."""
         return (
             self.reasoning is None
             or self.reasoning == recorded
@@ -134,19 +138,19 @@ class MessageKey(msgspec.Struct, frozen=True, gc=False):
         )
 
 
-# 128 bits, so that different histories of a session do not collide. A cryptographic hash would be slower.
+# 128 bits are enough to avoid collisions within a session. A cryptographic hash would be slower.
 digest = xxhash.xxh3_128_digest
 
 
 def extend(prefix: bytes, body: bytes) -> bytes:
-    """Return the digest of a conversation with one more message. `prefix` is the digest of the conversation before, and
-    `body` the digest of the message."""
+    """Return the digest of a conversation after a message is added. `prefix` is the digest of the earlier conversation,
+    and `body` is the digest of the new message."""
     return digest(prefix + body)
 
 
 def tools_key(tools: Any) -> bytes:
-    """Return the digest of a request's tools. The digest depends on the order of the tools and of their keys, because
-    templates print the tools in this order."""
+    """Return the digest of a request's tools. It depends on the order of the tools and of their keys, because templates
+    print them in this order."""
     return digest(msgspec.json.encode(tools))
 
 
@@ -158,8 +162,7 @@ def message_key(message: Message, printed: PrintedFields = ALL_PRINTED) -> Messa
         for call in message.tool_calls
     ]
     answered = message.tool_call_id if printed.call_ids else None
-    # The name of an assistant message is not compared: recorded replies have no names, so only a client can have added
-    # the name.
+    # Recorded replies have no names. So a client has added the name of an assistant message, and the name is ignored.
     name = message.name if printed.names and not is_assistant else None
     body = _pack([message.role.value, text, calls, answered, name])
     for part in message.parts:
@@ -178,15 +181,15 @@ def message_key(message: Message, printed: PrintedFields = ALL_PRINTED) -> Messa
 
 
 def is_parsed_as_json(arguments: str) -> bool:
-    """Return True if a call's arguments are short enough to be parsed as JSON (MAX_PARSED_SEPARATORS)."""
+    """Return True if a call's arguments are small enough to be parsed as JSON (MAX_PARSED_SEPARATORS)."""
     if len(arguments) <= MAX_PARSED_SEPARATORS:
         return True
     return sum(map(arguments.count, "[{,")) <= MAX_PARSED_SEPARATORS
 
 
 def _canonical_arguments(arguments: str) -> tuple[bool, str]:
-    """Return True and the arguments as canonical JSON, or False and the arguments unchanged if they are no JSON or too
-    large to be parsed."""
+    """Return True and the arguments as canonical JSON. If they are not JSON or are too large to parse, return False and
+    the unchanged arguments."""
     if not arguments.strip():
         return True, "{}"
     if not is_parsed_as_json(arguments):
@@ -206,10 +209,10 @@ _DECODER = json.JSONDecoder(parse_float=_number)
 
 
 def _pack(value: Any) -> bytes:
-    """Encode lists of texts. Distinct values have distinct bytes."""
+    """Encode nested lists of texts. Different values have different encodings."""
     try:
         return msgspec.msgpack.encode(value)
-    except UnicodeEncodeError:  # JSON can escape an unpaired surrogate, msgpack cannot encode it
+    except UnicodeEncodeError:  # the text has an unpaired surrogate, which JSON can escape and msgpack cannot encode
         return json.dumps(value).encode()
 
 

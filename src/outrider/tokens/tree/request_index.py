@@ -1,14 +1,15 @@
-"""Defines the nodes of the token tree, and computes a new request's digests, for comparison with recorded requests.
+"""Defines the nodes of the token tree, and computes the digests by which a new request is compared with recorded
+requests.
 
-A node is a prompt for an engine, or a turn sampled from such a prompt. A node links to its parent, and stores only the
-ids after the parent's ids, packed. So the ids of a node are stored once, however many prompts continue the node.
-Invariant: a node's ids never change, and a prompt with a parent begins with all of the parent's ids.
+A node is a prompt for an engine, or a turn that was sampled from a prompt. It has a link to its parent, and stores only
+the ids that follow the parent's ids, packed. So its ids are stored once, even if many prompts continue it. Invariant: a
+node's ids never change, and a prompt with a parent begins with all of the parent's ids.
 
 To index a request means to compute the digest of each message and of each prefix of the conversation. Each message is
-parsed only once, because its digests are stored by its bytes. The digests for the beginnings of a few long requests are
-also stored. If a request begins with the same bytes, these digests are used, and only its new messages are indexed.
+parsed only once, because its digests are stored by its bytes. The digests for the first messages of a few long requests
+are also stored. If a new request begins with the same bytes, only its other messages are indexed.
 
-Invariant: the digests of a request depend on the request alone, never on earlier requests.
+Invariant: the digests of a request do not depend on earlier requests.
 """
 
 from __future__ import annotations
@@ -25,44 +26,45 @@ from outrider.tokens.tree.canonical import MessageKey, PrintedFields, digest, ex
 from outrider.trajectory import ForkCause, Ids, ImageSpan, unpack_ids
 
 MIN_REMEMBERED = 16
-"""Minimum number of messages in a stored prefix, the stored digests of a request's first messages. Indexing a shorter
-request again takes no longer than finding its prefix."""
+"""Minimum number of messages in a stored prefix (the digests of a request's first messages). For fewer messages,
+finding the prefix takes as long as indexing them again."""
 UNSTABLE_TAIL = 4
-"""Number of newest messages that a stored prefix leaves out, because clients move their cache markers and so change the
-bytes of these messages."""
+"""A stored prefix leaves out this number of newest messages. Clients often change the bytes of these messages, because
+they move their cache markers."""
 REMEMBER_EVERY = 8
-"""Number of new messages after which a stored prefix is replaced by a longer prefix. Copying the prefix for every
-request would cost more than indexing these messages again."""
+"""After this number of new messages, a longer prefix replaces the stored one. Copying the prefix for every request
+would take longer than indexing these messages again."""
 MAX_REMEMBERED = 4
-"""Maximum number of stored prefixes: one for each of a few concurrent agents."""
+"""Maximum number of stored prefixes. Each concurrent agent needs one."""
 MAX_MESSAGE_KEYS = 1 << 14
-"""Maximum number of messages whose digests are stored. At this number all digests are dropped, and messages are parsed
+"""Maximum number of messages whose digests are stored. At this number, all of them are dropped, and messages are parsed
 again when they are needed."""
 MAX_TOOL_VALUES = 1 << 17
-"""Maximum number of lists, objects and commas together in a request's tools. A chat template writes the tools as JSON
-in one call, which blocks all threads: 25 ms for this number."""
+"""Maximum number of lists, objects and commas in a request's tools. A chat template writes the tools as JSON in one
+call, which blocks all threads. For this number, it takes 25 ms."""
 MAX_NEW_TEXT = 9 << 20
-"""Maximum characters of a request's new messages together, and maximum bytes of its tools. This limits the work for a
-model whose context length is not known."""
+"""Maximum number of characters in a request's new messages, and of bytes in its tools. This limits the work for a model
+whose context length is not known."""
 
 
 class PromptNode:
-    """The prompt of a turn: the parent's ids, then `delta` (packed int32). `length` is in tokens.
+    """The prompt of a turn: the ids of `parent`, then `delta` (packed int32). `length` is in tokens.
 
-    The request had `message_count` messages: `system_count` system messages at the beginning (`system_digest`), then a
-    history (`history_digest`). `tools_digest` is empty without tools. `prefix_digest` covers the tools and all
+    Its request has `message_count` messages: first `system_count` system messages (`system_digest`), then the history
+    (`history_digest`). `tools_digest` is empty if there are no tools. `prefix_digest` covers the tools and all
     messages.
 
-    matched: the turn whose conversation the request extends, even if the prompt does not begin with the turn's ids.
-    rendered_replies: positions and reasoning digests (None without reasoning) of the assistant messages whose ids were
-        rendered and not sampled.
-    splice: how the prompt is composed if its history was recorded after other tools or system messages; None otherwise.
-    thinking: True or False if the end of the prompt switches the model's reasoning on or off; None for the family's
-        default end.
-    conversation: the number of the conversation. 0 is the session's first conversation; later conversations began
-        independently of earlier conversations, or with other tools or another system prompt.
-    fork: the cause and the source turn of the fork if the tools or the system prompt changed; None otherwise.
-    first_turn: the index of the first turn sampled from the prompt; None until there is one.
+    matched: the turn whose conversation the request extends, even if the prompt does not use this turn's ids.
+    rendered_replies: the assistant messages whose ids were rendered and not sampled, each as its position and the
+        digest of its reasoning, or None.
+    splice: set if the history was recorded after other tools or system messages.
+    thinking: True or False if the end of the prompt turns the model's reasoning on or off; None for the family's
+        default.
+    conversation: the number of the conversation. 0 is the session's first. The others began independently, or with
+        other tools or another system prompt.
+    fork: the cause and the source turn if the prompt is a fork because the tools or the system prompt changed;
+        otherwise None.
+    first_turn: the index of the first turn sampled from the prompt, or None.
     images: the positions of the images in this node's own ids.
 
     The class has `__slots__` and is not a struct, to save memory: a session has one node per turn, and
@@ -124,9 +126,9 @@ class PromptNode:
         self.images: tuple[ImageSpan, ...] = ()
 
     def ids(self) -> Ids:
-        """Return the ids of the whole prompt, int32 of shape (length,)."""
-        # All walks in this module are loops, because sessions have thousands of turns and Python limits recursion to a
-        # thousand calls.
+        """Return the ids of the whole prompt as int32 of shape (length,)."""
+        # This module uses loops instead of recursion, because sessions have thousands of turns and Python limits
+        # recursion to a thousand calls.
         parts: list[bytes] = []
         prompt: PromptNode | None = self
         while prompt is not None:
@@ -150,11 +152,11 @@ class PromptNode:
         return [span for spans in reversed(nodes) for span in spans]
 
     def tail(self, tail_start: Callable[[Sequence[int]], int]) -> list[int]:
-        """Return the last ids of the prompt, which `Renderer.bridge` and `Renderer.parse` need. `tail_start` is
-        `Renderer.tail_start`, which finds where they begin."""
+        """Return the end of the prompt, which `Renderer.bridge` and `Renderer.parse` need. `tail_start` is the method
+        `Renderer.tail_start`."""
         own: list[int] = unpack_ids(self.delta).tolist()
         start = tail_start(own)
-        # If the start is 0, the tail may begin before this node's own ids, so all ids are searched.
+        # If this is 0, the tail may begin before this node's own ids, so the whole prompt is searched.
         if start > 0 or self.parent is None:
             return own[start:]
         whole: list[int] = self.ids().tolist()
@@ -162,9 +164,11 @@ class PromptNode:
 
 
 class TurnNode:
-    """A sampled reply. `output` is packed int32. `reply_digest`, `reasoning` and `call_ids` are the digests of the
-    reply as the client received it, of the reply's reasoning, and of the ids of the reply's calls. All three are None
-    if the client received no reply. `children` is the number of prompts with this turn as parent."""
+    """A sampled reply. `output` contains its ids (packed int32). `children` is the number of prompts whose parent is
+    this turn.
+
+    Three digests describe the reply as the client received it: `reply_digest`, `reasoning` (of its reasoning) and
+    `call_ids` (of the ids of its tool calls). All are None if the client did not receive the reply."""
 
     __slots__ = ("call_ids", "children", "index", "output", "prompt", "reasoning", "reply_digest")
 
@@ -179,21 +183,21 @@ class TurnNode:
 
     @property
     def length(self) -> int:
-        """The number of tokens of prompt and output together."""
+        """The number of tokens in the prompt and the output together."""
         return self.prompt.length + len(self.output) // 4
 
 
 class Splice(msgspec.Struct, frozen=True):
-    """The composition of a prompt whose history was recorded after other tools or system messages. The first `head` ids
-    were rendered; then follow the recorded ids of the history. `origin` is the first prompt of the recorded history,
-    rendered whole."""
+    """Describes a prompt whose history was recorded after other tools or system messages. Its first `head` ids were
+    rendered, and the recorded ids of the history follow. `origin` is the prompt with which the history began, rendered
+    as a whole."""
 
     head: int
     origin: PromptNode
 
 
 def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
-    """Return the positions of all replies up to the turn's own reply, each with the digest of the reply's reasoning."""
+    """Return the position of each reply up to this turn's own reply, and the digest of its reasoning."""
     found: list[tuple[int, bytes | None]] = []
     node: TurnNode | None = turn
     while node is not None:
@@ -203,9 +207,8 @@ def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
 
 
 def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked: PromptNode | None) -> bool:
-    """Return True if the request's reasoning may be an echo of the recorded reasoning (`may_echo_reasoning`), for every
-    reply on the path to `turn`. Replies before the end of the prompt `checked` are not compared, because an earlier
-    comparison found that they agree."""
+    """Return True if the request repeats or drops the recorded reasoning (`may_echo_reasoning`) for every reply on the
+    path to `turn`. An earlier comparison has already checked the replies in the prompt `checked`."""
     node: TurnNode | None = turn
     while node is not None:
         prompt = node.prompt
@@ -220,12 +223,13 @@ def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked: Prompt
 
 
 def rendered_replies_agree(prompt: PromptNode, keys: Sequence[MessageKey]) -> bool:
-    """Like `reasoning_agrees`, for the assistant messages whose ids in this prompt were rendered and not sampled."""
+    """Like `reasoning_agrees`, but for the assistant messages of this prompt whose ids were rendered and not
+    sampled."""
     return all(keys[index].may_echo_reasoning(recorded) for index, recorded in prompt.rendered_replies)
 
 
 def call_ids_agree(turn: TurnNode, keys: Sequence[MessageKey]) -> bool:
-    """Return True if the request has the ids of every recorded call on the path to `turn`."""
+    """Return True if the request has the recorded ids of all tool calls on the path to `turn`."""
     node: TurnNode | None = turn
     while node is not None:
         if keys[node.prompt.message_count].call_ids != node.call_ids:
@@ -235,7 +239,7 @@ def call_ids_agree(turn: TurnNode, keys: Sequence[MessageKey]) -> bool:
 
 
 def parse_messages(messages: WireMessages) -> Steps[tuple[Message, ...]]:
-    """Parse all messages. Raises RequestError for an unreadable message."""
+    """Parse all messages. Raises RequestError for a message that cannot be read."""
     parsed: list[Message] = []
     piece = 0
     for index in range(len(messages)):
@@ -248,18 +252,18 @@ def parse_messages(messages: WireMessages) -> Steps[tuple[Message, ...]]:
 
 
 class IndexedRequest(msgspec.Struct, kw_only=True):
-    """A request with its digests, and the part of its conversation that is recorded in the tree.
+    """A request, its digests, and the part of its conversation that the tree has recorded.
 
     prefixes: `prefixes[i]` is the digest of the tools and the first `i` messages.
-    keys: the digests of the messages.
+    keys: the digests of each message.
     recalled: the number of first messages whose digests come from a stored prefix.
-    parsed: by position, the messages parsed so far.
+    parsed: the messages parsed so far, by position.
     sizes: the number of bytes of all recalled messages together, then of each other message.
-    checked: the prompt up to which the request's reasoning is known to agree with the recorded reasoning; None if it
-        was not compared.
+    checked: up to this prompt, the request's reasoning is known to agree with the recorded reasoning; None if it was
+        not compared.
     matched: the turn whose conversation is the longest recorded prefix of the request.
     covered: the number of messages in this prefix.
-    switch: the ids at the end of the prompt that switch thinking for this turn; None for the family's default end.
+    switch: the ids that turn thinking on or off at the end of the prompt; None for the family's default.
     """
 
     messages: WireMessages
@@ -280,7 +284,7 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
 
     @property
     def is_rewritten(self) -> bool:
-        """True if unrecorded assistant messages follow the matched conversation."""
+        """True if there are assistant messages after the recorded part of the conversation."""
         return any(key.role is Role.ASSISTANT for key in self.keys[self.covered :])
 
     @property
@@ -294,34 +298,33 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
 
     @property
     def tools_digest(self) -> bytes:
-        """The digest of the tools, empty without tools."""
+        """The digest of the tools, or b"" if there are no tools."""
         return self.prefixes[0] if self.tools else b""
 
     def repeats(self, prompt: PromptNode) -> bool:
-        """Return True if this request repeats the request of `prompt`. The caller must have found that both have the
-        same prefix digest."""
+        """Return True if this request repeats the request of `prompt`. The caller must have checked that their prefix
+        digests are equal."""
         return prompt.thinking == self.thinking and self.has_messages_of(prompt)
 
     def has_messages_of(self, prompt: PromptNode) -> bool:
-        """Return True if this request has the messages of the request of `prompt`. Unlike in `repeats`, the thinking
-        switches may differ."""
+        """Like `repeats`, but thinking may be turned on for one of the requests and off for the other."""
         return prompt.matched is self.matched and rendered_replies_agree(prompt, self.keys)
 
     def parse_from(self, start: int) -> list[Message]:
-        """Return the messages from position `start` on. Raises RequestError for an unreadable message."""
+        """Return the messages from position `start` on. Raises RequestError for a message that cannot be read."""
         for index in range(start, len(self.messages)):
             if index not in self.parsed:
                 self.parsed[index] = self.messages.parse(index)
         return [self.parsed[index] for index in range(start, len(self.messages))]
 
     def size_from(self, start: int) -> int:
-        """Return the number of bytes of the messages from position `start` on. If `start` is among the recalled
-        messages, all messages are counted, because the sizes of single recalled messages are not known."""
+        """Return the number of bytes of the messages from position `start` on. If they include recalled messages, all
+        messages are counted, because only the total size of the recalled messages is known."""
         return sum(self.sizes[max(0, start - self.recalled + 1) :] if start >= self.recalled else self.sizes)
 
     def with_switch(self, added: list[int]) -> list[int]:
-        """Return `added`, the last ids of a prompt, with thinking switched as requested. Raises RequestError if `added`
-        does not end like the family's prompts."""
+        """Turn thinking on or off as requested in `added`, the last ids of a prompt. Raises RequestError if they do not
+        end like the family's prompts."""
         if self.switch is None:
             return added
         kept = len(added) - len(self.switch.usual_end)
@@ -337,8 +340,8 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
         splice: Splice | None = None,
         sampled: Sequence[tuple[int, bytes | None]] = (),
     ) -> PromptNode:
-        """Make the request's prompt: the ids of the parent, then `delta` (packed). `sampled` are the positions of the
-        assistant messages whose ids in `delta` were sampled, each with the digest of the recorded reasoning."""
+        """Make the prompt of this request: the ids of `parent`, then `delta` (packed). `sampled` lists the assistant
+        messages whose ids in `delta` were sampled, by position and the digest of the recorded reasoning."""
         first = self.covered if parent is not None else 0
         replies = {at: key.reasoning for at, key in enumerate(self.keys[first:], first) if key.role is Role.ASSISTANT}
         replies |= {at: reasoning for at, reasoning in sampled if at >= first}
@@ -372,8 +375,8 @@ def _extend_all(prefix: bytes, keys: Sequence[MessageKey]) -> bytes:
 
 
 class _RememberedPrefix(msgspec.Struct, frozen=True):
-    """The stored digests of the first messages of an earlier request. `head` is the digest of the bytes of these
-    messages, `size` the number of their bytes, and `last` the digest of the bytes of the last of them."""
+    """Stored digests of the first messages of an earlier request. `head` is the digest of all bytes of these messages,
+    and `size` is their number. `last` is the digest of the last message's bytes."""
 
     last: bytes
     head: bytes
@@ -386,16 +389,14 @@ class _RememberedPrefix(msgspec.Struct, frozen=True):
         count = len(self.keys)
         return (
             count <= len(messages)
-            # The last message is compared first, because this is quick and in most cases rules out the requests of
-            # other agents.
+            # The last message is compared first, because this is fast and rules out most requests of other agents.
             and self.last == digest(messages.raw(count - 1))
             and self.head == digest(messages.head(count))
         )
 
 
 class RequestIndexer:
-    """Indexes the requests of a session. Call `index` for a request, and then `remember` when the request's prompt is
-    made."""
+    """Indexes the requests of a session. Call `index` with a request. Then make its prompt, and call `remember`."""
 
     def __init__(self, printed: PrintedFields) -> None:
         self._printed = printed
@@ -405,7 +406,8 @@ class RequestIndexer:
         self._newest: list[bytes] = []
 
     def index(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Steps[IndexedRequest]:
-        """Index a request. Raises RequestError for an unreadable message, and TooLarge for too many tools."""
+        """Index a request. Raises RequestError for a message that cannot be read, and TooLarge if the tools are too
+        large."""
         # The first prefix of a conversation is the digest of its tools.
         tools_digest = digest(tools_raw)
         start = self._tools.get(tools_digest)
@@ -421,7 +423,7 @@ class RequestIndexer:
         for place, remembered in enumerate(self._remembered):
             if remembered.prefixes[0] == start and remembered.begins(messages):
                 before = remembered
-                # the prefix moves to the front, because it is now the newest
+                # move the prefix to the front, because it is now the newest
                 self._remembered.insert(0, self._remembered.pop(place))
                 break
         prefixes = before.prefixes.copy() if before else [start]
@@ -444,8 +446,8 @@ class RequestIndexer:
                 key = self._keys[raw_digest] = message_key(parsed[index], self._printed)
             keys.append(key)
             prefix = extend(prefixes[-1], key.body)
-            # The tree stores every digest object. If the previous request has an equal digest at this position, the
-            # object of the previous request is used, which saves 120 bytes per call.
+            # The tree keeps every digest object. If the previous request has the same digest at this position, its
+            # object is reused, which saves 120 bytes per call.
             if len(prefixes) < len(self._newest) and self._newest[len(prefixes)] == prefix:
                 prefix = self._newest[len(prefixes)]
             prefixes.append(prefix)
@@ -462,8 +464,8 @@ class RequestIndexer:
         )
 
     def remember(self, request: IndexedRequest, prompt: PromptNode) -> None:
-        """Store the digests of the first messages of a request that is long enough (MIN_REMEMBERED, REMEMBER_EVERY).
-        `prompt` is the request's prompt."""
+        """Store the digests of a request's first messages, if there are enough of them (MIN_REMEMBERED,
+        REMEMBER_EVERY). `prompt` is the request's prompt."""
         count = len(request.keys) - UNSTABLE_TAIL
         if count < max(MIN_REMEMBERED, request.recalled + REMEMBER_EVERY):
             return

@@ -1,29 +1,28 @@
-"""The token tree of a session: stores each prompt as the ids that follow its parent's ids, and decides where each
-request joins the recorded conversation.
+"""The token tree of a session. It stores each prompt as the ids that follow its parent's ids, and decides where each
+new request joins the recorded conversation.
 
-A request whose history is recorded gets the recorded ids unchanged, sampled ids included. Only its new messages are
+A request whose history is recorded gets the recorded ids unchanged, including sampled ids. Only its new messages are
 rendered, so the cost of a turn is proportional to the turn's own tokens. The first of these rules that applies decides.
-In them, the head of a request is its tools and the system messages at its beginning.
+The head of a request is its tools and the system messages at its beginning.
 
-1. A repeated request (same tools, messages and thinking) gets the same prompt again (`retry`), so all replies to the
+1. A repeated request (same tools, messages and thinking) gets the same prompt again (`retry`). So all replies to the
    request are sampled from the same ids.
 2. More of the history is recorded after another head than after the request's own head, and the recorded part includes
    a reply. The new head is rendered, and the recorded ids of the history follow it (`fork`: `tools_changed`,
-   `system_changed` or both). So the model continues its own sampled ids, and not other ids for the same text. The rule
-   requires proof that the model family renders the history to the same ids after both heads. Without this proof, the
-   ids come from rules 3 and 4. The join is then still a `fork` with this cause, because the request continues the
-   recorded history.
-3. Part of the conversation is recorded. The turn with the longest recorded part is the parent, if the renderer can
-   append the other messages to the turn's ids without changing any of these ids. The join is an `append`, unless the
-   turn already has another continuation (`fork`: `sibling`) or the other messages contain unrecorded replies (`fork`:
-   `history_rewritten`).
-4. Every other request is rendered whole. The join is a `root` if the request shares nothing with earlier requests
-   except tools and system messages, which many agents have in common. Else the join is a `fork`, whose cause is the
-   reason why the recorded ids cannot be used.
+   `system_changed` or both). So the model continues from its own sampled ids, and not from other ids for the same text.
+   The renderer must prove that the history has the same ids after both heads. Otherwise the ids come from rules 3 and
+   4, and the join is still this `fork`, because the request continues the recorded history.
+3. Part of the conversation is recorded. The parent is the turn with the longest recorded part, if the renderer can
+   append the other messages without changing any of the turn's ids. The join is an `append`. It is a `fork` if the turn
+   already has another continuation (`sibling`), or if the other messages contain unrecorded replies
+   (`history_rewritten`).
+4. Every other request is rendered as a whole. It is a `root` if it shares nothing with earlier requests except tools
+   and system messages, which many agents have in common. Otherwise it is a `fork`, and its cause is the reason why the
+   recorded ids cannot be used.
 
-The tree calls no engine and no store, and awaits nothing. Long work is split into steps (`OffloadThread`), so a session
-with a long history does not block other sessions. Invariant: a node's ids never change, and a prompt with a parent
-begins with all of the parent's ids.
+The tree calls no engine and no store, and awaits nothing. Long work is divided into steps (`OffloadThread`), so a
+session with a long history does not block other sessions. Invariant: a node's ids never change, and a prompt with a
+parent begins with all of the parent's ids.
 """
 
 from __future__ import annotations
@@ -52,31 +51,31 @@ from outrider.tokens.tree.request_index import (
 from outrider.trajectory import HEAD_CHANGES, ForkCause, Ids, JoinKind, Turn, pack_ids, unpack_ids
 
 LONG_TEXT = 256 << 10
-"""The tokens of a text with more than this number of characters are first counted in parts of this size. Encoding a
-text of many megabytes as a whole takes seconds and a hundred times the text's memory, and the prompt would be too long
-for the context anyway."""
+"""Texts longer than this number of characters are first encoded in parts of this size, to count their tokens. Most of
+them do not fit into the model's context. Encoding many megabytes at once takes seconds and a hundred times the text's
+memory."""
 SEAM_TOKENS = 16
-"""Maximum number of additional tokens if two adjacent parts of a text are encoded separately and not together."""
+"""Encoding two adjacent parts of a text separately adds at most this number of tokens."""
 BYTES_OF_A_KEY = 100
-"""When a turn is restored, each message of its conversation counts as this many bytes of work, because the digests of
-most messages are known."""
+"""The work for restoring a turn counts as this many bytes for each message of its conversation. It is small, because
+the digests of most messages are already known."""
 MAX_SEEN_PREFIXES = 1 << 16
-"""Maximum number of stored prefixes of requests (10 MB). Above this number all prefixes are dropped. An earlier request
-is then not found as the origin of a fork, but the recorded ids of its turns are still found."""
+"""Maximum number of stored prefixes of requests (10 MB). Above this number, all prefixes are dropped. Earlier requests
+are then not found as the origin of a fork, but the recorded ids of their turns are still used."""
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """The result of joining a request to the tree. `added` are the request's messages after the conversation of the
-    prompt's parent; without a parent, all messages.
+    """The result of `TokenTree.join`. `added` contains the request's messages that follow the parent's conversation, or
+    all messages if the prompt has no parent.
 
-    `forked_from` is a turn, and depends on the kind of the join:
+    `forked_from` is the index of a turn, or None. It depends on the kind of join:
 
     - retry: the first turn of the prompt
     - fork because the tools or the system prompt changed: the turn whose history the request continues
-    - other fork: the turn whose request has the longest history in common with this request
+    - other forks: the turn whose request shares the longest history with this request
     - root or append: None
 
-    It is also None if the earlier call failed and so has no turn."""
+    It is also None if the earlier model call failed and has no turn."""
 
     kind: JoinKind
     cause: ForkCause | None
@@ -86,9 +85,8 @@ class Joined(msgspec.Struct, frozen=True):
 
 
 class _HistoryMatch(msgspec.Struct, frozen=True):
-    """A turn whose history and reply are in the request, but were recorded after another head (tools and system
-    messages). `covered` is the number of the request's messages up to this reply, including the system messages at the
-    beginning. `cause` is the difference between the two heads."""
+    """A turn whose history and reply are part of the request, but were recorded after a different head (tools and
+    system messages). `covered` counts the request's messages up to this reply. `cause` tells how the heads differ."""
 
     turn: TurnNode
     covered: int
@@ -96,9 +94,12 @@ class _HistoryMatch(msgspec.Struct, frozen=True):
 
 
 class _Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's ids: the ids of `parent`, then `delta` (packed). `match` is set if the history was recorded after
-    other tools or system messages. If the recorded ids of that history are used, `splice` is also set, and `sampled`
-    has the positions of the history's replies, each with the digest of the reply's reasoning."""
+    """The ids of a request: the ids of `parent`, then `delta` (packed).
+
+    match: set if the history was recorded after other tools or system messages.
+    splice: set if the recorded ids of that history are used.
+    sampled: for each reply of that history, its position and the digest of its reasoning; set together with
+        `splice`."""
 
     parent: TurnNode | None
     delta: bytes
@@ -108,16 +109,15 @@ class _Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenTree:
-    """The tree of one session attempt. For each request, call `join`, generate, and then call `commit` with the sampled
-    ids."""
+    """The tree of one attempt of a session. For each request, call `join`, let the model generate, and then pass the
+    sampled ids to `commit`."""
 
     def __init__(self, renderer: Renderer, history: History) -> None:
         self.forks: dict[ForkCause, int] = {}
         self._renderer = renderer
         self._history: History = history
         self._indexer = RequestIndexer(renderer.printed)
-        # The values are tuples and not lists, because nearly all values have one element, and a list would take 70
-        # bytes more for every turn of a session.
+        # The values are tuples, because nearly all have one element, and a list takes 70 more bytes for every turn.
         self._prompts: dict[bytes, tuple[PromptNode, ...]] = {}
         self._turns: dict[bytes, tuple[TurnNode, ...]] = {}
         self._histories = _HistoryIndex()
@@ -134,12 +134,12 @@ class TokenTree:
         thinking: bool | None = None,
         context: int | None = None,
     ) -> Steps[Joined]:
-        """Find or make the request's prompt. `thinking` switches the model's reasoning on or off for this turn only;
-        None leaves the family's default. If an error is raised, the tree is unchanged:
+        """Find or make the prompt of the request. `thinking` turns the model's reasoning on or off for this turn only.
+        None keeps the family's default. If one of these errors is raised, the tree is unchanged:
 
-        - RequestError: a message cannot be read or rendered, or thinking cannot be switched here.
+        - RequestError: a message cannot be read or rendered, or thinking cannot be turned on or off here.
         - TooLarge: a text is too long to encode, or there are too many tools.
-        - ContextOverflow: the prompt leaves no token for a reply in a context of `context` tokens.
+        - ContextOverflow: with this prompt, a context of `context` tokens has no room for a reply.
         """
         request = yield from self._index(messages, tools, tools_raw, thinking)
         repeated = self._repeated(request)
@@ -148,9 +148,9 @@ class TokenTree:
             layout = yield from self._lay_out(request)
             joined = self._place(request, layout)
         else:
-            yield request.size_from(0)  # the added messages are parsed again, because the tree does not store messages
+            yield request.size_from(0)  # the tree does not store messages, so the added ones are parsed again
             if repeated.first_turn is None and repeated.fork is not None:
-                # The earlier call with this prompt failed, so no turn records the fork yet.
+                # The earlier model call with this prompt failed, so no turn records the fork yet.
                 joined = Joined(JoinKind.FORK, repeated.fork[0], repeated, repeated.fork[1])
             else:
                 joined = Joined(JoinKind.RETRY, None, repeated, repeated.first_turn)
@@ -165,7 +165,7 @@ class TokenTree:
         if repeated is None and self._renderer.images is not None:
             own = unpack_ids(prompt.delta)
             prompt.images = self._renderer.image_spans(own, prompt.length - len(own), joined.added)
-        # Nothing fails below this line, so a refused request leaves no trace.
+        # Nothing below this line can fail, so a request that raises an error leaves no trace.
         if repeated is None:
             self._record(request, joined)
         return joined
@@ -173,8 +173,8 @@ class TokenTree:
     def measure(
         self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, *, thinking: bool | None = None
     ) -> Steps[int]:
-        """Return the length, in tokens, of the prompt that `join` would make for the request. Nothing is recorded.
-        Raises the errors of `join` except ContextOverflow."""
+        """Return the length, in tokens, of the prompt that `join` would make. The tree is not changed. Raises the same
+        errors as `join`, except ContextOverflow."""
         request = yield from self._index(messages, tools, tools_raw, thinking)
         if (repeated := self._repeated(request)) is not None:
             return repeated.length
@@ -183,8 +183,8 @@ class TokenTree:
         return (layout.parent.length if layout.parent is not None else 0) + len(layout.delta) // 4
 
     def commit(self, prompt: PromptNode, output: Sequence[int] | Ids, reply: Message | None) -> TurnNode:
-        """Record a turn's sampled ids. `reply` is the message that the client received. `reply` is None if the client
-        disconnected before the reply; no request can then continue the turn."""
+        """Record the sampled ids of a turn. `reply` is the message that the client received. If the client disconnected
+        before the reply, it is None, and no request can continue the turn."""
         key = message_key(reply, self._renderer.printed) if reply is not None else None
         turn = TurnNode(self._next_turn, prompt, pack_ids(output), key)
         self._next_turn += 1
@@ -197,11 +197,11 @@ class TokenTree:
         return turn
 
     def restore(self, turns: Sequence[Turn]) -> Steps[None]:
-        """Record the stored turns of an earlier attempt in this empty tree, in the order of their index. Later requests
-        then join as they would have joined in the earlier attempt. The ids are the stored ids. Only requests whose
-        tools or system prompt changed are rendered, to find how their ids are composed.
+        """Fill this empty tree with the stored turns of an earlier attempt, sorted by index. Later requests then join
+        as they would have in that attempt. The stored ids are used. Requests whose tools or system prompt changed are
+        rendered again, to find how their prompts were made.
 
-        The indexes may have gaps: no stored turn continues a turn that was not stored, because no client got its
+        The indexes may have gaps. A turn that was not stored has no continuation, because no client received its
         reply."""
         nodes: dict[int, TurnNode] = {}
         said: dict[int, list[Message]] = {}
@@ -224,14 +224,14 @@ class TokenTree:
                 said[turn.index] = [*messages, turn.reply]
 
     def _recorded_as(self, request: IndexedRequest, parent: TurnNode | None, delta: bytes) -> PromptNode | None:
-        """Return the prompt of an identical earlier request with the same ids; None if there is no such prompt."""
+        """Return the prompt of an earlier identical request that has the same ids, or None."""
         for prompt in self._prompts.get(request.prefixes[-1], ()):
             if prompt.parent is parent and prompt.delta == delta and request.repeats(prompt):
                 return prompt
         return None
 
     def _restored(self, request: IndexedRequest, parent: TurnNode | None, turn: Turn) -> Steps[PromptNode]:
-        """Make the prompt of a stored turn."""
+        """Make the prompt of a turn that was stored in an earlier attempt."""
         layout = _Layout(parent=parent, delta=turn.prompt_delta)
         if turn.cause in HEAD_CHANGES:
             found = yield from self._lay_out(request)
@@ -245,7 +245,7 @@ class TokenTree:
     def _index(
         self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, thinking: bool | None
     ) -> Steps[IndexedRequest]:
-        """Index the request and find the turn whose conversation is the request's longest recorded prefix."""
+        """Index the request. Find the turn whose conversation is the longest recorded prefix of the request."""
         request = yield from self._indexer.index(messages, tools, tools_raw)
         request.switch = self._renderer.thinking_switch(thinking)
         for covered in range(len(request.keys), 0, -1):
@@ -256,13 +256,13 @@ class TokenTree:
         return request
 
     def _repeated(self, request: IndexedRequest) -> PromptNode | None:
-        """Return the prompt of an identical earlier request; None if there is no such request."""
+        """Return the prompt of an earlier identical request, or None."""
         prompts = self._prompts.get(request.prefixes[-1], ())
         return next((prompt for prompt in prompts if request.repeats(prompt)), None)
 
     def _check_long_texts(self, request: IndexedRequest, context: int | None) -> Steps[None]:
-        """Raise ContextOverflow if the long texts of new messages alone exceed the context, and TooLarge for a text too
-        long to encode and for too much text in all."""
+        """Raise ContextOverflow if the new messages' long texts alone exceed the context. Raise TooLarge if a single
+        text is too long to encode, or if there is too much new text."""
         tokens = characters = 0
         for message in request.parsed.values():
             for text in (message.content, message.reasoning or "", *(call.arguments for call in message.tool_calls)):
@@ -281,7 +281,7 @@ class TokenTree:
                         )
 
     def _place(self, request: IndexedRequest, layout: _Layout) -> Joined:
-        """Make the request's prompt, and determine the kind of join and, for a fork, the cause."""
+        """Make the prompt of the request. Determine the kind of join and, for a fork, its cause."""
         parent, match = layout.parent, layout.match
         prompt = request.make_prompt(parent, layout.delta, splice=layout.splice, sampled=layout.sampled)
         if parent is not None and not request.is_rewritten:
@@ -289,8 +289,8 @@ class TokenTree:
             if parent.children:
                 return Joined(JoinKind.FORK, ForkCause.SIBLING, prompt, parent.index)
             return Joined(JoinKind.APPEND, None, prompt, None)
-        # `shared` is the first prompt that has the longest common prefix with the request. The prefix has `count`
-        # messages.
+        # `shared` is the first prompt that has the longest prefix of messages in common with the request, and `count`
+        # is its length.
         shared: PromptNode | None = None
         count = 0
         for prefix in request.prefixes[1:]:
@@ -299,7 +299,7 @@ class TokenTree:
                 break
             shared, count = sharing, count + 1
         if count <= request.system_count:
-            shared = None  # does not count as shared: many agents have the same system messages
+            shared = None  # only system messages are shared, and many agents have the same ones
         before = parent.prompt if parent is not None else shared
         prompt.conversation = before.conversation if before is not None else self._conversations
         if match is not None:
@@ -311,10 +311,10 @@ class TokenTree:
         if parent is not None:
             forked_from = parent.index if forked_from is None else forked_from
             return Joined(JoinKind.FORK, ForkCause.HISTORY_REWRITTEN, prompt, forked_from)
-        # Find the reason why a request with a partly recorded history is rendered whole.
+        # Part of the history is recorded, but the request is rendered as a whole. Find out why.
         new_roles = {key.role for key in request.keys[request.covered :]}
         if any(request.has_messages_of(other) for other in self._prompts.get(request.prefixes[-1], ())):
-            cause = ForkCause.SIBLING  # an earlier prompt has the same messages and another thinking switch
+            cause = ForkCause.SIBLING  # an earlier prompt has the same messages but a different thinking switch
         elif request.matched is None or request.is_rewritten or not new_roles:
             cause = ForkCause.HISTORY_REWRITTEN
         elif self._history == "template" and new_roles & {Role.USER, Role.SYSTEM}:
@@ -324,7 +324,7 @@ class TokenTree:
         return Joined(JoinKind.FORK, cause, prompt, forked_from)
 
     def _lay_out(self, request: IndexedRequest) -> Steps[_Layout]:
-        """Return the request's ids, by rules 2 to 4 of the module's docstring."""
+        """Return the ids of the request (rules 2 to 4 of the module's docstring)."""
         match = self._histories.find(request)
         if match is not None:
             yield request.size_from(0)
@@ -342,19 +342,19 @@ class TokenTree:
         return _Layout(parent=None, delta=self._rendered(request), match=match)
 
     def _rendered(self, request: IndexedRequest) -> bytes:
-        """Return the ids of the request's whole prompt, packed, without recorded ids."""
+        """Render the whole prompt without using recorded ids, and return its ids, packed."""
         return pack_ids(request.with_switch(self._renderer.render(request.parse_from(0), request.tools)))
 
     def _spliced(self, request: IndexedRequest, match: _HistoryMatch) -> _Layout | None:
-        """Return a prompt of three parts: the request's own head (tools and system messages), the ids of the history as
-        recorded after another head, and the later messages. Returns None if the first messages of the history have
-        different ids after the two heads, or if the later messages cannot be appended."""
+        """Return a prompt that combines the request's own head (tools and system messages), the recorded ids of its
+        history, and the later messages. The history was recorded after a different head. Returns None if the history's
+        first messages have different ids after the two heads, or if the later messages cannot be appended."""
         turn = match.turn
         origin = turn.prompt
         while origin.parent is not None:
             origin = origin.parent.prompt
         recorded_head = None
-        if origin.splice is not None:  # the prompt that begins the recorded history was itself spliced
+        if origin.splice is not None:  # the history begins with a prompt that was itself made in this way
             recorded_head, origin = origin.splice.head, origin.splice.origin
         first_messages = range(request.system_count + origin.message_count - origin.system_count)
         split = self._renderer.render_split([request.messages.parse(at) for at in first_messages], request.tools)
@@ -376,17 +376,17 @@ class TokenTree:
             splice=Splice(len(split.head), origin),
             sampled=[(at + shift, reasoning) for at, reasoning in recorded_reasoning(turn)],
         )
-        # Two agents may alternate on the same history. If the ids begin with the ids of the agent's own last turn, the
-        # prompt continues this turn. So the agent's ids remain one row, to which ids are only appended.
+        # Two agents may alternate on the same history. If the ids begin with those of this agent's own last turn, that
+        # turn is the parent. So all turns of the agent are in one training row.
         own = request.matched
         if own is not None and ids.startswith(before := own.prompt.ids().tobytes() + own.output):
             return msgspec.structs.replace(layout, parent=own, delta=ids[len(before) :])
         return layout
 
     def _continued(self, tail: Sequence[int], output: bytes, request: IndexedRequest, covered: int) -> list[int] | None:
-        """Return the ids of the messages from position `covered` on. These ids can be appended to the ids of the
-        earlier messages, which are a prompt that ends with `tail`, then `output` (packed). Returns None if the renderer
-        cannot prove that appending changes no earlier id."""
+        """Return the ids of the messages from position `covered` on, to be appended to those of the earlier messages,
+        which end with `tail` and then `output` (packed). Returns None if the renderer cannot prove that appending does
+        not change earlier ids."""
         sampled: list[int] = unpack_ids(output).tolist()
         if any(key.role is Role.ASSISTANT for key in request.keys[covered:]):
             messages = request.parse_from(0)
@@ -394,7 +394,7 @@ class TokenTree:
         return self._renderer.bridge(tail, sampled, request.parse_from(covered), request.tools, self._history)
 
     def _record(self, request: IndexedRequest, joined: Joined) -> None:
-        """Add a request's new prompt to the tree."""
+        """Add the new prompt of a request to the tree."""
         prompt = joined.prompt
         self._conversations = max(self._conversations, prompt.conversation + 1)
         self._indexer.remember(request, prompt)
@@ -403,7 +403,7 @@ class TokenTree:
         if len(self._first_with_prefix) > MAX_SEEN_PREFIXES:
             self._first_with_prefix.clear()
         for prefix in reversed(request.prefixes):
-            # If a prefix is present, all shorter prefixes are present. So the loop ends here, and its cost depends only
+            # If a prefix is stored, all shorter prefixes are, too. So the loop can end here, and its cost depends only
             # on the new messages.
             if self._first_with_prefix.setdefault(prefix, prompt) is not prompt:
                 break
@@ -414,8 +414,7 @@ class TokenTree:
 
 
 class _HistoryIndex:
-    """Finds a session's turns by the digest of their history and reply, whatever their tools and system messages
-    are."""
+    """Finds turns by the digest of their history and reply. Their tools and system messages may differ."""
 
     def __init__(self) -> None:
         self._turns: dict[bytes, list[TurnNode]] = {}
@@ -426,14 +425,14 @@ class _HistoryIndex:
             self._unindexed.append(turn)
 
     def find(self, request: IndexedRequest) -> _HistoryMatch | None:
-        """Find the turn whose history and reply cover the most messages from the beginning of the request's history.
-        Returns None if they cover no more messages than `request.covered`, which are recorded with the request's own
-        tools and system messages."""
+        """Find the turn whose history and reply cover the most messages of the request's history, starting at its
+        beginning. The request's own head (tools and system messages) may differ. Returns None unless the turn covers
+        more messages than `request.covered`, which are recorded after the request's own head."""
         if not request.is_rewritten:
             return None
-        # Indexing is deferred to this point, because in most sessions all replies in requests are recorded with the
-        # request's own tools and system messages. Turns are taken one by one, because the event loop may commit a turn
-        # while this method runs in the worker thread.
+        # Turns are indexed only when a request needs it. In most sessions no request does, because the tools and system
+        # messages do not change. Turns are taken one at a time, because the event loop may add a turn while this method
+        # runs in the worker thread.
         while self._unindexed:
             turn = self._unindexed.popleft()
             assert turn.reply_digest is not None
@@ -456,15 +455,15 @@ class _HistoryIndex:
 
 
 def _newest_agreeing(turns: Sequence[TurnNode], request: IndexedRequest, checked: PromptNode | None) -> TurnNode | None:
-    """Return one of several turns with equal conversations. A turn qualifies if the request's reasoning may be an echo
-    of the recorded reasoning (`reasoning_agrees`). Of the qualifying turns, returns the newest whose call ids are in
-    the request, else the newest, because clients may replace call ids. Returns None if no turn qualifies."""
+    """Return one of several turns with equal conversations, or None. The request must repeat or drop the turn's
+    recorded reasoning (`reasoning_agrees`). Among such turns, one whose call ids are in the request wins, then the
+    newest. Clients may replace call ids."""
     agreeing: list[tuple[TurnNode, list[MessageKey]]] = []
     for turn in reversed(turns):
         keys, system_count = request.keys, turn.prompt.system_count
         if system_count != request.system_count:
-            # The number of system messages differs, so the keys of the history are moved to the positions that they
-            # have in the turn. The keys of the system messages are not compared.
+            # The turn has a different number of system messages, so the keys are shifted to their positions in the
+            # turn. The keys of the system messages are not compared.
             keys = [*(keys[:1] * system_count), *keys[request.system_count :]]
         if reasoning_agrees(turn, keys, checked):
             agreeing.append((turn, keys))
