@@ -1,4 +1,5 @@
-"""Reads the query parameters of Polar's requests. Every function raises InvalidField, which names the parameter."""
+"""Parses the query parameters of Polar's requests. If a parameter is wrong, each function raises InvalidField with the
+parameter's name."""
 
 from __future__ import annotations
 
