@@ -43,8 +43,8 @@ class AccessControl:
     """ASGI middleware that refuses control calls without a valid token, and logs calls that may change data.
 
     If the service has no tokens, it listens only on this machine. A web page in a browser here could still send
-    requests to it. So such a service refuses a call whose Host or Origin header names another machine. A page cannot
-    forge these headers.
+    requests to it. So a call whose Host or Origin header names another machine is refused. A page cannot forge these
+    headers.
 
     open_paths: paths that anybody may call.
     calls: maximum number of concurrent calls with one token. Admins have no limit, and an admin's connections are never
@@ -108,7 +108,7 @@ class AccessControl:
                 await self._app(scope, receive, reply)
         except RevokedMeanwhile:
             await reply.cut_off(receive)
-        except OutriderError as error:  # raised by the code above, because the application replies to its own errors
+        except OutriderError as error:  # raised in this block, because the application replies to its own errors
             await self._refusal(scope, error)(scope, receive, reply)
         finally:
             self._under_way[caller.name] -= 1
@@ -193,8 +193,8 @@ def check(called: str, needed: Role, caller: Principal) -> None:
 
 def _token(headers: dict[bytes, bytes]) -> bytes | None:
     """Return the token in the Authorization header, or None without this header. The token is the bearer token, or the
-    password of HTTP Basic authentication. Clients that take only a URL, such as http://USER:TOKEN@HOST, send a
-    password. For any other scheme, the whole header is returned."""
+    password of HTTP Basic authentication, which clients send for a URL like http://USER:TOKEN@HOST. For any other
+    scheme, return the whole header."""
     given = headers.get(b"authorization")
     if given is None:
         return None
@@ -223,8 +223,8 @@ def check_local(headers: dict[bytes, bytes]) -> None:
 
 
 def check_address(config: Config, *, has_token: bool) -> None:
-    """Raise InvalidField if the service is open to other machines but not safe: it needs a token, and either TLS or the
-    setting `insecure`."""
+    """Raise InvalidField if other machines can reach the service but it is not safe. It needs a token, and either TLS
+    or the setting `insecure`."""
     if not config.public:
         return
     if not has_token:

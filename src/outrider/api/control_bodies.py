@@ -1,12 +1,12 @@
-"""Limits the bodies of control calls: their size, the time in which they must arrive, and the memory that they take
-together.
+"""Limits the bodies of control calls: their size, the time in which they must arrive, and their total memory.
 
 Memory is reserved before a body is read. It is released at the end of the call, because the objects that are made from
 a body are several times as large. If no memory is free, calls wait in line (see `PrioritySemaphore`). Meanwhile the
 body is not read, so the kernel stops the client from sending.
 
-Model calls have limits of their own (`sessions/calls/limits.py`). Many sessions send at once, and one must not wait for
-another. Invariant: bodies larger than FREE take at most EACH bytes for one caller, and at most ALL bytes in total.
+Model calls have limits of their own (`sessions/calls/limits.py`), because many sessions send at once, and one must not
+wait for another. Invariant: bodies larger than FREE take at most EACH bytes for one caller, and at most ALL bytes in
+total.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ async def _joined(parts: AsyncIterator[bytes]) -> bytes:
 
 async def whole_body(request: Request) -> bytes:
     """Receive the body of a request. The memory reserved for it is released when the call ends. Raises TooLarge, Busy
-    or TooSlow; if the client disconnects too early, RequestError."""
+    or TooSlow. Raises RequestError if the client disconnects before the body has arrived."""
     held: HeldBody = request.scope[ROOM]
     length = request.headers.get("content-length")
     return await held.receive(None if length is None else int(length), request.stream())
@@ -105,6 +105,6 @@ async def whole_body(request: Request) -> bytes:
 
 def release_body(request: Request) -> None:
     """Release the memory that was reserved for the body of a request. Call this before a long wait, when the body is no
-    longer needed. Otherwise waiting calls would take the memory that other calls need."""
+    longer needed. Otherwise waiting calls would leave no memory for others."""
     held: HeldBody = request.scope[ROOM]
     held.release()

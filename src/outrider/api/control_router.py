@@ -1,8 +1,8 @@
 """Declares routes of the control API. The decorator of a handler gives the method, path, role, reply and errors. The
 handler's annotations give the parameters and the body.
 
-Access control, the OpenAPI description, docs/api.md and the tests use these declarations. They are made when the module
-of a route is imported. An application that includes the route later provides the service.
+Access control, the OpenAPI description, docs/api.md and the tests use these declarations. They are made when a route's
+module is imported. The application that includes a route provides the service.
 """
 
 from __future__ import annotations
@@ -113,8 +113,7 @@ class ControlRouter:
     ) -> Callable[[H], H]:
         """Return a decorator that adds a handler as a route.
 
-        errors: errors to list in the OpenAPI description. Errors that follow from the path, the parameters and the body
-            need not be named.
+        errors: errors that the OpenAPI description cannot derive from the path, the parameters and the body.
         also: descriptions of other replies, by status.
         forms: descriptions of the same reply in other media types.
         """

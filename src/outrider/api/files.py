@@ -33,8 +33,8 @@ Attempt = Annotated[
 
 
 class AnyPath(PathConvertor):
-    """Path parameter that matches the rest of a path. File names may contain any character. Starlette's own convertor
-    stops at a line break, so it would look for a file with a shorter name."""
+    """Path parameter that matches the rest of a path. Starlette's own convertor stops at a line break, which a file
+    name may contain. It would look for a file with a shorter name."""
 
     regex = "(?s:.*)"
 

@@ -112,9 +112,9 @@ class _Routes:
     async def _page(
         self, request: Request, fitting: Callable[[GroupSummary], Awaitable[list[T]]], *, limit: int
     ) -> tuple[list[T], str | None]:
-        """Return one page of a list, and `after` for the next page (None if this is the last one). `fitting` returns
-        the entries that one group adds to the list. The page starts after the group that the request names as `after`.
-        It ends with the group that reaches the request's `limit`."""
+        """Return one page of a list, and `after` for the next page (None on the last page). `fitting` returns the
+        entries of one group. The page starts after the group that the request names as `after`. It ends with the group
+        that reaches the request's `limit`."""
         most, after = _number(request, "limit", limit), request.query_params.get("after")
         found: list[T] = []
         for _ in range(0, MOST_GROUPS, GROUPS_AT_ONCE):

@@ -1,9 +1,10 @@
 """The model gateway: serves the models of a session at `/s/{key}/...`, in the request formats of several vendors
 (dialects). It is an ASGI application without a framework, because it handles every model call.
 
-The gateway handles bytes, routes and connections; a `Conversation` handles what a call says. Paths must match a route
-exactly. Other paths get a 404 in the error format of their dialect, or of OpenAI if no dialect has the path. An unknown
-key gets a 401. No request creates a session. If a client disconnects, the engine aborts the generation for its call.
+The gateway handles bytes, routes and connections; a `Conversation` handles the content of a call. Paths must match a
+route exactly. Other paths get a 404 in the error format of their dialect, or of OpenAI if no dialect has the path. An
+unknown key gets a 401. No request creates a session. If a client disconnects, the engine aborts the generation for its
+call.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class Sessions(Protocol):
 
 
 class Gateway:
-    """The ASGI application of the model gateway. The route tells the dialect. Where several dialects share a route,
-    headers tell it. The session's key is in the path. Clients whose base URL cannot contain the key send it as their
-    API key."""
+    """The ASGI application of the model gateway. The route determines the dialect. Where several dialects share a
+    route, headers decide. The session's key is in the path. Clients whose base URL cannot contain the key send it as
+    their API key."""
 
     def __init__(self, sessions: Sessions, *, calls: int = EACH_MOST, failures: CallFailures | None = None) -> None:
         """`calls` is the maximum number of concurrent calls of one session. `failures` counts failed calls."""
@@ -193,7 +194,7 @@ async def _any_capacity() -> BodyCapacity:
 
 async def _named_conversation(models: SessionModels, dialect: Dialect, call: WireCall, received: bytes) -> Conversation:
     """Return the conversation that a request belongs to, in a session with frozen models (models that are not trained).
-    If the request names exactly one of them, it belongs to the conversation with that model. All other names mean the
+    A request that names exactly one of them belongs to the conversation with that model. All other names mean the
     policy, because agent programs use names of their own. Raises TooLarge and ContextOverflow."""
 
     def steps() -> Steps[str | None]:

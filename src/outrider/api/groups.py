@@ -153,9 +153,9 @@ async def results(
     samples: Samples = False,
     columns: Columns = False,
 ) -> Response:
-    """List done groups after a cursor, in the order they finished. A reply has up to `limit` groups; it has fewer once
-    its size reaches 8 MiB. To read on, repeat the request with `after` set to the reply's `cursor`, until a reply has
-    no groups.
+    """List done groups after a cursor, in the order they finished. A reply has up to `limit` groups, or fewer once its
+    size reaches 8 MiB. To read on, repeat the request with `after` set to the reply's `cursor`, until a reply has no
+    groups.
 
     A `consumer` continues from the position that it last acknowledged. A new consumer begins at `after`. Groups are not
     removed until all consumers have acknowledged them, so only a token that may submit can read as a consumer.
@@ -247,9 +247,8 @@ async def timeline(
     attempt: Annotated[int | None, Query(ge=1, le=MAX_CURSOR, description="default: the newest")] = None,
 ) -> TimelineView:
     """Get the timeline of an attempt of the session: stages, sandboxes, model calls, commands, processes and errors.
-    While the session runs, new entries appear after about a second, and processes after at most ten seconds. With a
-    read-only token, only the first word of each command is shown, because the commands of a task may contain
-    secrets."""
+    While the session runs, new entries appear after about a second, and processes after at most ten seconds. A
+    read-only token gets only the first word of each command, because the commands of a task may contain secrets."""
     return await service.reader.timeline(session_id, attempt, whole_commands=caller.may("submit"), tenant=caller.sees)
 
 

@@ -21,7 +21,7 @@ PATH = "/mcp"
 
 
 class McpEndpoint:
-    """The ASGI application at PATH. Access control has already checked the caller. `control` is the control API with
+    """The ASGI application at PATH. Access control has already checked the caller. `control` is the control API, with
     its own access control."""
 
     def __init__(self, control: Application) -> None:

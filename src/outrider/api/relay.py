@@ -26,8 +26,8 @@ ROUTES = ControlRouter()
 
 @ROUTES.websocket("/relay/{engine}", "admin")
 async def attach(websocket: WebSocket, engine: str, service: Serving) -> None:
-    """Attach a worker to the relay engine with this name. If there is no engine with this name, a relay engine is
-    added. The connection is closed if the name is invalid, or belongs to another kind of engine."""
+    """Attach a worker to the relay engine with this name. If there is no engine with this name, it is added. The
+    connection is closed if the name is invalid, or belongs to another kind of engine."""
     await websocket.accept()
     socket = AsgiSocket(websocket)
     pool = service.pool_of(engine)

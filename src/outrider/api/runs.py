@@ -75,8 +75,8 @@ async def pauses(service: Serving, caller: Caller) -> QueuePauses:
 async def pause(
     service: Serving, caller: Caller, spec: Annotated[PauseSpec, body(PauseSpec, empty=b"{}")], created: Created
 ) -> QueuePauses:
-    """Start no more sessions of matching groups until the pause ends. Sessions that run already continue. Repeating the
-    call changes nothing."""
+    """Start no more sessions of matching groups until the pause ends. Sessions in progress continue. Repeating the call
+    changes nothing."""
     paused = await service.runs.pause(spec, caller)
     created(sessions=str(paused.changed))
     return paused

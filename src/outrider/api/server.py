@@ -58,7 +58,7 @@ PARTS = (groups, sessions, runs, files, diagnosis, delivery, engines, nodes, pol
 ROUTERS = (*(part.ROUTES for part in PARTS), metrics.METRICS)
 ROLES: dict[str, Role] = {called: role for router in ROUTERS for called, role in router.roles.items()}
 """The role that each control route requires, by method and path. Only admins and tokens of the same tenant may get an
-object of a tenant. tests/api/test_tenants.py checks this for each route, with another tenant's token."""
+object of a tenant. tests/api/test_tenants.py checks this for each route."""
 WEBSOCKETS = tuple(
     route for router in ROUTERS for route in router.routes.routes if isinstance(route, APIWebSocketRoute)
 )
@@ -187,8 +187,8 @@ def control_app(service: Service) -> FastAPI:
 
     @app.get("/openapi.json", include_in_schema=False)
     async def described() -> Response:
-        """Return the OpenAPI description. It is created at the first request, because this takes longer than the rest
-        of the service's start. It runs in a thread."""
+        """Return the OpenAPI description. A thread creates it at the first request, because this takes longer than the
+        rest of the service's start."""
         # the lock ensures that it is created only once, because anybody may request it without a token
         async with describing:
             if not description:

@@ -27,8 +27,8 @@ async def open_session(
     created: Created,
     request: Request,
 ) -> SessionEndpoint:
-    """Open a session for an agent that runs elsewhere, and get its credential and addresses. The session may be opened
-    again, by its idempotency key or by its group and position in the group. This gives the same credential."""
+    """Open a session for an agent that runs elsewhere, and get its credential and addresses. Opening the session again,
+    by its idempotency key or by its group and its index there, gives the same credential."""
     session, credential, running, instruction = await service.session_control.open(spec, caller)
     created(group_id=session.group_id, session_id=session.id)
     urls = service.config.advertised_urls or {"default": f"{request.url.scheme}://{request.url.netloc}"}

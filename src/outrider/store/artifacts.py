@@ -1,12 +1,11 @@
 """Stores artifacts: files that a task asks to keep from its sandbox. The file for an artifact is
 SESSION/ATTEMPT/SHA-256 below one folder.
 
-Each attempt has an index file, which lists the paths of its artifacts in the sandbox. These paths are never used as
-file names on this machine. Functions other than coroutines block on the disk.
+Each attempt has an index file, which lists the artifacts' paths in the sandbox. These paths are never used as file
+names on this machine. Functions other than coroutines block on the disk.
 
-Invariants:
-- If an attempt's index lists a file, the whole file is stored. A loss of power does not change this.
-- An attempt without an index has no artifacts.
+Invariants: every file that an index lists is stored in full, even after a loss of power; an attempt without an index
+has no artifacts.
 """
 
 from __future__ import annotations
@@ -28,20 +27,19 @@ from outrider.schemas import ArtifactList
 INDEX = "index.json"
 
 CARRIED = "outrider:carried"
-"""Name of the archive of files that are copied from the agent's sandbox to the graders' sandbox. A name without a
-leading slash cannot be the path of a file in a sandbox."""
+"""Name of the archive of files that are copied from the agent's sandbox to the graders'. It has no leading slash, so it
+cannot be the path of a file in a sandbox."""
 PATCH = "outrider:patch.diff"
-"""Name of the artifact that holds the diff of a repository. It exists if the graders get the diff instead of files."""
+"""Name of the artifact that holds a repository's diff, if the graders get the diff instead of files."""
 GRADING_LOG = "outrider:grading.log"
 """Name of the artifact that holds the output of the graders."""
 NETWORK_RECORD = "outrider:network.jsonl"
-"""Name of the artifact that holds the recorded HTTP traffic of the sandbox. It exists if the task asks for the
-recording."""
+"""Name of the artifact that holds the recorded HTTP traffic of the sandbox, if the task asks for a recording."""
 LOGGED = (GRADING_LOG, NETWORK_RECORD)
 """Names of the logs that Outrider itself writes."""
 KEPT = (CARRIED, PATCH)
-"""Names of the artifacts that carry data from the agent's sandbox to the graders. An attempt has at most one of the
-two."""
+"""Names of the artifacts that carry data from the agent's sandbox to the graders. An attempt has at most one of
+them."""
 
 
 class KeepsArtifacts(Protocol):
@@ -71,7 +69,7 @@ class ArtifactStore:
         assert listed.attempt is not None
         self._write(listed.session_id, listed.attempt, INDEX, msgspec.json.encode(listed))
         place = self._place(listed.session_id, listed.attempt)
-        # so that a loss of power does not remove the file from its folder
+        # makes the folders' new entries survive a loss of power
         for folder in (place, place.parent, self._folder):
             descriptor = os.open(folder, os.O_RDONLY)
             try:
@@ -88,8 +86,8 @@ class ArtifactStore:
         await asyncio.to_thread(self.index, listed)
 
     async def carried(self, session_id: str, attempt: int) -> bytes:
-        """Return the data that this attempt keeps for the graders: the artifact whose name is in KEPT. The file is read
-        in a thread. Raises NotFound if there is no such artifact, and OSError if the file cannot be read."""
+        """Return the data that this attempt keeps for the graders (the artifact named in KEPT). A thread reads the
+        file. Raises NotFound if there is no such artifact, and OSError."""
 
         def read() -> bytes:
             names = [artifact.path for artifact in self.listed(session_id, attempt).artifacts]

@@ -1,7 +1,7 @@
 """Stores the position of each consumer. A consumer is a named program that reads finished groups in order. Each
 finished group gets a cursor, a rising number. A consumer at position 7 has processed all groups with cursors up to 7.
 
-A tenant's consumers read only the tenant's groups; an admin's consumers read all groups. Two tenants may use the same
+A tenant's consumers read only its own groups; an admin's consumers read all groups. Two tenants may use the same
 consumer name. Invariants: no position is greater than the newest cursor; a position moves back only on request.
 """
 
@@ -22,8 +22,7 @@ OF_ADMINS = ""
 
 
 class Consumers:
-    """Reads and writes the consumers in a database, which the store opens and closes. Methods raise ServiceError when
-    the database fails.
+    """Reads and writes the consumers in the store's database. Methods raise ServiceError when the database fails.
 
     `tenant` is the owner of a consumer. None stands for the admins, whose consumers read all groups.
     """
@@ -60,8 +59,7 @@ class Consumers:
     async def acknowledge(
         self, name: str, cursor: int, *, rewind: bool = False, tenant: str | None = None
     ) -> ConsumerView:
-        """Move a consumer to position `cursor`. A lower position than the current one is ignored, unless `rewind` is
-        set.
+        """Move a consumer to position `cursor`. Without `rewind`, a position lower than the current one is ignored.
 
         Raises NotFound for an unknown consumer. Raises Conflict if `cursor` is greater than the newest cursor.
         """

@@ -1,8 +1,8 @@
 """Defines the interface between the store and its database. The store passes each transaction as a body: a coroutine
 function that gets a connection.
 
-`sqlite.py` and `postgresql.py` implement the interface. SQL statements use `?` placeholders, and only SQL that both
-databases accept. Invariant: a transaction commits all of its changes together before its caller gets the result. A
+`sqlite.py` and `postgresql.py` implement the interface. Statements use `?` placeholders, and only SQL that both
+databases accept. Invariant: all changes of a transaction are committed together, before its caller gets the result. A
 failed transaction changes nothing.
 """
 
@@ -18,7 +18,7 @@ Row = tuple[Any, ...]
 
 
 class Connection(Protocol):
-    """The connection that is passed to the body of a transaction. It must not be used after the body has returned."""
+    """The connection that the body of a transaction gets. It must not be used after the body has returned."""
 
     async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
         """Run a statement that changes rows. Returns the number of changed rows."""
@@ -39,9 +39,9 @@ Body = Callable[[Connection], Coroutine[Any, Any, T]]
 class Database(Protocol):
     """Runs transactions in one database. Methods raise ServiceError if the database fails.
 
-    A body must await only its connection, because it may run on any thread. It may also run twice, because a
-    transaction may be rolled back and tried again. If a body raises an error, its changes are rolled back, and the
-    caller gets the error.
+    A body must await only its connection, because it may run on any thread. It may run twice, because a transaction is
+    sometimes rolled back and tried again. If a body raises an error, its changes are rolled back, and the caller gets
+    the error.
 
     types: the database's own SQL for the column types `blob` and `serial`. `serial` is an integer primary key: its
         numbers rise and are never reused.
@@ -53,7 +53,7 @@ class Database(Protocol):
 
     async def open(self) -> None: ...
     async def close(self) -> None:
-        """Finish the transactions that were already requested, and refuse new ones. Idempotent."""
+        """Finish the transactions that were already requested, and refuse later ones. Idempotent."""
         ...
 
     async def write(self, body: Body[T], *, volatile: bool = False) -> T:

@@ -34,7 +34,7 @@ def split(turn: Turn) -> Split:
 async def insert_images(tx: Connection, session_id: str, images: Iterable[Image]) -> None:
     """Record that the session uses the images, and store the images that are new."""
     for image in images:
-        # Most images were sent before with an earlier call of the session. For such an image, this query is all that
+        # An agent sends the same screenshot with every call. If the session already uses the image, no other query
         # runs.
         use = (session_id, image.digest)
         if await tx.fetch("SELECT 1 FROM image_uses WHERE session_id = ? AND digest = ?", use):
@@ -53,7 +53,7 @@ async def insert_images(tx: Connection, session_id: str, images: Iterable[Image]
 
 
 async def forget_images(tx: Connection, session_id: str) -> None:
-    """Remove the session's uses of images, and the images that no other session uses."""
+    """Delete the session's rows in `image_uses`, and the images that no other session uses."""
     digests = await tx.fetch("SELECT digest FROM image_uses WHERE session_id = ?", (session_id,))
     await tx.execute("DELETE FROM image_uses WHERE session_id = ?", (session_id,))
     sql = """DELETE FROM images WHERE digest = ?
@@ -62,7 +62,7 @@ async def forget_images(tx: Connection, session_id: str) -> None:
 
 
 async def find_image(tx: Connection, digest: str, tenant: str | None = None) -> Image:
-    """Return the image with this digest, if a session of the tenant uses it. If `tenant` is None, any session counts.
+    """Return the image with this digest, if a session of the tenant uses it. With `tenant` None, any session will do.
     Raises NotFound."""
     sql = "SELECT media_type, data FROM images WHERE digest = ?"
     if tenant is not None:

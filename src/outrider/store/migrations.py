@@ -23,8 +23,7 @@ MIGRATIONS: Migrations = (
         # cursor: a done group's position in the order of results.
         # idempotency_key: TENANT/KEY.
         # spec, callback_url: encrypted.
-        # labels, errors, rewarded, reward_total: copies, which spare a list of groups from reading every spec and
-        #     session.
+        # labels, errors, rewarded, reward_total: copies, so that a list of groups need not read every spec and session.
         # began_version: the policy version at which the group's first session started.
         # min_usable: the group's other sessions are ended once this many sessions have a reward.
         # bytes: size of the spec, and of the turns, timelines, results and artifacts of done sessions.
@@ -60,7 +59,7 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX groups_of_tenant_by_state ON groups (tenant, state, created, id)",
         "CREATE INDEX groups_of_tenant_by_cursor ON groups (tenant, cursor) WHERE cursor IS NOT NULL",
         # waiting: 1 if the session is queued, no pause holds it and `ending` is NULL; otherwise 0.
-        # lease_until: NULL unless an attempt is running.
+        # lease_until: set while an attempt is in progress.
         # priority, created: copies of the group's columns, so that one index orders the queue.
         # due: earliest start of the next attempt. Set after a failed attempt.
         # recovered: number of attempts that were lost with their node.
@@ -95,8 +94,8 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX sessions_to_end ON sessions (group_id) WHERE ending IS NOT NULL AND state <> 'done'",
         "CREATE INDEX sessions_expiring ON sessions (expires) WHERE waiting = 1 AND expires IS NOT NULL",
         # A row stands for one bucket of sessions in the queue at one priority (see queue.py). `waiting` is 1 if
-        # sessions of the bucket may be waiting at this priority. `served` rises with each start of a session and shows
-        # which bucket was served least recently. `since` is the creation time of the row's first group.
+        # sessions of the bucket may be waiting at this priority. `served` rises with each start of a session, so it
+        # shows which bucket was served least recently. `since` is the creation time of the row's first group.
         """CREATE TABLE queue_shares (
             priority INTEGER NOT NULL,
             bucket TEXT NOT NULL,
@@ -132,9 +131,9 @@ MIGRATIONS: Migrations = (
         )""",
         # `digest` is the SHA-256 of `data`. It identifies an image, so each image is stored once.
         "CREATE TABLE images (digest TEXT PRIMARY KEY, media_type TEXT NOT NULL, data {blob} NOT NULL)",
-        # Each row records that a session uses an image. When the last such session is removed, so is the image.
-        # `tenant`, here and in other tables, is a copy of the group's tenant. It lets a read for one tenant skip the
-        # rows of other tenants.
+        # Each row records that a session uses an image. The image is removed with the last session that uses it. Here
+        # and in other tables, `tenant` is a copy of the group's tenant, so that a read for one tenant skips the rows of
+        # other tenants.
         """CREATE TABLE image_uses (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             digest TEXT NOT NULL REFERENCES images (digest),
@@ -153,9 +152,9 @@ MIGRATIONS: Migrations = (
         )""",
         "CREATE INDEX events_by_group ON events (group_id, cursor)",
         "CREATE INDEX events_of_tenant ON events (tenant, cursor)",
-        # Each row is a finished group whose result must still be sent to the group's callback URL. `given_up` is set
-        # once the service stops trying (a "dead letter"). `since` is the time when the group was done, or when its dead
-        # letter was last made due again.
+        # Each row is a finished group whose result must still be sent to its callback URL. `given_up` is set once the
+        # service stops trying (a "dead letter"). `since` is the time when the group was done, or when its dead letter
+        # was last made due again.
         """CREATE TABLE outbox (
             group_id TEXT PRIMARY KEY REFERENCES groups (id),
             url TEXT NOT NULL,
@@ -182,8 +181,8 @@ MIGRATIONS: Migrations = (
         )""",
         "CREATE INDEX consumers_by_cursor ON consumers (tenant, cursor)",
         # `totals` has one row, which changes when a group is done or removed:
-        # cursor: the newest cursor given to a group. It is stored because the group may be removed, and its cursor must
-        #     not be used again.
+        # cursor: the newest cursor given to a group. It is stored, so that the cursor of a removed group is not used
+        #     again.
         # sessions, bytes: sums over the done groups. Computing them for each request would be slow.
         # removed_event: the newest cursor of a removed event.
         #
@@ -230,9 +229,9 @@ MIGRATIONS: Migrations = (
         """CREATE INDEX queue_shares_external ON queue_shares (tenant, priority, served, since, bucket)
             WHERE waiting = 1 AND kind = 2""",
         "ALTER TABLE groups ADD COLUMN harness TEXT NOT NULL DEFAULT ''",
-        # Each row holds a report. A client sends it to complete a session whose agent runs outside Outrider.
+        # Each row is the report with which a client completes a session whose agent runs outside Outrider.
         "CREATE TABLE session_reports (session_id TEXT PRIMARY KEY REFERENCES sessions (id), report {blob} NOT NULL)",
-        # Each row holds the failed model calls of a session for one model, as JSON. A failed call is dropped when a
+        # Each row holds the failed model calls of a session for one model, as JSON. A failed call is dropped once a
         # later call replaces it (see `FailedCalls`). `model` is empty for the policy.
         """CREATE TABLE failed_calls (
             session_id TEXT NOT NULL REFERENCES sessions (id),
@@ -242,8 +241,8 @@ MIGRATIONS: Migrations = (
         )""",
     ),
     (
-        # `translator` names the rollout system whose API the client used to submit the group; it is NULL for Outrider's
-        # own API. If `usable_trains` is 1, `min_usable` counts only sessions with tokens to train on.
+        # `translator` names the rollout system whose API was used to submit the group (NULL for Outrider's own API). If
+        # `usable_trains` is 1, `min_usable` counts only sessions with tokens to train on.
         "ALTER TABLE groups ADD COLUMN translator TEXT",
         "ALTER TABLE groups ADD COLUMN usable_trains INTEGER NOT NULL DEFAULT 0",
         # Each row is an idempotency key, written TENANT/KEY. `create_group` refuses this key until the time `until`.
@@ -254,8 +253,8 @@ MIGRATIONS: Migrations = (
         )""",
     ),
     (
-        # An external agent service runs the agents of some sessions. Each row is the newest run that Outrider started
-        # there for a session: `name` is the name that Outrider chose, and `run` is the id that the service returned.
+        # External agent services run the agents of some sessions. A row is the newest run of a session at such a
+        # service. Outrider chose its `name`, and the service returned the id `run`.
         """CREATE TABLE remote_runs (
             session_id TEXT PRIMARY KEY REFERENCES sessions (id),
             name TEXT NOT NULL,
@@ -271,7 +270,7 @@ MIGRATIONS: Migrations = (
             entries {blob} NOT NULL,
             PRIMARY KEY (session_id, attempt, part)
         )""",
-        # `reader` names a part of the service that reads events. It has processed the events up to `cursor`.
+        # `reader` is a part of the service that reads events. It has processed the events up to `cursor`.
         "CREATE TABLE positions (reader TEXT PRIMARY KEY, cursor BIGINT NOT NULL)",
         "ALTER TABLE groups ADD COLUMN traceparent TEXT",
     ),

@@ -19,7 +19,7 @@ from outrider.store import queue
 from outrider.store.database import Connection, Database
 
 MAX_PAUSES = 100
-"""Maximum number of pauses of one tenant. The admins' pauses have a limit of the same size."""
+"""Maximum number of pauses of one tenant, and of the admins."""
 ALL_TENANTS = ""
 """Value of the column `tenant` for a pause that applies to all tenants. No tenant has an empty name."""
 AT_ONCE = 100
@@ -41,8 +41,8 @@ class Pause(msgspec.Struct, frozen=True):
 
 
 class Pauses:
-    """Reads and writes the pauses in a database, which the store opens and closes. Methods raise ServiceError when the
-    database fails. `tenant` is the owner of a pause; None means that the pause applies to all tenants."""
+    """Reads and writes the pauses in the store's database. Methods raise ServiceError when the database fails. `tenant`
+    is the owner of a pause. None means that the pause applies to all tenants."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._db = database
@@ -50,7 +50,7 @@ class Pauses:
 
     async def pause(self, labels: Mapping[str, str], harness: str | None, *, tenant: str | None, who: str) -> int:
         """Hold all queued sessions that match, and matching sessions that are queued later. Returns how many sessions
-        were newly held. Repeating the call adds no second pause. Raises Conflict if the owner already has MAX_PAUSES
+        this call has held. Repeating it adds no second pause. Raises Conflict if the owner already has MAX_PAUSES
         pauses."""
         pause = Pause(tenant or ALL_TENANTS, dict(labels), harness or "")
 

@@ -1,15 +1,15 @@
-"""Implements `Database` over PostgreSQL. Over all processes, only one transaction writes at a time. Each process runs
+"""Implements `Database` over PostgreSQL. Only one transaction writes at a time, over all processes. Each process runs
 up to READERS reading transactions at the same time.
 
 Each writing transaction first takes a lock that all writers of the database share. So rows become visible in the order
-of their cursors, which number results and events. A reader at cursor 7 can be sure that no row with a lower cursor
-appears later. Neither sequences nor SERIALIZABLE transactions guarantee this.
+of their cursors, which number results and events. Once a reader has seen cursor 7, no row with a lower cursor appears.
+Neither sequences nor SERIALIZABLE transactions guarantee this.
 
 Writes that arrive during a commit share the next commit and its cost. An acknowledged commit survives a loss of power,
-unless the server's setting synchronous_commit is off. The module creates one table for itself, `writers`.
+unless the server's setting synchronous_commit is off. The module has a table for itself, `writers`.
 
-Invariant: after a ServiceError, nothing was committed. If the reply to a COMMIT is lost, the writer asks the database
-about the outcome before the next write. It repeats the question until it gets an answer or `close` is called.
+Invariant: after a ServiceError, nothing was committed. If the reply to a COMMIT is lost, the writer looks up the
+outcome in the database before the next write. It retries until it gets an answer or `close` is called.
 """
 
 from __future__ import annotations
@@ -44,14 +44,13 @@ STATEMENT_SECONDS = 60.0
 """If the server has not answered a statement after this many seconds, the connection counts as lost."""
 FOREVER = 1e7
 PATIENCE_SECONDS = 30.0
-"""How long a transaction is retried while the server cannot be reached, in seconds. The server may be restarting."""
+"""Seconds for which a transaction is retried while the server cannot be reached. The server may be restarting."""
 HANDOVER_SECONDS = 5.0
 """Seconds to wait for the lock that another service holds on the database. After a service is killed, the server may
 keep its lock for a while."""
 PAUSES = RetryPolicy(first=0.05, longest=1.0)
 
-# A key of an advisory lock consists of two numbers, and is valid within one database. Our first number is "outr" in
-# ASCII.
+# An advisory lock belongs to one database and is identified by two numbers. Our first number is "outr" in ASCII.
 LOCKS = 0x6F757472
 SERVICE, WRITE = 1, 2
 
@@ -64,21 +63,20 @@ SESSION_SETTINGS = {
     "tcp_keepalives_count": "3",
 }
 
-# `writers` stores the number of the last batch of writes that each writer committed. If a writer loses the reply to a
-# COMMIT, it looks up here whether the batch was committed. Killed processes leave rows behind, so rows older than a day
-# are deleted.
+# `writers` stores the number of the last batch that each writer committed. A writer that loses the reply to a COMMIT
+# looks up here whether the batch was committed. Rows older than a day are deleted, because killed processes leave their
+# rows behind.
 CREATE_WRITERS = """CREATE TABLE IF NOT EXISTS writers
     (writer TEXT PRIMARY KEY, batch BIGINT NOT NULL, at TIMESTAMPTZ NOT NULL DEFAULT now());
     DELETE FROM writers WHERE at < now() - INTERVAL '1 day'"""
 COMMIT_WRITE = """INSERT INTO writers (writer, batch) VALUES ('{}', {})
     ON CONFLICT (writer) DO UPDATE SET batch = excluded.batch, at = excluded.at; COMMIT"""
-# With READ COMMITTED, each statement sees all earlier commits. Stricter isolation levels would use one snapshot for the
-# whole transaction. This snapshot would be taken before the lock is granted, and would miss the commits made in
-# between.
+# With READ COMMITTED, each statement sees all earlier commits. With a stricter isolation level, the whole transaction
+# would use one snapshot, taken before the lock is granted. The commits made in between would be missing.
 BEGIN_WRITE = f"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SELECT pg_advisory_xact_lock({LOCKS}, {WRITE})"
 BEGIN_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
-# After this process loses a connection, the connection may still be open on the server and hold locks. So a writer that
-# reconnects ends its earlier connections. It finds them by their application name, which only this writer uses.
+# A connection that this process has lost may still be open on the server and hold locks. So a writer that reconnects
+# ends its earlier connections. It finds them by their application name, which only this writer uses.
 END_LOST = """SELECT pg_terminate_backend(pid) FROM pg_stat_activity
     WHERE application_name = current_setting('application_name') AND pid <> pg_backend_pid()"""
 HOLDER = f"""SELECT pid, application_name, client_addr, backend_start FROM pg_stat_activity JOIN pg_locks USING (pid)
@@ -121,8 +119,8 @@ class PostgresqlDatabase:
     """Implements `Database` over one PostgreSQL database.
 
     A service sets `sole`. Its writer then holds a lock that only one service can have. A second service gets a
-    ServiceError that says which process holds the lock. Processes without `sole` need no such lock. The first write has
-    no time limit, because it migrates the schema.
+    ServiceError that names the process with the lock. Processes without `sole` do not take the lock. The first write
+    has no time limit, because it migrates the schema.
     """
 
     types: Mapping[str, str] = {"blob": "BYTEA", "serial": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"}
@@ -204,8 +202,8 @@ class _Job(NamedTuple):
 
 
 class _Unreachable(ServiceError):
-    """The transaction may succeed if it is tried again. The connection failed, another service holds the lock, or the
-    server aborted the transaction."""
+    """The connection failed, another service holds the lock, or the server aborted the transaction. A retry may
+    succeed."""
 
 
 class _Connection:
@@ -230,8 +228,8 @@ class _Connection:
 
 
 class _Server:
-    """Opens connections to a server. Administrators and `_Writer` recognize them by an application name that is unique
-    to this process."""
+    """Opens connections to a server. Administrators and `_Writer` recognize them by their application name, which only
+    this process uses."""
 
     def __init__(self, url: str, limit: float) -> None:
         self.shown = without_password(url)
@@ -272,8 +270,8 @@ class _Batch:
 
 
 class _Writer:
-    """Runs all writes on one connection, from a queue. The queue cannot grow without limit, because each caller waits
-    for its own write."""
+    """Runs all writes on one connection, from a queue. The queue needs no limit, because each caller waits for its own
+    write."""
 
     def __init__(self, server: _Server, *, sole: bool, patience: float, commits: Histogram) -> None:
         self._server = server
@@ -315,8 +313,8 @@ class _Writer:
                 await _closed(self._raw)
 
     async def connection(self) -> asyncpg.Connection:
-        """Return the open connection, or open a new one. With `sole`, a new connection also takes the lock that only
-        one service can hold."""
+        """Return the open connection, or open a new one. With `sole`, a new connection also takes the lock (see
+        `_hold`)."""
         if self._raw is None or self._raw.is_closed():
             raw = await self._server.connect("writer")
             try:
@@ -350,9 +348,9 @@ class _Writer:
             await asyncio.sleep(0.1)
 
     async def _settle(self, jobs: Sequence[_Job]) -> None:
-        """Run the jobs in one transaction, and set their futures. If a job fails, run each half of the jobs in a
-        transaction of its own. This repeats until only the caller of the failing job gets the error. Savepoints would
-        avoid the repetition, but would slow down every batch."""
+        """Run the jobs in one transaction, and set their futures. If a job fails, each half of the jobs is run in its
+        own transaction, and so on. In the end, only the caller of the failing job gets the error. Savepoints would
+        avoid the repetition, but slow down every batch."""
         self._batches += 1
         batch = _Batch(self._batches, [job.body for job in jobs])
         try:
@@ -448,8 +446,7 @@ async def _closed(raw: asyncpg.Connection) -> None:
 
 @cache
 def _numbered(sql: str) -> str:
-    """Replace each `?` in the statement by $1, $2 and so on. This is correct because no statement has a `?` inside a
-    literal."""
+    """Replace each `?` in the statement by $1, $2 and so on. No statement has a `?` inside a literal."""
     first, *others = sql.split("?")
     return first + "".join(f"${number}{other}" for number, other in enumerate(others, start=1))
 

@@ -1,8 +1,8 @@
 """Defines in which order queued sessions start.
 
-A bucket has the sessions of a tenant whose label `run` is the same. Sessions without `run` are grouped by the label
-`user`, and sessions without either label share one bucket. These steps choose the next session:
-1. Take the tenant with the fewest running sessions. Among equals, take the tenant whose last start was longest ago.
+A bucket has a tenant's sessions with the same label `run` or, if they have no `run`, with the same label `user`. A
+tenant's sessions with neither label share one bucket. These steps choose the next session:
+1. Take the tenant with the fewest sessions in progress. Among equals, take the tenant served least recently.
 2. Take the highest priority at which this tenant has waiting sessions.
 3. Take one of the tenant's buckets at this priority, by the rule of step 1.
 4. Take the oldest session of this bucket.
@@ -11,8 +11,8 @@ Clients choose priorities and labels, so these must not affect other tenants. A 
 tenant. A client that names a new run for each group delays only sessions of its own tenant.
 
 The functions run in the caller's transaction. Invariant: if a session of a bucket waits at a priority, the row in
-`queue_shares` for this bucket and priority has `waiting` = 1. The reverse may be false: a reader that finds a row with
-`waiting` = 1 and no waiting session calls `close_shares`.
+`queue_shares` for this bucket and priority has `waiting` = 1. If a reader finds `waiting` = 1 but no waiting session,
+it calls `close_shares`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ ABOVE_ALL = (1 << 31) - 1
 """Higher than every priority."""
 
 MOST_PASSED = 64
-"""If this many buckets of a tenant must be skipped, a pass over the queue skips the whole tenant. This limits the cost
-of the pass. It still considers other tenants."""
+"""If this many buckets of a tenant must be skipped, a pass over the queue skips the tenant, but considers other
+tenants. This limits the cost of the pass."""
 
 
 class Picked(msgspec.Struct, frozen=True):
@@ -84,7 +84,7 @@ def kind_of(labels: Mapping[str, str], *, external: bool) -> QueueKind:
 
 def bucket_of(tenant: str, labels: Mapping[str, str], *, external: bool = False) -> str:
     """Return the name of a group's bucket: the tenant, and a digest of the label. The label itself might be too
-    long, or contain characters that a database refuses. Evaluations and external sessions of a run get buckets of
+    long, or contain characters that a database refuses. A run's evaluations and external sessions have buckets of
     their own."""
     named = next(((name, labels[name]) for name in BUCKET_LABELS if labels.get(name)), ())
     kind = kind_of(labels, external=external)
@@ -105,14 +105,14 @@ async def open_share(tx: Connection, priority: int, bucket: str, *, kind: QueueK
 
 
 async def reopen_share(tx: Connection, priority: int, bucket: str) -> None:
-    """Record that sessions of a bucket wait at a priority again."""
+    """Record that the bucket has waiting sessions at this priority again."""
     sql = "UPDATE queue_shares SET waiting = 1 WHERE priority = ? AND bucket = ? AND waiting = 0"
     await tx.execute(sql, (priority, bucket))
 
 
 async def note_served(tx: Connection, priority: int, bucket: str) -> None:
-    """Record that a session of the bucket was started. The bucket is then the last one among those with equally many
-    running sessions."""
+    """Record that a session of the bucket was started. Among buckets with equally many sessions in progress, this
+    bucket then comes last."""
     await tx.execute(
         """UPDATE queue_shares SET served = (SELECT MAX(served) + 1 FROM queue_shares)
            WHERE priority = ? AND bucket = ?""",
@@ -121,7 +121,7 @@ async def note_served(tx: Connection, priority: int, bucket: str) -> None:
 
 
 async def close_shares(tx: Connection, shares: Sequence[tuple[int, str]]) -> None:
-    """Take pairs (priority, bucket). Set `waiting` to 0 for each pair in which no session waits."""
+    """For each pair (priority, bucket) in which no session waits, set `waiting` to 0."""
     await tx.execute_many(
         """UPDATE queue_shares SET waiting = 0 WHERE priority = ? AND bucket = ? AND NOT EXISTS (SELECT 1 FROM sessions
                WHERE sessions.waiting = 1 AND sessions.priority = queue_shares.priority
@@ -136,7 +136,7 @@ class QueuePass:
     now: the current time. A session is picked only if its `due` is not later.
     latest: a session whose `due` is later than this is picked, too. Retries are never delayed for so long, so the
         system clock must have been set back.
-    under_way: number of running sessions, by bucket.
+    under_way: number of sessions in progress, by bucket.
     skip: buckets to leave out. A tenant with MOST_PASSED of them is left out entirely.
     kind: the kind of sessions to pick. None means every kind except EXTERNAL.
     """
@@ -166,8 +166,7 @@ class QueuePass:
 
     async def pick(self, limit: int) -> Picked:
         """Return up to `limit` sessions in the order in which they should start. The cost grows with `limit`, the
-        number of tenants and the number of buckets with running sessions. It does not depend on the length of the
-        queue."""
+        number of tenants and the number of buckets with sessions in progress, but not with the length of the queue."""
         picked = Picked([], [])
         order = count()
         waiting = [(self._work[tenant], next(order), _Tenant(self, tenant)) for tenant in await self._tenants()]
@@ -182,8 +181,8 @@ class QueuePass:
         return picked
 
     async def _tenants(self) -> list[str]:
-        """Return the tenants that have waiting sessions; the tenant whose last start was longest ago comes first.
-        Tenants with MOST_PASSED skipped buckets are left out."""
+        """Return the tenants with waiting sessions, least recently served first. Tenants with MOST_PASSED skipped
+        buckets are left out."""
         found = await self.tx.fetch(TENANTS.format(which=self.which), ())
         return [tenant for tenant, _ in found if self._passed[tenant] < MOST_PASSED]
 
@@ -226,13 +225,13 @@ class _Line:
         self._taken: dict[str, int] = {}
 
     async def next(self, wanted: int, empty: list[tuple[int, str]]) -> Row | None:
-        """Return the tenant's next session at this priority, or None if none is left. `wanted` is about how many
-        sessions the caller still needs from this tenant; it sets how many rows a query reads. Buckets without waiting
-        sessions are added to `empty`."""
+        """Return the tenant's next session at this priority, or None. `wanted` is about how many sessions the caller
+        still needs from this tenant; it sets how many rows a query reads. Buckets without waiting sessions are added to
+        `empty`."""
         queue_pass = self._pass
         while True:
-            # Buckets without running sessions come first. So read more buckets until one of them is at the top of the
-            # heap.
+            # Buckets without sessions in progress come first. So read more buckets until one of them is at the top of
+            # the heap.
             while self._last is not None and (not self._buckets or self._buckets[0][0] > 0):
                 await self._read_buckets(wanted + len(queue_pass.busy) + len(queue_pass.skip))
             if not self._buckets:
@@ -247,7 +246,7 @@ class _Line:
                 empty.append((self._priority, bucket))
 
     async def _read_buckets(self, number: int) -> None:
-        """Read the next `number` buckets into the heap. The bucket whose last start was longest ago comes first."""
+        """Read the next `number` buckets into the heap, least recently served first."""
         found = await self._pass.tx.fetch(
             f"""SELECT served, since, bucket FROM queue_shares
                 WHERE {self._pass.which} AND priority = ? AND tenant = ? AND (served, since, bucket) > (?, ?, ?)

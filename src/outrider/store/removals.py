@@ -6,8 +6,8 @@ A removal has two steps. `hide` excludes the group and its sessions from all que
 
 Invariants:
 - A group is hidden together with all its sessions.
-- A group is hidden only after it is done. If it has a callback, this was delivered or discarded before.
-- A group is hidden only after every consumer that reads it has acknowledged it. `force` overrides this rule.
+- A group is hidden only if it is done and its callback, if any, was delivered or discarded.
+- A group is hidden only if every consumer that reads it has acknowledged it. `force` overrides this rule.
 - A hidden group stays hidden, even if the process is killed.
 """
 
@@ -24,8 +24,7 @@ from outrider.store.rows import row_from
 from outrider.store.tenants import note_erased_events, note_hidden
 
 REMOVED = "removed"
-"""State of hidden groups and their sessions, until their rows are deleted. The rest of the store ignores rows in this
-state."""
+"""State of hidden groups and their sessions, until their rows are deleted. The rest of the store skips these rows."""
 
 ALL_CURSORS = (1 << 63) - 1
 
@@ -64,8 +63,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Removals:
-    """Removes groups from a database, which the store opens and closes. Methods raise ServiceError when the database
-    fails.
+    """Removes groups from the store's database. Methods raise ServiceError when the database fails.
 
     With `force`, groups are removed even if a consumer has not acknowledged them.
     """
@@ -80,8 +78,8 @@ class Removals:
         return int(groups) + int(images)
 
     async def candidates(self, *, force: bool, after: tuple[float, int] = (-inf, 0), limit: int) -> list[Candidate]:
-        """Return up to `limit` groups that may be removed; the group that finished first comes first. For the next
-        page, pass the `place` of the last returned group as `after`."""
+        """Return up to `limit` groups that may be removed, in the order in which they finished. For the next page, pass
+        the `place` of the last returned group as `after`."""
         sql = f"""SELECT id, n, bytes, finished, cursor FROM groups
             WHERE {_removable(force)} AND (finished, cursor) > (?, ?)
             ORDER BY finished, cursor LIMIT ?"""
@@ -143,10 +141,10 @@ class Removals:
         return await self._db.read(body)
 
     async def erase(self, rows: int) -> bool:
-        """Delete about `rows` rows of hidden groups, or fewer. Returns True if more rows may be left.
+        """Delete about `rows` rows of hidden groups. Returns True if more may be left.
 
-        Before this call, the caller must delete the sessions' other data, such as files. Once the rows are gone,
-        nothing refers to that data.
+        Before this call, the caller must delete the sessions' other data, such as files. Without the rows, nothing
+        refers to this data.
         """
 
         async def body(tx: Connection) -> bool:

@@ -98,8 +98,8 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueLength(msgspec.Struct, frozen=True):
-    """Length of the queue. `sessions` counts waiting sessions and sessions that a pause holds. `buckets` and `tenants`
-    count those with waiting sessions."""
+    """`sessions` counts waiting sessions and sessions that a pause holds. `buckets` and `tenants` count those with
+    waiting sessions."""
 
     sessions: int
     buckets: int
@@ -122,8 +122,8 @@ class Backlog(msgspec.Struct, frozen=True):
 
 
 class PolicyRow(msgspec.Struct, frozen=True):
-    """The policy version that a trainer set last. `weights` says where its weights are stored; it is None if the
-    engines were not told to load weights."""
+    """The policy version that a trainer set last. `weights` says where its weights are stored. It is None if the
+    engines loaded no weights."""
 
     version: int
     weights: str | None = None
@@ -164,10 +164,10 @@ class EventKind(StrEnum):
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the outbox: a finished group whose result must still be sent to the group's callback URL.
+    """A row of the outbox: a finished group whose result must still be sent to its callback URL.
 
     next_try: time of the next try.
-    since: when the group was done, or when a dead letter (a delivery given up) was last made due again.
+    since: when the group was done, or when a given-up delivery was last made due again.
     tries: number of failed tries.
     fault: why the last try failed.
     given_up: when the service gave up. The delivery is then retried only on request.

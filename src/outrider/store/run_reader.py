@@ -31,8 +31,8 @@ class Retry(msgspec.Struct, frozen=True):
 
 
 class RunChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups and sessions in their current state, and retries. `cursor` is the cursor of the last event that was read,
-    and `at` the time of this event. `more` is True if more changes may follow."""
+    """Groups and sessions in their current state, and retries. `cursor` belongs to the last event that was read, and
+    `at` is the time of this event. `more` is True if more changes may follow."""
 
     groups: list[GroupRow] = []
     sessions: list[SessionRow] = []
@@ -43,8 +43,7 @@ class RunChanges(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunReader:
-    """Reads groups and sessions from a database, which the store opens and closes. Methods raise ServiceError when the
-    database fails."""
+    """Reads groups and sessions from the store's database. Methods raise ServiceError when the database fails."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -78,7 +77,7 @@ class RunReader:
 
     async def page(self, after: tuple[float, str] | None, limit: int) -> RunChanges:
         """Return up to `limit` groups with their sessions, oldest first. `after` has the creation time and id of the
-        last group on the previous page."""
+        last group of the previous page."""
         where, values = ("", ()) if after is None else (" AND (created, id) > (?, ?)", after)
         sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE state <> ?{where} ORDER BY created, id LIMIT ?"
 
@@ -90,8 +89,7 @@ class RunReader:
         return await self._db.read(body)
 
     async def retries(self, after: int, limit: int) -> tuple[list[Retry], int]:
-        """Return up to `limit` retries after a cursor, and the cursor of the last of them. The returned cursor is 0 if
-        no more retries follow."""
+        """Return up to `limit` retries after a cursor, and the cursor of the last one (0 if no more retries follow)."""
         sql = """SELECT cursor, at, kind, group_id, session_id, data FROM events WHERE kind = ? AND cursor > ?
             ORDER BY cursor LIMIT ?"""
         found = await self._db.read(lambda tx: tx.fetch(sql, (EventKind.SESSION_RETRY.value, after, limit)))
@@ -156,7 +154,7 @@ async def _sessions(tx: Connection, column: str, ids: Sequence[str]) -> list[Ses
 
 def _chunks(ids: Sequence[str]) -> list[tuple[Sequence[str], str]]:
     """Split the ids into chunks. Each chunk is returned with its `?` placeholders. All chunks have the same length, so
-    that the database prepares only one statement; copies of the last id fill up the last chunk."""
+    that the database prepares only one statement. Copies of the last id fill up the last chunk."""
     found: list[tuple[Sequence[str], str]] = []
     for start in range(0, len(ids), AT_ONCE):
         some = list(ids[start : start + AT_ONCE])

@@ -4,9 +4,9 @@ for it.
 Writes that arrive during a commit share the next commit and its cost. Another thread moves SQLite's write-ahead log
 into the database file. Every commit survives the end of the process.
 
-If a commit contains a non-volatile write, it waits for the disk (synchronous=FULL). This commit and all earlier ones
-then survive a loss of power. A commit of volatile writes only does not wait (synchronous=NORMAL). A loss of power may
-undo such commits of the last seconds, but never a part of a commit.
+A commit with a non-volatile write waits for the disk (synchronous=FULL). This commit and all earlier ones then survive
+a loss of power. A commit with only volatile writes does not wait (synchronous=NORMAL). A loss of power may undo such
+commits of the last seconds, but never a part of a commit.
 
 Invariant: if a body fails, only its own changes are undone.
 """
@@ -42,8 +42,8 @@ CHECKPOINT_SECONDS = 1.0
 CHECKPOINTS = "checkpoints of the database"
 """Name under which failed checkpoints appear in the list of failures."""
 CHECKPOINT_PAGES = 16_384
-"""At this length of the write-ahead log in pages (64 MiB), the writer itself moves the log into the file. So the log
-cannot grow without limit."""
+"""At this length of the write-ahead log in pages (64 MiB), the writer itself moves the log into the file. This limits
+the log."""
 
 NORMAL, FULL = 1, 2
 """Values of SQLite's setting `synchronous`. In WAL mode, only a commit with FULL waits for the disk."""
@@ -72,10 +72,8 @@ GONE = "put the data folder back where it was, or restart the service: until the
 
 def sqlite_store(path: Path | None, failures: Failures | None = None, *, key: KeySource | None = None) -> Store:
     """Return a store in the SQLite file at `path`, whose folder must exist. If `path` is None, the store is in memory,
-    which is for tests.
-
-    Failed checkpoints are reported to `failures`. `key` encrypts the tasks; by default, it is in a file in the same
-    folder."""
+    for tests. Failed checkpoints are reported to `failures`. `key` encrypts the tasks. By default, it is in a file in
+    the same folder."""
     if key is None and path is not None:
         key = KeyFile(path.with_name(KEY_FILE))
     return Store(SqliteDatabase(path, failures), key=key)
@@ -117,8 +115,8 @@ class SqliteDatabase:
     async def close(self) -> None:
         self._writes = self._reads = self._file = None
         threads, self._threads = self._threads, []
-        # The threads end one after another. Only the connection that closes last removes the write-ahead log. If
-        # several connections close at once, each may see another one still open, and the log stays.
+        # The threads end one after another, because only the connection that closes last removes the write-ahead log.
+        # If several close at once, each may see another one still open, and the log stays.
         for thread in threads:
             thread.stop()
             await thread.ended()
@@ -161,8 +159,7 @@ class SqliteDatabase:
         loop, failures = asyncio.get_running_loop(), self._failures
 
         def serve(raw: sqlite3.Connection) -> None:
-            """Move the write-ahead log into the database file every second, so that commits need not do it and wait for
-            the disk."""
+            """Move the write-ahead log into the database file every second, so that commits need not wait for this."""
             while not stopping.wait(CHECKPOINT_SECONDS):
                 try:
                     raw.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
@@ -223,8 +220,8 @@ class _Connection:
 
 
 class _Jobs:
-    """Queue of bodies that one or more threads run. The queue cannot grow without limit, because each caller waits for
-    its own body."""
+    """Queue of bodies that one or more threads run. The queue needs no limit, because each caller waits for its own
+    body."""
 
     def __init__(
         self,
@@ -270,9 +267,9 @@ class _Jobs:
         return batch
 
     def _settle(self, raw: sqlite3.Connection, batch: Sequence[_Job]) -> list[_Outcome]:
-        """Run a batch of jobs in one transaction. If a job fails, run each half of the batch in a transaction of its
-        own. This repeats until only the caller of the failing job gets the error. Savepoints would avoid the
-        repetition, but would slow down every batch."""
+        """Run a batch of jobs in one transaction. If a job fails, each half of the batch is run in its own transaction,
+        and so on. In the end, only the caller of the failing job gets the error. Savepoints would avoid the repetition,
+        but slow down every batch."""
         began = time.perf_counter()
         try:
             self._check_file()

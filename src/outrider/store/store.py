@@ -3,9 +3,9 @@
 All SQL and all transactions of Outrider are in this folder. Each public method makes its changes in one transaction.
 The caller decides which sessions to start, retry or cancel.
 
-Invariants: only the newest attempt of a session can write, and only while it is running; other writes raise Conflict. A
-session's result is stored in the same transaction as all that follows from it: the state of the group, its cursor, its
-event and its outbox row.
+Invariants: only the newest attempt of a session can write, and only while it is in progress; other writes raise
+Conflict. A session's result is stored in the same transaction as the changes that follow from it: the group's state,
+cursor, event and outbox row.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING,
 `finish`."""
 
 # A model call waits for this write, so one statement both checks the attempt and inserts the turn. `lease_until` is set
-# only while an attempt is running. If no row was inserted, a second statement finds out why.
+# only while an attempt is in progress. If no row was inserted, a second statement finds out why.
 ADD_TURN = """INSERT INTO turns (session_id, attempt, turn_index, turn)
     SELECT id, attempt, ?, ? FROM sessions WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL
     ON CONFLICT DO NOTHING"""
@@ -126,7 +126,7 @@ class Store:
 
     With a `tenant`, a method sees only this tenant's rows. If `tenant` is None, it sees all rows.
 
-    If a session was cancelled, has expired or is not needed any more, it has `ending` set:
+    A session that was cancelled, has expired or is not needed any more has `ending` set:
     - It leaves the queue at once: `queued` skips it, and `start_attempt` refuses it.
     - It becomes done when the caller passes the reason in `ending` to `finish`.
     - If its attempt ends before that by `requeue` or `recover`, its state is QUEUED in the meantime.
@@ -141,8 +141,8 @@ class Store:
         clock: Callable[[], float] = time.time,
         migrations: Migrations = MIGRATIONS,
     ) -> None:
-        """`key` loads or makes the key that encrypts tasks. If it is None, a new key is used that is lost when this
-        store is closed. The tasks cannot be read after that."""
+        """`key` loads or makes the key that encrypts tasks. If it is None, a new key is used, and the tasks cannot be
+        read once this store is closed."""
         self._db = database
         self._key_source = key or TaskKey.new()
         self._clock = clock
@@ -355,8 +355,8 @@ class Store:
         return [self._group(row) for row in await self._db.read(body)]
 
     async def to_end(self, group_id: str | None = None) -> list[SessionRow]:
-        """List the sessions that have `ending` set but are not done, in sample order. With `group_id`, list only this
-        group's."""
+        """List the sessions that have `ending` set but are not done, in sample order. `group_id` limits the list to one
+        group."""
         where, values = ("", ()) if group_id is None else ("AND group_id = ?", (group_id,))
         where = f"ending IS NOT NULL AND state <> 'done' {where} ORDER BY group_id, sample_index"
         return await self._db.read(lambda tx: _find_sessions(tx, where, *values))
@@ -401,7 +401,7 @@ class Store:
 
     async def next_due(self, *, after: float) -> float | None:
         """Return the next time, later than `after`, at which a waiting session becomes due or expires. Returns None if
-        there is no such time."""
+        there is none."""
 
         async def body(tx: Connection) -> float | None:
             due = await tx.fetch("SELECT MIN(due) FROM sessions WHERE waiting = 1 AND due > 0 AND due > ?", (after,))
@@ -427,8 +427,8 @@ class Store:
         return await self._db.read(body)
 
     async def backlog(self) -> Backlog:
-        """Return measures of the queue, the callbacks and the stored bytes. Reads all of the queue and the outbox, but
-        only in their indexes."""
+        """Return measures of the queue, the callbacks and the stored bytes. Reads the indexes of the whole queue and
+        the outbox."""
 
         async def body(tx: Connection) -> Backlog:
             ((oldest,),) = await tx.fetch("SELECT MIN(created) FROM sessions WHERE waiting = 1")
@@ -503,9 +503,9 @@ class Store:
         return [self._group(row) for row in await self._db.read(lambda tx: tx.fetch(sql, wanted))]
 
     async def refuse_key(self, tenant: str, idempotency_key: str, *, until: float) -> GroupRow | None:
-        """Refuse new groups of the tenant with this idempotency key until the time `until`. If the tenant already has a
-        group with this key, change nothing and return that group. Raises QuotaExceeded if MOST_REFUSED keys of the
-        tenant are already refused."""
+        """Refuse new groups of the tenant with this idempotency key until the time `until`. If the tenant already has
+        such a group, change nothing and return the group. Raises QuotaExceeded if MOST_REFUSED keys of the tenant are
+        already refused."""
         key = rows.stored_key(tenant, idempotency_key)
 
         async def body(tx: Connection) -> GroupRow | None:
@@ -608,8 +608,8 @@ class Store:
         return await self._db.write(body)
 
     async def adopt_turns(self, session_id: str, attempt: int, of: str) -> SessionRow:
-        """Copy the turns of another session, `of`, to a running attempt. Returns the session `of`. Repeating the call
-        changes nothing. Raises Conflict if `of` is not done."""
+        """Copy the turns of another session, `of`, to an attempt in progress. Returns the session `of`. Repeating the
+        call changes nothing. Raises Conflict if `of` is not done."""
 
         async def body(tx: Connection) -> SessionRow:
             await _under_way(tx, session_id, attempt)
@@ -637,8 +637,8 @@ class Store:
         await self._db.write(body)
 
     async def drop_turns(self, session_id: str, attempt: int) -> None:
-        """Delete the turns and failed calls of a running attempt, because its agent starts over. Raises Conflict if a
-        report has already completed the session."""
+        """Delete the turns and failed calls of an attempt in progress, because its agent starts over. Raises Conflict
+        if a report has already completed the session."""
 
         async def body(tx: Connection) -> None:
             session = await _under_way(tx, session_id, attempt)
@@ -659,7 +659,7 @@ class Store:
     async def keep_failed_calls(self, session_id: str, attempt: int, calls: bytes, *, model: str | None = None) -> None:
         """Store the failed calls of one model that no later call has replaced (see `FailedCalls`). `calls` is a JSON
         array of `FailedCall`; it replaces the stored array for this session and model. `model` is None for the policy.
-        Raises Conflict if the attempt is not running."""
+        Raises Conflict if the attempt has ended."""
         sql = """INSERT INTO failed_calls (session_id, model, calls) VALUES (?, ?, ?)
             ON CONFLICT (session_id, model) DO UPDATE SET calls = excluded.calls"""
 
@@ -670,16 +670,16 @@ class Store:
         await self._db.write(body)
 
     async def failed_calls(self, session_id: str) -> dict[str | None, bytes]:
-        """Return the session's failed calls that are stored, by model (None for the policy). See
-        `keep_failed_calls`."""
+        """Return the failed calls that `keep_failed_calls` has stored for the session, by model (None for the
+        policy)."""
         sql = "SELECT model, calls FROM failed_calls WHERE session_id = ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (session_id,)))
         return {model or None: bytes(calls) for model, calls in found}
 
     async def keep_remote_run(self, session_id: str, attempt: int, name: str, run: str) -> None:
-        """Store the id of a run at an external agent service, which runs the agent of this session. `name` is the run's
-        name in Outrider; `run` is the id that the service chose. The id of an earlier run of the session is replaced.
-        Raises Conflict if the attempt is not running."""
+        """Store the id of the run that executes this session's agent at an external agent service. `name` is the run's
+        name in Outrider, and `run` is the id that the service chose. It replaces the id of an earlier run. Raises
+        Conflict if the attempt has ended."""
         sql = """INSERT INTO remote_runs (session_id, name, run) VALUES (?, ?, ?)
             ON CONFLICT (session_id) DO UPDATE SET name = excluded.name, run = excluded.run"""
 
@@ -690,8 +690,7 @@ class Store:
         await self._db.write(body)
 
     async def remote_run(self, session_id: str, name: str) -> str | None:
-        """Return the id that an external agent service chose for the session's run `name`, or None (see
-        `keep_remote_run`)."""
+        """Return the id that `keep_remote_run` has stored for the session's run `name`, or None."""
         sql = "SELECT run FROM remote_runs WHERE session_id = ? AND name = ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (session_id, name)))
         return str(found[0][0]) if found else None
@@ -735,8 +734,8 @@ class Store:
         return f"{EXTERNAL_KEY}{session_id}_{self._key.mark(_key_of(session_id))}"
 
     def session_of_credential(self, credential: str) -> str | None:
-        """Return the id of the session that has this credential, or None. Only sessions with agents outside Outrider
-        have one."""
+        """Return the id of the session with this credential, or None. Only sessions with agents outside Outrider have
+        one."""
         if not credential.startswith(EXTERNAL_KEY):
             return None
         session_id = credential[len(EXTERNAL_KEY) : -MARK_LENGTH - 1]
@@ -807,14 +806,14 @@ class Store:
         await self._db.write(body)
 
     async def renew_leases(self, attempts: Mapping[str, int], lease_until: float) -> None:
-        """Set a new end for the leases of running attempts. `attempts` has attempt numbers by session id. Attempts that
-        have ended are skipped."""
+        """Set the ends of the leases of attempts in progress. `attempts` has attempt numbers by session id. Attempts
+        that have ended are skipped."""
         sql = "UPDATE sessions SET lease_until = ? WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL"
         values = [(lease_until, id, attempt) for id, attempt in attempts.items()]
         await self._db.write(lambda tx: tx.execute_many(sql, values), volatile=True)
 
     async def add_turn(self, session_id: str, attempt: int, turn: Turn, *, model: str | None = None) -> None:
-        """Store a turn of a running attempt. Raises Conflict if the attempt is not running, or already has a turn with
+        """Store a turn of an attempt in progress. Raises Conflict if the attempt has ended, or already has a turn with
         this index.
 
         `model` is the frozen model that sampled the turn, or None for the policy. The turns of each model are numbered
@@ -832,8 +831,8 @@ class Store:
                 raise Conflict(f"session {session_id} already has a turn {turn.index} in attempt {attempt}")
             await insert_images(tx, session_id, taken.images)
 
-        # The write is volatile, because the agent waits for it. A loss of power may undo the write. It then also ends
-        # the attempt, and the session starts again from its task. Once the end of an attempt is stored, so are all its
+        # The write is volatile, because the agent waits for it. If a loss of power undoes the write, the attempt has
+        # ended, too, and the session starts again from its task. Once the end of an attempt is stored, so are all its
         # turns.
         await self._db.write(body, volatile=True)
         self.turns_added.publish(AddedTurn(session_id, attempt, turn, model))
@@ -895,9 +894,9 @@ class Store:
         return await self._db.read(body)
 
     async def packed_results(self, group_ids: Sequence[str], first: int, count: int) -> list[PackedResult]:
-        """Return the encoded results of done sessions in these groups. `first` is the lowest sample index, and
-        `count` the number of indexes. The caller decodes them (`rows.result_from`), because decoding many results
-        takes long."""
+        """Return the encoded results of done sessions in these groups. Only sessions with sample indexes from `first`
+        to `first + count - 1` are included. The caller decodes the results (`rows.result_from`), because this may take
+        long."""
         if not group_ids:
             return []
         sql = f"""SELECT group_id, result FROM sessions WHERE group_id IN ({", ".join("?" * len(group_ids))})
@@ -907,8 +906,8 @@ class Store:
         return [PackedResult(*row) for row in await self._db.read(lambda tx: tx.fetch(sql, values))]
 
     async def packed_turns(self, session_id: str, attempt: int, *, limit: int) -> list[bytes]:
-        """Return the first `limit` turns of an attempt in order of index, encoded (`rows.turn_from` decodes them). For
-        an unknown session, the list is empty."""
+        """Return the first `limit` turns of an attempt in order of index, encoded (see `rows.turn_from`). For an
+        unknown session, the list is empty."""
         sql = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index LIMIT ?"
         return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql, (session_id, attempt, limit)))]
 
@@ -949,14 +948,13 @@ class Store:
         """Store the result of a session. The session is then done. Returns True if its group is now done, too.
 
         A group is done when all its sessions are. It then gets a cursor, an event and, if it has a callback URL, an
-        outbox row. If enough sessions are usable before that (`min_usable`), `ending` is set for the group's other
-        sessions. A queued session may be finished, too, for example after a cancellation; `attempt` is then its last
-        attempt.
+        outbox row. If enough sessions are usable before that (`min_usable`), `ending` is set for the others. A queued
+        session may be finished, too, for example after a cancellation; `attempt` is then its last attempt.
 
-        under_way: set by an attempt that ends its own session. Raises Conflict if the attempt is not running any more,
-            for example because its lease has ended.
+        under_way: set by an attempt that ends its own session. Raises Conflict if the attempt has already ended, for
+            example with its lease.
         of_all_turns: set if `result` was computed while the attempt could still add turns. Raises MoreTurns if a turn
-            was added since then.
+            was added since.
         """
         packed = rows.pack(result)
         check = _under_way if under_way else _unfinished
@@ -1062,8 +1060,8 @@ class Store:
         return await self._db.write(body)
 
     async def recover(self, *, now: float, held: Container[str] = (), due: float = 0.0) -> list[SessionRow]:
-        """Find attempts that were lost with their node, and queue their sessions again. An attempt is lost if its lease
-        ended before `now`. The attempt is counted as recovered. The next attempt does not start before `due`.
+        """Queue the sessions again whose attempts were lost with their nodes. An attempt is lost if its lease ended
+        before `now`. It is counted as recovered. The next attempt does not start before `due`.
 
         Sessions in `held` are skipped. Returns the sessions that were queued again, including those with `ending` set.
         """
@@ -1158,8 +1156,8 @@ class Store:
     ) -> list[Delivery]:
         """List callbacks that are due for a try, except those to the receivers in `busy`.
 
-        If the next try is later than `latest`, the callback is due, too. Tries are never delayed for so long, so the
-        system clock must have been set back.
+        A callback whose next try is later than `latest` is due, too. Tries are never delayed for so long, so the system
+        clock must have been set back.
         """
         others = f" AND receiver NOT IN ({', '.join('?' * len(busy))})" if busy else ""
         sql = f"SELECT {rows.DELIVERY_COLUMNS} FROM outbox WHERE given_up IS NULL AND next_try"
@@ -1338,8 +1336,8 @@ async def _unfinished(tx: Connection, session_id: str, attempt: int) -> SessionR
 
 
 async def _continue_turns(tx: Connection, session_id: str, attempt: int) -> None:
-    """Move the turns of earlier attempts to the attempt that starts. At most one earlier attempt has turns. If the
-    service was lost before a turn was stored, this leaves a gap. The later turns are then renumbered to close it."""
+    """Move the turns of earlier attempts to the attempt that starts. At most one earlier attempt has turns. A turn may
+    be missing if the service was lost before it was stored. The later turns are then renumbered, without a gap."""
     for table in TURN_TABLES:
         sql = f"UPDATE {table} SET attempt = ? WHERE session_id = ? AND attempt < ?"
         await tx.execute(sql, (attempt, session_id, attempt))
@@ -1353,7 +1351,7 @@ async def _continue_turns(tx: Connection, session_id: str, attempt: int) -> None
 
 
 async def _under_way(tx: Connection, session_id: str, attempt: int) -> SessionRow:
-    """Return the session. Raises Conflict unless `attempt` is running."""
+    """Return the session. Raises Conflict unless `attempt` is in progress."""
     session = await _unfinished(tx, session_id, attempt)
     if session.state is SessionState.QUEUED:
         raise Conflict(f"session {session_id} waits in the queue: attempt {attempt} has ended")

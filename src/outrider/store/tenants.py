@@ -65,7 +65,7 @@ async def note_erased_events(tx: Connection, group_id: str, last: int) -> None:
 
 
 async def total(tx: Connection, column: Literal["cursor", "sessions", "removed_event"], tenant: str | None) -> int:
-    """Return one of a tenant's totals, or 0 if the tenant has none yet.
+    """Return one of a tenant's totals, or 0 if there is none yet.
 
     cursor: the newest cursor given to a done group.
     sessions: number of sessions in done groups.

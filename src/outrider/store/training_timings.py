@@ -14,8 +14,8 @@ MOST_TIMINGS = 5_000
 
 
 class TrainingTimings:
-    """Reads and writes the records in a database, which the store opens and closes. Methods raise ServiceError when the
-    database fails. Each record is a JSON object, as bytes."""
+    """Reads and writes the records in the store's database. Methods raise ServiceError when the database fails. Each
+    record is a JSON object, as bytes."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._db = database

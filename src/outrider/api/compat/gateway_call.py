@@ -1,4 +1,4 @@
-"""Forwards model calls to the model gateway that arrive on a route of another system."""
+"""Forwards model calls from the routes of other systems to the model gateway."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.wire.http_server import Message, Receive, Scope, Send
 
 class GatewayCall(Response):
     """A reply that comes from the model gateway. The gateway handles the call as if the client had sent it to `path`.
-    If the route has already read the call's body, it passes it as `body`."""
+    `body` is the call's body, if the route has already read it."""
 
     def __init__(self, gateway: Gateway, path: str, body: bytes | None) -> None:
         super().__init__()

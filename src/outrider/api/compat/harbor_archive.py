@@ -1,4 +1,4 @@
-"""Parses the multipart body of a request to Harbor's run API, and unpacks the task archive in it.
+"""Parses the multipart body of Harbor's run API, and unpacks the task archive in it.
 
 Invariants: unpacking writes only into the given folder, at most MAX_UNPACKED bytes and MAX_ENTRIES files and folders. A
 malformed body or archive raises InvalidField or TooLarge.
@@ -83,7 +83,7 @@ def _name(head: bytes) -> str:
 
 
 class _Limited(io.RawIOBase):
-    """Stream of an archive's unpacked bytes. Raises TooLarge once `check_size` refuses their number."""
+    """Stream of an archive's unpacked bytes. Raises TooLarge if they exceed the limits of `check_size`."""
 
     def __init__(self, archive: bytes) -> None:
         self._unpacked = gzip.GzipFile(fileobj=io.BytesIO(archive))

@@ -143,8 +143,8 @@ FIELDS = (
     ("task.labels", "task_id"),
     ("task", ARCHIVE),
 )
-"""Maps fields of Outrider's group to the fields of Harbor's request from which they were made. An error about the first
-kind then names the second. The first pair that matches is used."""
+"""Maps fields of Outrider's group to the fields of Harbor's request from which they are made, so that an error about
+the group names the request's field. The first matching pair is used."""
 
 
 harbor_fields = partial(renamed_fields, FIELDS, whole=(ARCHIVE,))
@@ -258,8 +258,8 @@ def _set_limits(task: dict[str, Any], asked: HarborRunRequest, turns: int | None
 
 
 def _overrides(asked: HarborRunRequest) -> dict[str, Any]:
-    """Return the fields of the sandbox's spec that the request overrides. `image`, `memory_limit_multiplier` and
-    `offline` are included, too. If `offline` is true, the task gets no network, whatever its task.toml says."""
+    """Return the fields of the sandbox's spec that the request overrides, and `image`, `memory_limit_multiplier` and
+    `offline`. If `offline` is true, the task gets no network, whatever its task.toml says."""
     given = dict(asked.environment_overrides or {})
     if strange := sorted(given.keys() - set(OVERRIDES)):
         raise InvalidField(

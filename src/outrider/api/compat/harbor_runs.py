@@ -1,6 +1,6 @@
 """Serves Harbor's run API. A run executes an uploaded task folder; it is a group of one session.
 
-The id of a run is the id of its group. So a client can still find its run after it has disconnected, or after the
+The id of a run is the id of its group. So clients can find their runs after they have disconnected, or after the
 service has restarted. If the run's model proxy is a session of verl's session proxy (`verl.py`), its turns belong to
 that session (`verl_runs.py`). Invariants: a run is stored before its id is returned; a run without a verdict has no
 rewards.
@@ -60,7 +60,7 @@ RunObject = dict[str, Any]
 
 class HarborRunApi:
     """Handlers of the run API. A caller sees only runs of its own tenant. `find` returns the session of verl's session
-    proxy (`verl.py`) with a given client-chosen id, or raises NotFound."""
+    proxy (`verl.py`) with an id that a client chose. It raises NotFound."""
 
     def __init__(
         self, service: Service, bound: BoundRuns, find: Callable[[str, Principal], Awaitable[SessionRow]]
@@ -218,7 +218,8 @@ def _of_step(name: str) -> bool:
 
 
 def error_of_run(result: SessionResult) -> str | None:
-    """Return why a run has no rewards. A run with rewards has a note if the agent ran out of time, otherwise None."""
+    """Return why a run has no rewards. If it has rewards, return a note if the agent ran out of time, and None
+    otherwise."""
     if result.stop_reason is StopReason.AGENT_TIMEOUT:
         return "agent_timeout: the agent's time was over; its work was graded"
     return why_ungraded(result, run="run")

@@ -4,8 +4,8 @@ A Polar task is a group of Outrider, which is found by its idempotency key and l
 `polar_results.py` creates the replies, and `polar_events.py` the events. The service runs the sessions itself, so
 Polar's gateways cannot register here.
 
-Invariant: a submitted task is stored before the reply is sent. If a client cancels a task before it submits it, the
-cancellation is stored before the reply, too.
+Invariant: a submitted task is stored before the reply is sent, and so is the cancellation of a task that is not
+submitted yet.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 REFUSED_SECONDS = 300.0
-"""A client may cancel a task before it submits the task. The task then cannot be submitted for this many seconds."""
+"""If a client cancels a task before submitting it, the task cannot be submitted for this many seconds."""
 SUBMIT_STATUSES = {400: 422, 413: 422, 429: 503, 501: 503}
-"""HTTP statuses of refused submissions: Polar's clients handle 409, 422 and 503, so Outrider's other statuses are
-replaced."""
+"""Maps HTTP statuses of Outrider's errors to the statuses of refused submissions that Polar's clients handle: 409, 422
+and 503."""
 TASK_STATUSES = ("running", "completed", "failed", "cancelling", "cancelled")
 TASK_ID = TypeAdapter(TaskId)
 REFUSED_PATHS = ("/nodes/register", "/nodes/{node_id}/heartbeat", "/callbacks/session_result")

@@ -1,8 +1,7 @@
 """Streams events about Polar's tasks in Polar's format, as server-sent events. They are translated from the service's
 event log.
 
-Invariant: the id of an event is the id of its log entry. So a client that reconnects with `Last-Event-ID` misses no
-event.
+Invariant: an event has the id of its log entry, so a client that reconnects with `Last-Event-ID` misses nothing.
 """
 
 from __future__ import annotations

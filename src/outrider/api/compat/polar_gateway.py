@@ -1,8 +1,8 @@
-"""Serves the HTTP interface of Polar's gateway. Its routes are at `/gateway`, and at the root together with those of
-Polar's rollout server.
+"""Serves the HTTP interface of Polar's gateway. Its routes are at `/gateway`, and at the root beside those of Polar's
+rollout server.
 
-A client can create a session without a task. This session is a group of one session, which is found by its idempotency
-key. Invariant: an id belongs to one session; model calls reach only sessions whose agents run outside Outrider.
+A client can create a session without a task. This is a group of one session, which is found by its idempotency key.
+Invariant: an id belongs to one session; model calls reach only sessions whose agents run outside Outrider.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 SESSION_STATUSES = {422: 400, 413: 400, 429: 503, 501: 503}
-"""HTTP statuses of refused session requests: Polar's clients handle 400 and 409, so Outrider's other statuses are
-replaced."""
+"""Maps HTTP statuses of Outrider's errors to the statuses of refused sessions that Polar's clients handle, such as 400
+and 503."""
 OPEN_SECONDS = 5.0
 """How long `POST /sessions` waits until the new session accepts model calls, in seconds."""
 PROXY_SESSION = "_proxy_session_id"
@@ -84,8 +84,8 @@ METRICS = (
     "postrun_queue_depth",
     "postrun_inflight",
 )
-"""Polar's names for a node's session counts. `depth` counts the sessions that wait for a lane, and `inflight` those in
-a lane. A lane limits how many sessions are in a stage at the same time."""
+"""Polar's names for a node's session counts: `depth` for sessions that wait for a lane, `inflight` for those in a lane.
+A lane limits how many sessions are in a stage at the same time."""
 VENDOR_PATHS = (
     "/v1/messages",
     "/v1/messages/count_tokens",
@@ -197,8 +197,7 @@ class PolarGateway:
         return self._inference()
 
     async def pause(self, request: Request, caller: Principal) -> Any:
-        """Pause the policy after running generations have ended. If they do not end in time, the policy stays
-        active."""
+        """Pause the policy after running generations have ended. If they do not end in time, do not pause."""
         seconds = number_of(request, "timeout_seconds", PAUSE_SECONDS, least=0.001, most=MOST_PAUSE_SECONDS)
         try:
             async with asyncio.timeout(seconds):
@@ -346,8 +345,7 @@ class PolarGateway:
         return GatewayCall(self._gateway, f"/s/{credential or 'unknown'}{path[path.index('/v1') :]}", body)
 
     async def _credential_of(self, names: Sequence[str], caller: Principal) -> str | None:
-        """Take the first name that belongs to a session whose agent runs outside Outrider. Return the credential of
-        this session, or None."""
+        """Return the credential of the first session in `names` whose agent runs outside Outrider, or None."""
         for name in names:
             if SESSION_ID.fullmatch(name):
                 with suppress(NotFound):
@@ -358,7 +356,7 @@ class PolarGateway:
 
 
 def nodes_of(service: Service, request: Request) -> list[PolarObject]:
-    """Return the nodes in Polar's format. The address of each node is the one that this request was sent to."""
+    """Return the nodes in Polar's format. Each has the address to which this request was sent."""
     return [_node(node, _url_of(request)) for node in service.nodes().nodes]
 
 

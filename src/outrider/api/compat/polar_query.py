@@ -1,5 +1,5 @@
-"""Parses the query parameters of Polar's requests. If a parameter is wrong, each function raises InvalidField with the
-parameter's name."""
+"""Parses the query parameters of Polar's requests. The functions raise InvalidField with the name of a wrong
+parameter."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Parses the requests of Polar's clients, and translates them to groups.
 
 Every model refuses unknown fields. If a field cannot be translated, the request is refused with an error that names the
-field. Some known fields are accepted but ignored (the table is in docs/compat/polar.md). The module does not read
-files, import plugins, or store anything. Invariant: equal requests give equal groups, so that a repeated submission is
+field. Some known fields are accepted but ignored (the table is in docs/compat/polar.md). The module reads no files,
+imports no plugins, and stores nothing. Invariant: equal requests give equal groups, so that a repeated submission is
 recognized.
 """
 
@@ -46,8 +46,8 @@ OWN_METADATA = "outrider"
 TASK_LABEL, HARNESS_LABEL, MODEL_LABEL, BUILDER_LABEL, ALONE_LABEL, UNGRADED_LABEL = (
     f"{SYSTEM}.{name}" for name in ("task_id", "harness", "model", "builder", "session_id", "ungraded")
 )
-"""Labels of a group, which lists can show without reading the stored request. ALONE_LABEL: the group is a session that
-was created without a task. UNGRADED_LABEL: the group has no evaluator, so lists show no rewards."""
+"""Labels of a group, which lists show without reading the stored request. ALONE_LABEL: the group is a session that was
+created without a task. UNGRADED_LABEL: the group has no evaluator, so lists show no rewards."""
 SESSION_DIR = "/tmp/polar-session"
 """Folder of a session in its sandbox. Polar uses /polar/session, but the root folder of a sandbox may be read-only."""
 FOLDERS = {"ARTIFACTS_DIR": "artifacts", "LOGS_DIR": "logs", "AGENT_LOG_DIR": "logs/agent"}
@@ -64,8 +64,8 @@ SessionId = Annotated[str, StringConstraints(pattern=f"^{SESSION_PATTERN}$")]
 
 
 class PolarExec(Spec):
-    """A command that prepares the sandbox. If its exit code is not zero, it has failed. It is tried `max_attempts`
-    times, with pauses of `retry_backoff_seconds` in between."""
+    """A command that prepares the sandbox. It fails if its exit code is not zero. It is tried up to `max_attempts`
+    times, with pauses of `retry_backoff_seconds`."""
 
     type: Literal["exec"]
     command: Command
@@ -81,8 +81,8 @@ class PolarExec(Spec):
 
 
 class PolarUpload(Spec):
-    """A file or folder that is copied to `target` in the sandbox. `source` is a path below the folder that the
-    operator's setting `files` names."""
+    """A file or folder that is copied to `target` in the sandbox. `source` is a path below the folder in the operator's
+    setting `files`."""
 
     type: Literal["upload_file", "upload_dir"]
     source: Annotated[Name, AfterValidator(without_nul)]
@@ -310,9 +310,8 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     },
     "mini_swe_agent": {"step_limit": "limits.turns"},
 }
-"""Some of Polar's agent settings set a field of the task, such as `max_turns` → `limits.turns`. This maps them by
-harness. Any other setting is passed to Outrider's preset as an option. The preset refuses options that it does not
-know."""
+"""Some of Polar's agent settings set a field of the task, such as `max_turns` → `limits.turns`. This table maps them by
+harness. Other settings become options of Outrider's preset, which refuses options that it does not know."""
 
 FIELDS = (
     ("task.harness.env", "agent.env"),
@@ -343,8 +342,8 @@ FIELDS = (
     ("n", "num_samples"),
     ("idempotency_key", "task_id"),
 )
-"""Maps fields of Outrider's group to the fields of Polar's request from which they were made. An error about the first
-kind then names the second. The first pair that matches is used."""
+"""Maps fields of Outrider's group to the fields of Polar's request from which they are made, so that an error about the
+group names Polar's field. The first matching pair is used."""
 
 
 polar_fields = partial(renamed_fields, FIELDS)
@@ -530,9 +529,8 @@ def _check_replayed(asked: PolarRuntime) -> None:
 def _agent_seconds(metadata: Mapping[str, Any], seconds: float) -> float:
     """Return the agent's time limit in seconds, from the request's `metadata`. `seconds` is the session's time limit.
 
-    If the agent reaches its own limit, the session is still graded. If the session's limit is reached, it is not. So an
-    agent's limit of `seconds` or more is replaced by MAX_SECONDS, to make sure that the session's limit is reached
-    first."""
+    If the agent reaches its limit, the session is still graded. If the session's limit is reached, it is not. So an
+    agent's limit of `seconds` or more is replaced by MAX_SECONDS, and the session's limit is reached first."""
     given = metadata.get("agent_timeout", MAX_SECONDS)
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
         raise InvalidField("must be a number of seconds above 0", field="metadata.agent_timeout")

@@ -1,8 +1,8 @@
 """Creates replies in Polar's format from the rows of the store: statuses, results, traces and completions.
 
 A trace depends only on the turns and the result of a session. A token is trained in a trace if and only if it is
-trained in Outrider's own training rows (`tokens/samples.py`). Invariants: if a session failed and the agent was not the
-cause, its status is ERROR and it has no reward; without a verdict, no token in a session's traces is trained.
+trained in Outrider's own training rows (`tokens/samples.py`). Invariants: if a session failed for another reason than
+its agent, its status is ERROR and it has no reward; without a verdict, no token in a session's traces is trained.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class PolarReader:
         self._service = service
 
     async def callback(self, row: GroupRow) -> bytes:
-        """Return the JSON body of a group's callback. It is the TaskResult of a task; for a session that was created
-        without a task, it is the SessionResult."""
+        """Return the JSON body of a group's callback. It is the TaskResult of a task, or the SessionResult of a session
+        that was created without a task."""
         alone = ALONE_LABEL in row.labels
         result = (await self._results(row))[0] if alone else await self.task_result(row)
         return await self._service.reader.offload(partial(encoded, result))
@@ -178,8 +178,8 @@ class PolarReader:
             "completed_sessions": row.done,
             "errored_sessions": sum(status_of_result(each) == "ERROR" for each in done),
             "mean_reward": row.reward_total / row.rewarded if row.rewarded and graded(row) else None,
-            # When a session ends, the number of its training rows is stored. With the builder per_request, the number
-            # of traces is different, and counting them would mean building them.
+            # When a session ends, the number of its training rows is stored. The builder per_request makes a different
+            # number of traces, and only building them would show how many.
             "mean_traces": _mean(each.samples for each in done) if merged else None,
             "mean_completions": _mean(each.turns for each in done),
             "created_at": row.created,
@@ -368,9 +368,8 @@ def _part(part: Text | Image) -> PolarObject:
 
 
 def completion_of(turn: Turn, turns: Sequence[Turn], model: str) -> PolarObject:
-    """Return the CompletionRecord of a model call. `request` and `response` are in the format of Chat Completions, even
-    if the call used another API. `original_request` is empty, because the service does not store the bytes that the
-    client sent."""
+    """Return the CompletionRecord of a model call. `request` and `response` are in the format of Chat Completions,
+    whichever API the call used. `original_request` is empty, because the service does not store the client's bytes."""
     path = path_to(turn, turns)
     count = len(turn.output_ids) // 4
     choice = {

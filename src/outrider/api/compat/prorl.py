@@ -65,7 +65,8 @@ ENGINE_PREFIX = "prorl-"
 MOST_JOBS = 100_000
 """Jobs are searched in at most this many unfinished groups."""
 STATUSES = {501: 503, 502: 503}
-"""HTTP statuses of errors: if an engine, a sandbox or a program is not available, ProRL's clients expect 503."""
+"""Maps HTTP statuses of Outrider's errors to those that ProRL's clients expect: 503 if an engine, a sandbox or a
+program is not available."""
 
 
 def routes(service: Service) -> list[CompatRoute]:
@@ -184,8 +185,8 @@ class ProrlServer:
 
     async def clear_llm_server(self, request: Request, caller: Principal) -> dict[str, str]:
         """Detach the engines that `/add_llm_server` attached, after their generations have ended. Clients call this
-        before they change the weights, so the policy's version is raised for the tokens that follow. If no other engine
-        is left, the policy is paused until an engine is attached."""
+        before they change the weights, so later tokens get the policy's next version. If no other engine is left, the
+        policy is paused until an engine is attached."""
         async with self._clearing:
             policy = self._service.pool.policy
             names = [engine.name for engine in self._engines() if engine.name.startswith(ENGINE_PREFIX)]
@@ -273,8 +274,8 @@ class ProrlServer:
         return [group for group in groups if JOB_LABEL in group.labels]
 
     async def _is_running(self, caller: Principal) -> bool:
-        """Return True if the tenant's server is started. After a restart of the service, it counts as started if there
-        are unfinished jobs, because their callers will ask for the results."""
+        """Return True if the tenant's server is started. After a restart of the service, this is so if there are
+        unfinished jobs, because their callers will ask for the results."""
         if (started := self._started.get(caller.tenant)) is not None:
             return started
         return bool(await self._jobs(caller))

@@ -2,8 +2,8 @@
 
 A job has an instance, which is a row of a data set. A handler in the operator's settings (`[prorl.handlers.NAME]`)
 turns it into a task. The handler is a task file whose placeholders are filled with the instance's columns, or the
-adapter for a public data set. Invariants: if an instance or a sampling parameter cannot be translated, the request is
-refused with an error that names it; equal requests give equal groups.
+adapter for a public data set. Invariants: an instance or sampling parameter that cannot be translated is refused with
+an error that names it; equal requests give equal groups.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Instance(Spec):
 
 
 class SamplingParameters(Spec):
-    """ProRL's sampling parameters. One flat object has the parameters for the model, the tokens and the agent. Null
-    means that a parameter is not set."""
+    """ProRL's sampling parameters: one flat object with parameters for the model, the tokens and the agent. Null means
+    that a parameter is not set."""
 
     temperature: float | None = None
     top_p: float | None = None

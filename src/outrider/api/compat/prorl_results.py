@@ -85,9 +85,8 @@ def unreadable_record(asked: Asked, error: str) -> dict[str, Any]:
 
 
 def main_path(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns of the main conversation, up to the last reply. Turns of sub-agents are left out. If the agent
-    later replaced a part of its history, the turns of that part are left out, too. If the main conversation has no
-    reply, the list is empty."""
+    """Return the turns of the main conversation, up to the last reply. Turns of sub-agents are left out, and so are
+    turns of a history that the agent replaced later. Without a reply in the main conversation, the list is empty."""
     lines = lineages(turns)
     leaf = next(
         (
@@ -102,7 +101,7 @@ def main_path(turns: Sequence[Turn]) -> list[Turn]:
 
 def critical_error(result: SessionResult) -> str | None:
     """Return the stage in which a session without a verdict failed or was cancelled: "init", "run" or "eval". Return
-    "timeout" if it reached a time limit. Return None if the session has a verdict."""
+    "timeout" if it reached a time limit, and None if it has a verdict."""
     if result.verdict is not None:
         return None
     if result.stop_reason in UNGRADED_TIMEOUTS:

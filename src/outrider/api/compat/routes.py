@@ -38,8 +38,8 @@ Handler = Callable[[Request, Principal], Awaitable[Any]]
 
 
 class CompatRoute(NamedTuple):
-    """A route of another system. `path` is in Starlette's notation and begins with a slash. Some systems' clients
-    expect other HTTP statuses than Outrider's: `statuses` maps Outrider's status to theirs."""
+    """A route of another system. `path` is in Starlette's notation and begins with a slash. `statuses` maps HTTP
+    statuses of Outrider's errors to those that the system's clients expect."""
 
     method: str
     path: str
@@ -140,8 +140,8 @@ def encoded(value: Any) -> bytes:
 
 
 def detail(error: BaseException, *, status: int | None = None) -> Response:
-    """Return the reply to an error. With `status`, the reply has this status instead of the status of the error's
-    class. Headers do not change."""
+    """Return the reply to an error. `status` replaces the HTTP status of the error's class. The headers do not
+    change."""
     record = record_of(error)
     text = redacted(f"{record.field}: {error_text(record)}" if record.field is not None else error_text(record))
     own = error.http_status if isinstance(error, OutriderError) else 500

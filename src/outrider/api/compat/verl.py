@@ -3,8 +3,8 @@ them.
 
 A session of this proxy is a session whose agent runs outside Outrider (docs/external.md). It is found by an idempotency
 key that contains its id. The recipe's trainer reads the session's record and computes the reward itself. Outrider never
-gets the reward, so a completed session ends as cancelled: it keeps its turns but has no verdict. Invariant: only
-`create` creates a session. A model call with an unknown id creates none.
+gets the reward, so a completed session ends as cancelled, with its turns but without a verdict. Invariant: only
+`create` creates a session, never a model call with an unknown id.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 LABEL = "verl.session"
 """Label of a session's group that holds the id chosen by the client."""
 DELETED_LABEL = "verl.deleted"
-"""Label of a session's group that says that the client has deleted the session."""
+"""Label that marks the group of a session that the client has deleted."""
 TAKEN = {PREFIX.strip("/"): "the model gateway"}
 """Ids that clients must not choose, because `/ID/v1/chat/completions` already belongs to another part of the service.
 The value names this part."""
@@ -50,8 +50,7 @@ its session open forever."""
 LIMITS = Limits(session_seconds=SESSION_SECONDS, turns=100_000, response_tokens=1 << 30)
 MOST_LISTED = 100
 MOST_PAGES = 100
-"""Maximum number of pages, of MOST_LISTED groups each, that are searched for a list of sessions. The newest groups come
-first."""
+"""Maximum number of pages that are searched for a list of sessions, newest first. A page has MOST_LISTED groups."""
 SOCKETS = (CompatSocket("/ws/worker", "admin", serve_worker),)
 
 
@@ -187,8 +186,8 @@ class VerlProxy:
         return GatewayCall(self._gateway, f"/s/{credential}/v1/chat/completions", None)
 
     async def _group(self, sid: str, caller: Principal) -> GroupRow | None:
-        """Return the group of the session with this id, or None. Other groups may have the same idempotency key. They
-        lack the session's label, and are ignored."""
+        """Return the group of the session with this id, or None. A group of another kind may use the same idempotency
+        key. It lacks the session's label, and is ignored."""
         group = await self._service.store.keyed_group(caller.tenant, _idempotency_key(sid))
         return None if group is None or group.labels.get(LABEL) != sid else group
 

@@ -30,8 +30,8 @@ class BoundRuns:
     """The runs that belong to sessions of verl's session proxy.
 
     The idempotency keys of a session's runs contain the numbers 1, 2 and so on. A reset uses up the next number, so
-    that no run can get it. A run belongs to the session only if its number is higher than that of the last reset. The
-    numbers are in the store, so this also holds after a restart.
+    that no run can get it. A run belongs to the session only if its number is higher than that of the last reset, even
+    after a restart.
     """
 
     def __init__(self, service: Service) -> None:
@@ -43,8 +43,8 @@ class BoundRuns:
         return run
 
     async def next_idempotency_key(self, session: SessionRow, caller: Principal) -> str:
-        """Return the idempotency key for a new request to run the session. If the session has a run, its key is
-        returned, so that the request finds this run. Otherwise the key is new."""
+        """Return the idempotency key for a request to run the session. If the session has a run, its key is returned,
+        so that the request finds this run. Otherwise the key is new."""
         run, free = await self._look(session, caller)
         return _idempotency_key(session, free if run is None else free - 1)
 

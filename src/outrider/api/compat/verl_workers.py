@@ -31,8 +31,8 @@ BAD_HELLO, NO_HELLO, NOT_SERVED = 4000, 4001, 4002
 NONSENSE = 1008
 PING_SECONDS = 30.0
 SILENT_SECONDS = 90.0
-"""A worker that has sent nothing for this many seconds counts as lost. A worker that works replies to pings, which are
-sent every PING_SECONDS."""
+"""A worker that has sent nothing for this many seconds counts as lost. Workers reply to pings, which are sent every
+PING_SECONDS."""
 
 
 class _Hello(msgspec.Struct, tag_field="type", tag="worker_hello"):

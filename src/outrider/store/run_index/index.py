@@ -1,7 +1,7 @@
 """Keeps the index of runs up to date with the store, and reads it for lists.
 
-The index file records the cursor of the newest event that it includes. Events after this cursor show what has changed
-since. A new file has no cursor, and is filled from all groups. Removals have no event, so `forget` reports them.
+The index file stores the cursor of the newest event that it includes. Later events show what has changed since. A new
+file has no cursor, and is filled from all groups. Removals have no event, so `forget` reports them.
 
 Invariants: after `catch_up`, the index includes every event stored before the call, and no group forgotten before the
 call; only one thread writes to the file.
@@ -28,14 +28,14 @@ from outrider.store.store import Store
 T = TypeVar("T")
 
 CHORE_SECONDS = 5.0
-"""Seconds between two background updates of the index. The interval is short, so that a reader waits only for few
+"""Seconds between two background updates of the index. They are frequent, so that a reader waits only for few
 changes."""
 EVENTS_AT_ONCE = 1000
 GROUPS_AT_ONCE = 50
 SESSIONS_AT_ONCE = 16
 """Maximum number of sessions whose turns are copied in one step."""
 CATCH_UP_SECONDS = 20.0
-"""How long a reader waits for the index, in seconds, before it gets Busy. Filling a new file from many sessions takes
+"""Maximum seconds that a reader waits for the index before it gets Busy. Filling a new file from many sessions takes
 longer."""
 READ_SECONDS = 10.0
 """Maximum seconds of one read by the service itself."""
@@ -49,7 +49,7 @@ CURSOR, CURSOR_AT, FILLED = "cursor", "cursor_at", "filled"
 
 class RunIndex:
     """The index of one store's runs, in the file `path`: `async with RunIndex(store, path) as index`. If the file is
-    damaged, or belongs to another store or version, it is replaced by a new one.
+    damaged, or was made for another store or with other tables, it is replaced by a new one.
 
     Methods raise ServiceError if the file cannot be used, and Busy if the index cannot be brought up to date in time.
     """
@@ -78,8 +78,7 @@ class RunIndex:
             executor.shutdown(wait=True)
 
     def forget(self, group_ids: Iterable[str]) -> None:
-        """Report groups that were removed from the store, so that the index drops them. Later readers do not see
-        them."""
+        """Report groups that were removed from the store. Later readers of the index do not see them."""
         self._gone.update(group_ids)
 
     async def chore(self) -> None:
@@ -139,8 +138,8 @@ class RunIndex:
             await self._on_writer(lambda _: None)
             if not self._checked:
                 await self._check()
-            # `_gone` (the removed groups) is copied before the store is read. A group that is removed after this line
-            # may still be written by this step. It then stays in `_gone`, and the next step removes it.
+            # `_gone` (the removed groups) is copied before the store is read. If a group is removed meanwhile, this
+            # step may still write it. The group then stays in `_gone`, and the next step removes it.
             gone = frozenset(self._gone)
             changes = await self._next_changes()
             tasks = await self._tasks_of(changes)
@@ -233,7 +232,7 @@ class RunIndex:
         self._cursor, self._cursor_at, self._filled = 0, 0.0, False
 
     async def _step_of_turns(self, last: int | None) -> bool:
-        """Copy the turns of the next sessions in the table `unread_turns`, up to the place `last` (None: no limit).
+        """Copy the turns of the next sessions in the table `unread_turns`, up to the row `last` (None: no limit).
         Returns True if more sessions may be left."""
         async with self._one_at_a_time:
             found = await self._on_writer(lambda db: _unread(db, last))

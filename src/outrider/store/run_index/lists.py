@@ -29,8 +29,8 @@ class SessionFilter(msgspec.Struct, frozen=True, kw_only=True):
     labels: the group must have all of these labels.
     min_reward, max_reward: inclusive bounds. Sessions without a reward do not match.
     error: code of the session's error.
-    since, until: the group was submitted at `since` or later, and before `until`. In seconds since the epoch.
-    text: this text occurs in the error message, near the end of the agent's output, or in the answer. Case is ignored.
+    since, until: the group was submitted at `since` or later, and before `until` (seconds since the epoch).
+    text: this text occurs in the error, the end of the agent's output, or the answer. Case is ignored.
     """
 
     ids: tuple[str, ...] = ()
@@ -74,8 +74,8 @@ class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
 def find_sessions(
     db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, after: str | None, limit: int
 ) -> list[str]:
-    """Return the ids of up to `limit` sessions after `after`, which is the id of a session or a group. After a group
-    means after its last session. Raises NotFound for an unknown id."""
+    """Return the ids of up to `limit` sessions that follow `after`, the id of a session or a group. (A group's id
+    stands for its last session.) Raises NotFound for an unknown id."""
     where, values = _joined(_conditions(wanted, tenant, "kept_sessions"))
     if after is not None:
         created, group_id, index = _place(db, after, tenant)
@@ -97,13 +97,10 @@ def matching(db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None) 
 def find_groups(
     db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, after: str | None, limit: int
 ) -> list[str]:
-    """Return the ids of up to `limit` groups after the group `after`.
+    """Return the ids of up to `limit` groups that follow the group `after`.
 
-    Some fields of `wanted` have another meaning for groups:
-    - `states` are states of groups.
-    - `min_reward` and `max_reward` are bounds for the group's mean reward.
-    - `stop_reason`, `error` and `text` must all match the same session of the group.
-    - `ids` is ignored."""
+    `states` are states of groups, and the bounds of the reward apply to a group's mean reward. `stop_reason`, `error`
+    and `text` must all match the same session of the group. `ids` is ignored."""
     of_group = msgspec.structs.replace(wanted, stop_reason=None, error=None, text=None, ids=())
     conditions = _conditions(of_group, tenant, "kept_groups")
     of_session = SessionFilter(stop_reason=wanted.stop_reason, error=wanted.error, text=wanted.text)
@@ -134,7 +131,7 @@ def runs_of(db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *
 
 def _place(db: sqlite3.Connection, after: str, tenant: str | None) -> tuple[float, str, int]:
     """Return the values by which lists order a session: creation time, group and sample index. For a group's id, return
-    a position just after its last session."""
+    a position after its last session."""
     for table, index, group_id in (("kept_sessions", "sample_index", "group_id"), ("kept_groups", "n", "id")):
         sql = f"SELECT created, {group_id}, {index} FROM {table} WHERE id = ? AND tenant = COALESCE(?, tenant)"
         if found := db.execute(sql, (storable_text(after), tenant)).fetchall():

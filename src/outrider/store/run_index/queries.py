@@ -52,7 +52,7 @@ class Queries:
 
     async def run(self, sql: str, tenant: str | None) -> bytes:
         """Run a query, and return the JSON of a `schemas.QueryReply`. The query sees the rows of the tenant, or all
-        rows if `tenant` is None. The rows include every change that was stored before this call."""
+        rows if `tenant` is None. They include every change that was stored before this call."""
         if not sql.strip():
             raise InvalidField("the query is empty", field="sql", hint="such as SELECT * FROM sessions LIMIT 10")
         if len(sql) > MAX_SQL or "\0" in sql:

@@ -1,16 +1,16 @@
-"""Runs one SQL query over the index of runs. The program is a process of its own, and uses only the standard library.
+"""Runs one SQL query over the index of runs, in a process of its own. It uses only the standard library.
 
-The service starts it with `python -I -S FILE`, without environment variables, and kills it after a time limit. The
-program reads a job (JSON) from standard input. It writes one line of JSON, which is `{}` or an error, and then the
+The service starts the program with `python -I -S FILE`, without environment variables, and kills it after a time limit.
+The program reads a job (JSON) from standard input. It writes one line of JSON, which is `{}` or an error, and then the
 reply.
 
 A query may come from an attacker. Each of these measures alone stops the usual attack:
 - The file is opened read-only. SQLite asks an authorizer about each action. It allows only SELECT, recursion, the
   functions in FUNCTIONS, and reads of the views.
-- The views show only the rows of the caller's tenant. Each view reads a hidden view with a random name, and only hidden
-  views may read tables. The name must be random because the authorizer is told only the name of the innermost view or
-  common table expression. With a fixed name, a query could pose as the view `sessions`: `WITH sessions AS (SELECT *
-  FROM kept_sessions) ...`.
+- The views show only the rows of the caller's tenant. Each view reads a hidden view, and only hidden views may read
+  tables. The names of hidden views are random, because the authorizer gets only the name of the innermost view or
+  common table expression. With a fixed name, a query could pose as a view: `WITH sessions AS (SELECT * FROM
+  kept_sessions) ...`.
 - SQLite's memory, the process's address space and processor time, and the number and size of rows are limited.
 
 Before the query, the program tries such attacks itself. If one of them works, it refuses the query.
@@ -221,7 +221,7 @@ def answer(job: dict[str, Any]) -> str:
         db.execute(f"CREATE TEMP VIEW {guard.hidden[name]} AS {sql}")
         db.execute(f"CREATE TEMP VIEW {name} AS SELECT * FROM {guard.hidden[name]}")
     # SQLite creates a table function when it is first used, and asks the authorizer about each step. The authorizer
-    # would refuse some steps. So the allowed table functions are used once before the authorizer is set.
+    # would refuse some. So the allowed table functions are used once before the authorizer is set.
     for name in TABLE_FUNCTIONS:
         db.execute(f"SELECT * FROM {name}('[]')").fetchall()
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_TEXT)

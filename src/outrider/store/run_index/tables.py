@@ -99,8 +99,8 @@ _OF_SESSION = (
     ViewColumn("session_id", "s.id", "the session"),
     ViewColumn("group_id", "s.group_id", "its group"),
 )
-# Each view compares a column of each of its tables. Otherwise a query that uses only a table's row number would be
-# refused, because SQLite would report the table as read outside of any view.
+# Each view compares a column of each of its tables. If a query used only a table's row number, SQLite would report the
+# table as read outside of any view, and the query would be refused.
 _WITH_GROUP = "kept_sessions AS s JOIN kept_groups AS g ON g.no = s.group_no AND g.tenant = s.tenant"
 
 VIEWS = (
