@@ -21,8 +21,8 @@ RETRY_AFTER = 10.0
 
 
 def long_reply(body: Sequence[bytes], media_type: str = "application/json") -> Response:
-    """Return a reply whose body may be long. `body` has the pieces of the body. They are sent in writes of at most
-    PIECE bytes, because a single write of many megabytes would block the event loop."""
+    """Return a reply of any length. `body` has the pieces of its body. They are sent in writes of at most PIECE bytes,
+    because one write of many megabytes would block the event loop."""
     size = sum(map(len, body))
     if size <= PIECE:
         return Response(b"".join(body), media_type=media_type)

@@ -113,9 +113,9 @@ class ControlRouter:
     ) -> Callable[[H], H]:
         """Return a decorator that adds a handler as a route.
 
-        errors: errors that the OpenAPI description cannot derive from the path, the parameters and the body.
+        errors: errors that the OpenAPI description cannot derive from path, parameters and body.
         also: descriptions of other replies, by status.
-        forms: descriptions of the same reply in other media types.
+        forms: descriptions of this reply in other media types.
         """
 
         def register(handler: H) -> H:

@@ -89,8 +89,8 @@ async def collect(service: Serving, spec: Annotated[GcSpec, body(GcSpec)]) -> Gc
 
 
 def _owner(caller: Principal, name: str, tenant: str | None) -> str | None:
-    """Return the tenant whose consumer the request is about, or None for a consumer of the admins. Raises NotFound if
-    the caller names a tenant that it must not see."""
+    """Return the tenant that owns the consumer, or None if it belongs to the admins. Raises NotFound if the caller
+    names a tenant other than its own."""
     if caller.sees is not None and tenant not in (None, caller.tenant):
         raise NotFound(f"no consumer {name!r} of tenant {tenant!r}", hint="leave `tenant` out for your own")
     return caller.sees or tenant

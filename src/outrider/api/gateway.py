@@ -195,7 +195,7 @@ async def _any_capacity() -> BodyCapacity:
 async def _named_conversation(models: SessionModels, dialect: Dialect, call: WireCall, received: bytes) -> Conversation:
     """Return the conversation that a request belongs to, in a session with frozen models (models that are not trained).
     A request that names exactly one of them belongs to the conversation with that model. All other names mean the
-    policy, because agent programs use names of their own. Raises TooLarge and ContextOverflow."""
+    policy, because agent programs have names of their own. Raises TooLarge and ContextOverflow."""
 
     def steps() -> Steps[str | None]:
         if len(received) > LARGE:
@@ -208,7 +208,7 @@ async def _named_conversation(models: SessionModels, dialect: Dialect, call: Wir
 
 
 class _ClientReply:
-    """The HTTP response to one call. It is sent whole or in parts."""
+    """The HTTP response to a call, sent whole or in parts."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -153,12 +153,11 @@ async def results(
     samples: Samples = False,
     columns: Columns = False,
 ) -> Response:
-    """List done groups after a cursor, in the order they finished. A reply has up to `limit` groups, or fewer once its
-    size reaches 8 MiB. To read on, repeat the request with `after` set to the reply's `cursor`, until a reply has no
-    groups.
+    """List done groups after a cursor, in the order they finished. A reply has up to `limit` groups, or fewer once it
+    has 8 MiB. To read on, repeat the request with `after` set to the reply's `cursor`, until a reply has no groups.
 
-    A `consumer` continues from the position that it last acknowledged. A new consumer begins at `after`. Groups are not
-    removed until all consumers have acknowledged them, so only a token that may submit can read as a consumer.
+    A `consumer` continues from the position that it has acknowledged. A new consumer begins at `after`. Groups are kept
+    until all consumers have acknowledged them, so only a token that may submit can read as a consumer.
     """
     start = after or 0
     if consumer is not None:
@@ -278,8 +277,7 @@ def _in_form(pieces: Sequence[bytes], *, columns: bool) -> Response:
 
 
 async def _events(service: Service, after: int, caller: Principal) -> AsyncIterator[bytes]:
-    # The store is polled, which is cheap because each read is one indexed query. An event is sent at most EVENT_PAUSE
-    # after it was stored.
+    # Polling is cheap, because each read of the store is one indexed query. An event is sent after at most EVENT_PAUSE.
     quiet = 0.0
     yield b"retry: %d\n\n" % RETRY_MS
     while True:

@@ -21,8 +21,8 @@ PATH = "/mcp"
 
 
 class McpEndpoint:
-    """The ASGI application at PATH. Access control has already checked the caller. `control` is the control API, with
-    its own access control."""
+    """The ASGI application at PATH. Access control has checked the caller. `control` is the control API, with access
+    control of its own."""
 
     def __init__(self, control: Application) -> None:
         self._control = control

@@ -21,7 +21,7 @@ ROUTES = ControlRouter()
 async def query(
     service: Serving, caller: Caller, sql: Annotated[str, Query(description="one SELECT over the views")]
 ) -> Response:
-    """Run an SQL query over the views in docs/queries.md. The number of rows, the time and the memory are limited."""
+    """Run an SQL query over the views in docs/queries.md. The rows, the time and the memory are limited."""
     return long_reply([await service.runs.query(sql, caller)])
 
 
@@ -39,8 +39,8 @@ async def diff(
     b: Annotated[str, Query(description="the other run")],
     passed: Annotated[float, Query(allow_inf_nan=False, description="least reward of a solved session")] = 1.0,
 ) -> RunDiff:
-    """Compare two runs: rewards, pass@k, turns, tokens, seconds, failures, and the sessions that are solved in only one
-    of the runs."""
+    """Compare two runs: rewards, pass@k, turns, tokens, seconds, failures, and the sessions that only one run
+    solved."""
     return await service.runs.diff(a, b, passed=passed, caller=caller)
 
 

@@ -1,8 +1,8 @@
 """The HTTP application of a service, and its two servers. One server serves everything at a TCP address. The other
 serves only the model gateway (`gateway_server.py`), on a Unix socket and on a port of this machine.
 
-Invariant: programs in a sandbox cannot call the control API, because a sandbox can reach only the socket and port of
-the model gateway.
+Invariant: programs in a sandbox cannot call the control API, because they can reach only the socket and port of the
+gateway.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
 
 
 class _AllSessions:
-    """The sessions whose model calls this process serves: those of `node`, if there is one, and those whose agents run
-    outside Outrider. Other processes that run sessions have model gateways of their own."""
+    """The sessions whose model calls this process serves: those of `node`, if any, and those whose agents run outside
+    Outrider. Other processes that run sessions have gateways of their own."""
 
     def __init__(self, node: LocalNode | None, external: ExternalSessions) -> None:
         self._node = node

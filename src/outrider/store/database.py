@@ -18,7 +18,7 @@ Row = tuple[Any, ...]
 
 
 class Connection(Protocol):
-    """The connection that the body of a transaction gets. It must not be used after the body has returned."""
+    """The connection that the body of a transaction gets. It is valid only until the body returns."""
 
     async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
         """Run a statement that changes rows. Returns the number of changed rows."""
@@ -39,9 +39,8 @@ Body = Callable[[Connection], Coroutine[Any, Any, T]]
 class Database(Protocol):
     """Runs transactions in one database. Methods raise ServiceError if the database fails.
 
-    A body must await only its connection, because it may run on any thread. It may run twice, because a transaction is
-    sometimes rolled back and tried again. If a body raises an error, its changes are rolled back, and the caller gets
-    the error.
+    A body must await only its connection, because it may run on any thread. It may run again after a rollback. If a
+    body raises an error, its changes are rolled back, and the caller gets the error.
 
     types: the database's own SQL for the column types `blob` and `serial`. `serial` is an integer primary key: its
         numbers rise and are never reused.

@@ -62,7 +62,7 @@ async def forget_images(tx: Connection, session_id: str) -> None:
 
 
 async def find_image(tx: Connection, digest: str, tenant: str | None = None) -> Image:
-    """Return the image with this digest, if a session of the tenant uses it. With `tenant` None, any session will do.
+    """Return the image with this digest, if a session of the tenant uses it. If `tenant` is None, return any image.
     Raises NotFound."""
     sql = "SELECT media_type, data FROM images WHERE digest = ?"
     if tenant is not None:

@@ -15,7 +15,7 @@ from outrider.store.database import Connection
 
 FIRST = 14
 Migrations = Sequence[Sequence[str]]
-"""Each item is one migration, a list of SQL statements."""
+"""Each item is one migration: SQL statements."""
 
 MIGRATIONS: Migrations = (
     (
@@ -253,8 +253,8 @@ MIGRATIONS: Migrations = (
         )""",
     ),
     (
-        # External agent services run the agents of some sessions. A row is the newest run of a session at such a
-        # service. Outrider chose its `name`, and the service returned the id `run`.
+        # A row is the newest run of a session at an external agent service. Outrider chose its `name`, and the service
+        # returned its id `run`.
         """CREATE TABLE remote_runs (
             session_id TEXT PRIMARY KEY REFERENCES sessions (id),
             name TEXT NOT NULL,
@@ -270,7 +270,7 @@ MIGRATIONS: Migrations = (
             entries {blob} NOT NULL,
             PRIMARY KEY (session_id, attempt, part)
         )""",
-        # `reader` is a part of the service that reads events. It has processed the events up to `cursor`.
+        # `reader`, a part of the service, has processed the events up to `cursor`.
         "CREATE TABLE positions (reader TEXT PRIMARY KEY, cursor BIGINT NOT NULL)",
         "ALTER TABLE groups ADD COLUMN traceparent TEXT",
     ),

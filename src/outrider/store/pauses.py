@@ -21,7 +21,7 @@ from outrider.store.database import Connection, Database
 MAX_PAUSES = 100
 """Maximum number of pauses of one tenant, and of the admins."""
 ALL_TENANTS = ""
-"""Value of the column `tenant` for a pause that applies to all tenants. No tenant has an empty name."""
+"""Value of the column `tenant` for pauses of all tenants. No tenant has an empty name."""
 AT_ONCE = 100
 
 
@@ -95,7 +95,7 @@ class Pauses:
         return await self._db.write(body)
 
     async def listed(self, *, tenant: str | None) -> tuple[PauseView, ...]:
-        """Return the pauses that apply to the tenant, oldest first. If `tenant` is None, return all pauses."""
+        """Return the pauses that apply to the tenant, or all pauses if `tenant` is None, oldest first."""
         where, values = ("", ()) if tenant is None else (" WHERE tenant = ? OR tenant = ?", (tenant, ALL_TENANTS))
         sql = f"SELECT tenant, labels, harness, since, who FROM pauses{where} ORDER BY since, tenant, labels, harness"
         return tuple(
@@ -149,7 +149,7 @@ async def _set(tx: Connection, groups: Sequence[str], change: str, where: str) -
 
 
 def _chunks(ids: Sequence[str]) -> list[tuple[Sequence[str], str]]:
-    """Split the ids into chunks. Each chunk is returned with the `?` placeholders for its ids."""
+    """Split the ids into chunks. Returns each chunk with its `?` placeholders."""
     chunks = [ids[start : start + AT_ONCE] for start in range(0, len(ids), AT_ONCE)]
     return [(some, ", ".join("?" * len(some))) for some in chunks]
 

@@ -247,7 +247,7 @@ class _Server:
             return await asyncpg.connect(
                 self._url, timeout=CONNECT_SECONDS, command_timeout=self._limit, server_settings=settings
             )
-        except ValueError:  # not chained, because the text of the ValueError may contain a part of the password
+        except ValueError:  # not chained, because the ValueError's text may contain a part of the password
             raise InvalidField(
                 f"the database's URL cannot be read: {self.shown}",
                 field="store",
@@ -280,7 +280,7 @@ class _Writer:
         self._patience = patience
         self._waiting: asyncio.Queue[_Job | None] = asyncio.Queue()
         self._stopping = False
-        # starts at the current time, because a database that is opened again must not repeat a number
+        # starts at the current time, so that a reopened database repeats no number
         self._batches = time.time_ns()
         self._limit: float | None = FOREVER
         self._raw: asyncpg.Connection | None = None
@@ -333,8 +333,8 @@ class _Writer:
         return self._raw
 
     async def _hold(self, raw: asyncpg.Connection) -> None:
-        """Take the lock that only one service can hold. It is released when the connection ends. Raises _Unreachable if
-        another service still holds it after HANDOVER_SECONDS."""
+        """Take the lock that only one service can hold, until the connection ends. Raises _Unreachable if another
+        service still holds it after HANDOVER_SECONDS."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + min(HANDOVER_SECONDS, self._patience)
         while not await raw.fetchval(f"SELECT pg_try_advisory_lock({LOCKS}, {SERVICE})"):

@@ -32,7 +32,7 @@ from outrider.store.database import Connection, Row
 from outrider.store.rows import SessionRow
 
 BUCKET_LABELS = ("run", "user")
-"""Labels that determine a group's bucket. The first one that the group has is used."""
+"""Labels that determine a group's bucket. The first one that a group has is used."""
 
 COUNT_WAITING = """SELECT COUNT(*) FROM (
     SELECT 1 FROM queue_shares JOIN sessions
@@ -67,7 +67,7 @@ class Picked(msgspec.Struct, frozen=True):
 
 
 class QueueKind(IntEnum):
-    """The kind of the sessions in a bucket. Sessions of different kinds are never in the same bucket."""
+    """The kind of a bucket's sessions. No bucket has sessions of two kinds."""
 
     ORDINARY = 0
     EVALUATION = 1
@@ -165,8 +165,8 @@ class QueuePass:
         self._passed = Counter(map(tenant_of, skip))
 
     async def pick(self, limit: int) -> Picked:
-        """Return up to `limit` sessions in the order in which they should start. The cost grows with `limit`, the
-        number of tenants and the number of buckets with sessions in progress, but not with the length of the queue."""
+        """Return up to `limit` sessions in the order in which they should start. The cost depends on `limit`, the
+        number of tenants and the number of buckets with sessions in progress, but not on the length of the queue."""
         picked = Picked([], [])
         order = count()
         waiting = [(self._work[tenant], next(order), _Tenant(self, tenant)) for tenant in await self._tenants()]

@@ -24,8 +24,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A group without its spec. The spec may be large, so `Store.spec` reads it separately. Times are seconds since the
-    epoch.
+    """A group without its spec. The spec may be large, so `Store.spec` reads it. Times are seconds since the epoch.
 
     cursor: a done group's position in the order of results.
     done, errors, rewarded: numbers of sessions that are done, have an error, and have a reward.
@@ -36,7 +35,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     tenant: owner of the group.
     idempotency_key: unique among the tenant's groups.
     translator: the rollout system whose format the callback uses; None for Outrider's own format.
-    traceparent: W3C trace context of the request that submitted the group.
+    traceparent: W3C trace context of the submission.
     """
 
     id: str

@@ -1,7 +1,7 @@
-"""Reads the store for the index of runs (`run_index/`): either what changed after an event, or all groups in pages.
+"""Reads the store for the index of runs (`run_index/`): the changes after an event, or all groups in pages.
 
-Invariant: every change of a group or session has an event. The only exception is a removal, which the caller of
-`Removals.hide` reports to the index.
+Invariant: every change of a group or session has an event. Only removals have none: the caller of `Removals.hide`
+reports them to the index.
 """
 
 from __future__ import annotations

@@ -281,7 +281,7 @@ class _Jobs:
             connection = _Connection(raw)
             outcomes = [_Outcome(job.future, _run(job.body, connection), None) for job in batch]
             raw.execute("COMMIT")
-            if self._commits is not None:  # only the writer has a histogram, so only one thread adds to it
+            if self._commits is not None:  # only the writer has a histogram
                 self._commits.add(time.perf_counter() - began)
             return outcomes
         except Exception as error:  # a body may raise any exception.

@@ -677,9 +677,9 @@ class Store:
         return {model or None: bytes(calls) for model, calls in found}
 
     async def keep_remote_run(self, session_id: str, attempt: int, name: str, run: str) -> None:
-        """Store the id of the run that executes this session's agent at an external agent service. `name` is the run's
-        name in Outrider, and `run` is the id that the service chose. It replaces the id of an earlier run. Raises
-        Conflict if the attempt has ended."""
+        """Store the id of the session's run at an external agent service. `name` is the run's name in Outrider, and
+        `run` the id that the service chose. It replaces the id of an earlier run. Raises Conflict if the attempt has
+        ended."""
         sql = """INSERT INTO remote_runs (session_id, name, run) VALUES (?, ?, ?)
             ON CONFLICT (session_id) DO UPDATE SET name = excluded.name, run = excluded.run"""
 
@@ -734,8 +734,7 @@ class Store:
         return f"{EXTERNAL_KEY}{session_id}_{self._key.mark(_key_of(session_id))}"
 
     def session_of_credential(self, credential: str) -> str | None:
-        """Return the id of the session with this credential, or None. Only sessions with agents outside Outrider have
-        one."""
+        """Return the id of the session with this credential, or None. Its agent runs outside Outrider."""
         if not credential.startswith(EXTERNAL_KEY):
             return None
         session_id = credential[len(EXTERNAL_KEY) : -MARK_LENGTH - 1]
@@ -765,7 +764,7 @@ class Store:
         return found[0][0] if found else None
 
     async def keep_position(self, reader: str, cursor: int) -> None:
-        """Store the cursor up to which a part of the service has read the events. `reader` names that part."""
+        """Store the cursor up to which `reader`, a part of the service, has read the events."""
         sql = """INSERT INTO positions (reader, cursor) VALUES (?, ?)
                  ON CONFLICT (reader) DO UPDATE SET cursor = excluded.cursor"""
         await self._db.write(lambda tx: tx.execute(sql, (reader, cursor)), volatile=True)
@@ -884,8 +883,8 @@ class Store:
         return await self._db.read(lambda tx: restore(tx, found)) if images else found
 
     async def turns_of(self, attempts: Sequence[tuple[str, int]]) -> list[StoredTurns]:
-        """Return the turns of several attempts, read in one transaction. Each attempt is given as a session id and a
-        number. Raises NotFound for an unknown session."""
+        """Return the turns of several attempts (session id and number), in one transaction. Raises NotFound for an
+        unknown session."""
 
         async def body(tx: Connection) -> list[StoredTurns]:
             found = [await _rows_of_attempt(tx, TURNS, id, attempt, None) for id, attempt in attempts]
@@ -1060,8 +1059,8 @@ class Store:
         return await self._db.write(body)
 
     async def recover(self, *, now: float, held: Container[str] = (), due: float = 0.0) -> list[SessionRow]:
-        """Queue the sessions again whose attempts were lost with their nodes. An attempt is lost if its lease ended
-        before `now`. It is counted as recovered. The next attempt does not start before `due`.
+        """Queue sessions again whose attempts were lost with their nodes: their leases ended before `now`. Such an
+        attempt counts as recovered. The next attempt does not start before `due`.
 
         Sessions in `held` are skipped. Returns the sessions that were queued again, including those with `ending` set.
         """
@@ -1179,8 +1178,8 @@ class Store:
         await self._change_outbox(sql, next_try, fault, group_id)
 
     async def give_up_delivery(self, group_id: str, *, fault: str) -> None:
-        """Count a failed try of a group's callback, and stop trying. The callback becomes a dead letter, which is
-        retried only on request."""
+        """Count a failed try of a callback, and stop trying. The callback is then a dead letter, which is retried only
+        on request."""
 
         async def body(tx: Connection) -> None:
             sql = "UPDATE outbox SET tries = tries + 1, given_up = ?, fault = ? WHERE group_id = ?"
@@ -1192,7 +1191,7 @@ class Store:
         await self._db.write(body)
 
     async def dead_deliveries(self, *, limit: int, tenant: str | None = None) -> list[Delivery]:
-        """List dead letters (callbacks that were given up), newest first."""
+        """List dead letters (given-up callbacks), newest first."""
         own = of_tenant(tenant)
         sql = f"""SELECT {rows.DELIVERY_COLUMNS} FROM outbox WHERE given_up IS NOT NULL{own.sql}
             ORDER BY given_up DESC, group_id DESC LIMIT ?"""

@@ -30,8 +30,7 @@ def of_tenant(tenant: str | None) -> Condition:
 
 
 def session_of_tenant(tenant: str | None) -> Condition:
-    """Return the condition for the table `sessions`, which has no column `tenant`. A session belongs to its group's
-    tenant."""
+    """Return the condition for `sessions`, which has no column `tenant`. A session belongs to its group's tenant."""
     if tenant is None:
         return EVERYBODY
     sql = " AND EXISTS (SELECT 1 FROM groups WHERE groups.id = sessions.group_id AND groups.tenant = ?)"

@@ -1,6 +1,6 @@
 """Describes to other systems how a session ended: whether it timed out, and why it has no verdict.
 
-The functions depend only on their arguments. Invariant: a session without a verdict is never `completed`.
+Pure functions. Invariant: a session without a verdict is never `completed`.
 """
 
 from __future__ import annotations

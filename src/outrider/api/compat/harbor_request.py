@@ -80,8 +80,7 @@ class HarborRunRequest(Spec):
 
     @property
     def proxy(self) -> str | None:
-        """URL of the model proxy that the agent should use, or None. Raises InvalidField if two fields contain
-        different URLs."""
+        """URL of the model proxy for the agent, or None. Raises InvalidField if two fields have different URLs."""
         named = {
             "llm_proxy_url": self.llm_proxy_url,
             "agent.llm_proxy_url": self.agent.llm_proxy_url,

@@ -1,9 +1,8 @@
 """Serves Harbor's run API. A run executes an uploaded task folder; it is a group of one session.
 
-The id of a run is the id of its group. So clients can find their runs after they have disconnected, or after the
-service has restarted. If the run's model proxy is a session of verl's session proxy (`verl.py`), its turns belong to
-that session (`verl_runs.py`). Invariants: a run is stored before its id is returned; a run without a verdict has no
-rewards.
+The id of a run is the id of its group. So clients can find their runs after they have disconnected, or after a restart.
+If the run's model proxy is a session of verl's session proxy (`verl.py`), its turns belong to that session
+(`verl_runs.py`). Invariants: a run is stored before its id is returned; a run without a verdict has no rewards.
 """
 
 from __future__ import annotations

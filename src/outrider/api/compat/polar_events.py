@@ -108,8 +108,7 @@ class _TaskNames:
         self._known: OrderedDict[str, _Named | None] = OrderedDict()
 
     async def of(self, group_id: str) -> _Named | None:
-        """Return the ids of a group. Returns None if the group was removed, or if it was not submitted by a client of
-        Polar."""
+        """Return the ids of a group, or None. None means that it was removed, or not submitted by a client of Polar."""
         if group_id not in self._known:
             try:
                 row = await self._service.store.group(group_id, tenant=self._caller.tenant)

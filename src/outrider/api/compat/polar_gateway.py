@@ -84,8 +84,8 @@ METRICS = (
     "postrun_queue_depth",
     "postrun_inflight",
 )
-"""Polar's names for a node's session counts: `depth` for sessions that wait for a lane, `inflight` for those in a lane.
-A lane limits how many sessions are in a stage at the same time."""
+"""Polar's names for a node's session counts: `depth` for sessions that wait for a lane (a slot of one stage),
+`inflight` for sessions in a lane."""
 VENDOR_PATHS = (
     "/v1/messages",
     "/v1/messages/count_tokens",
@@ -401,7 +401,7 @@ def _session_object(row: GroupRow, session: SessionRow, turns: Sequence[Turn]) -
 
 
 def _field_of(body: bytes, name: str) -> Any:
-    """Return a field of a JSON object, or None if the body is not an object or has no such field."""
+    """Return a field of a JSON object. If the body has no such field, return None."""
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -410,8 +410,8 @@ def _field_of(body: bytes, name: str) -> Any:
 
 
 def _without_field(body: bytes, name: str) -> tuple[Any, bytes]:
-    """Remove a field from a JSON object. Returns the field's value and the new body, in which the other values keep
-    their bytes. If the field is missing, returns None and the same body."""
+    """Remove a field from a JSON object. Returns its value and the new body, in which other values keep their bytes. If
+    the field is missing, returns None and the same body."""
     if name.encode() not in body or (found := _field_of(body, name)) is None:
         return None, body
     try:

@@ -81,7 +81,7 @@ class PolarExec(Spec):
 
 
 class PolarUpload(Spec):
-    """A file or folder that is copied to `target` in the sandbox. `source` is a path below the folder in the operator's
+    """A file or folder to copy to `target` in the sandbox. `source` is a path below the folder in the operator's
     setting `files`."""
 
     type: Literal["upload_file", "upload_dir"]
@@ -310,8 +310,8 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     },
     "mini_swe_agent": {"step_limit": "limits.turns"},
 }
-"""Some of Polar's agent settings set a field of the task, such as `max_turns` → `limits.turns`. This table maps them by
-harness. Other settings become options of Outrider's preset, which refuses options that it does not know."""
+"""Maps Polar's agent settings to fields of the task, by harness: `max_turns` sets `limits.turns`. Other settings become
+options of Outrider's preset, which refuses unknown options."""
 
 FIELDS = (
     ("task.harness.env", "agent.env"),

@@ -1,8 +1,8 @@
-"""Creates replies in Polar's format from the rows of the store: statuses, results, traces and completions.
+"""Creates replies in Polar's format from the store's rows: statuses, results, traces and completions.
 
-A trace depends only on the turns and the result of a session. A token is trained in a trace if and only if it is
-trained in Outrider's own training rows (`tokens/samples.py`). Invariants: if a session failed for another reason than
-its agent, its status is ERROR and it has no reward; without a verdict, no token in a session's traces is trained.
+Traces depend only on a session's turns and result. A trace trains exactly the tokens that Outrider's own training rows
+train (`tokens/samples.py`). Invariants: a session that failed for another reason than its agent has the status ERROR
+and no reward; traces of a session without a verdict train no tokens.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class PolarReader:
             "completed_sessions": row.done,
             "errored_sessions": sum(status_of_result(each) == "ERROR" for each in done),
             "mean_reward": row.reward_total / row.rewarded if row.rewarded and graded(row) else None,
-            # When a session ends, the number of its training rows is stored. The builder per_request makes a different
-            # number of traces, and only building them would show how many.
+            # The number of training rows is stored when a session ends. The traces of per_request would have to be
+            # built before they could be counted.
             "mean_traces": _mean(each.samples for each in done) if merged else None,
             "mean_completions": _mean(each.turns for each in done),
             "created_at": row.created,
@@ -285,8 +285,8 @@ def _merged_trace(sample: Sample, path: Sequence[Turn]) -> PolarObject:
 
 
 def single_traces(turns: Sequence[Turn], result: SessionResult) -> list[PolarObject]:
-    """Build traces with the builder per_request: one for each turn that has tokens to train on. Its reward is that of
-    the training row that contains the turn. Other turns, such as a call that generates a title, give no trace."""
+    """Build traces with the builder per_request: one for each turn with tokens to train on. A trace has the reward of
+    the training row that contains its turn. Other turns, such as the generation of a title, have no trace."""
     traces = []
     verdict = result.verdict
     for call in model_calls(turns, {**POLICY, **result.policy}):

@@ -222,8 +222,8 @@ class ProrlServer:
         return [engine for engine in self._service.engines() if engine.serves is None]
 
     async def _submitted(self, request: Request, caller: Principal) -> tuple[GroupRow | GroupView, Asked]:
-        """Return the group of a job, which is stored if it is new. Raises Conflict if the job's id was used with a
-        different request. Raises ServiceStopping if the job is new and the tenant's server is stopped."""
+        """Return the group of a job, stored now or earlier. Raises Conflict if the job's id was used for a different
+        request. Raises ServiceStopping for a new job if the tenant's server is stopped."""
         spec = await self._body(ProcessSpec, request, caller)
         asked = await asyncio.to_thread(asked_of, spec, spec.job_id or str(uuid.uuid4()))
         if spec.job_id is not None and (stored := await self._stored(asked, caller)) is not None:

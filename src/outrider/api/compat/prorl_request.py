@@ -167,7 +167,7 @@ def asked_of(spec: ProcessSpec, job_id: str) -> Asked:
 
 
 class Handler(NamedTuple):
-    """A handler from the settings, which turns instances into tasks. `table` is the content of its task file."""
+    """A handler from the settings, which makes tasks. `table` is the content of its task file."""
 
     name: str
     settings: ProrlHandlerConfig

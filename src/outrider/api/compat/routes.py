@@ -135,7 +135,7 @@ def encoded(value: Any) -> bytes:
     """Encode a value as JSON. Numpy arrays become JSON arrays."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError:  # the value has an integer of more than 64 bits, in a tool's schema or a call's arguments
+    except TypeError:  # an integer of more than 64 bits, in a tool's schema or a call's arguments
         return msgspec.json.encode(value, enc_hook=lambda array: array.tolist())
 
 

@@ -30,8 +30,8 @@ class BoundRuns:
     """The runs that belong to sessions of verl's session proxy.
 
     The idempotency keys of a session's runs contain the numbers 1, 2 and so on. A reset uses up the next number, so
-    that no run can get it. A run belongs to the session only if its number is higher than that of the last reset, even
-    after a restart.
+    that no run can get it. A run belongs to the session only if its number is higher than the last reset's, even after
+    a restart.
     """
 
     def __init__(self, service: Service) -> None:

@@ -60,8 +60,8 @@ class _Refused(Exception):
 
 
 async def serve_worker(service: Service, websocket: WebSocket) -> None:
-    """Serve one worker until its connection ends. The connection is closed with one of these codes:
-    - BAD_HELLO: the hello message comes too late, or cannot be parsed.
+    """Serve one worker until its connection ends. The close codes are:
+    - BAD_HELLO: the hello message is late, or cannot be parsed.
     - NO_HELLO: the first message is not a hello message.
     - NOT_SERVED: the engine cannot be added.
     - NONSENSE: a later message cannot be parsed, or the worker was silent for too long."""

@@ -78,7 +78,7 @@ class RunIndex:
             executor.shutdown(wait=True)
 
     def forget(self, group_ids: Iterable[str]) -> None:
-        """Report groups that were removed from the store. Later readers of the index do not see them."""
+        """Report groups that were removed from the store. Later readers do not see them."""
         self._gone.update(group_ids)
 
     async def chore(self) -> None:
@@ -205,8 +205,8 @@ class RunIndex:
             self._cursor, self._cursor_at = changes.cursor, changes.at
 
     async def _fill_retries(self) -> None:
-        """Copy all retries to the index. A retry is a failed attempt after which the session was queued again. This is
-        the last step when a new file is filled."""
+        """Copy all retries: failed attempts after which the session was queued again. This is the last step of filling
+        a new file."""
         after = 0
         while True:
             retries, after = await self._store.runs.retries(after, EVENTS_AT_ONCE)
@@ -383,8 +383,8 @@ def _last_unread(db: sqlite3.Connection) -> int:
 
 
 def _unread(db: sqlite3.Connection, last: int | None) -> list[tuple[int, int, str, int]]:
-    """Return the next sessions whose turns must still be copied. Each tuple has the place in `unread_turns`, and the
-    session's number, id and attempt."""
+    """Return the next sessions whose turns must still be copied: the place in `unread_turns`, and the session's number,
+    id and attempt."""
     return db.execute(
         """SELECT place, s.no, s.id, s.attempt FROM unread_turns JOIN kept_sessions AS s ON s.no = session_no
             WHERE ? IS NULL OR place <= ? ORDER BY place LIMIT ?""",

@@ -27,7 +27,7 @@ MAX_SQL = 100_000
 AT_ONCE = 2
 """Maximum number of queries that run at the same time."""
 MAX_WAITING = 16
-"""Maximum number of queries that wait for their turn; a further query gets Busy."""
+"""Maximum number of waiting queries. A further query gets Busy."""
 START_SECONDS = 5.0
 """Time in which the query's process must start and write its reply, in addition to MAX_SECONDS."""
 PROGRAM = Path(__file__).with_name("query_program.py")

@@ -134,7 +134,7 @@ NAMES = {value: name[7:] for name, value in vars(sqlite3).items() if name.starts
     "TRANSACTION", "UPDATE", "ATTACH", "DETACH", "ALTER_TABLE", "REINDEX", "ANALYZE", "CREATE_VTABLE", "DROP_VTABLE",
     "FUNCTION", "SAVEPOINT", "RECURSIVE",
 }}  # fmt: skip
-"""Names of the actions about which SQLite asks an authorizer, by number."""
+"""Names of the actions that an authorizer decides on, by number."""
 
 
 class QueryRefused(Exception):
@@ -142,7 +142,7 @@ class QueryRefused(Exception):
 
 
 class QueryGuard:
-    """SQLite's authorizer for one query: SQLite asks it whether an action is allowed."""
+    """SQLite's authorizer for one query, which allows or denies actions."""
 
     def __init__(self, views: Iterable[str], tables: Iterable[str], real: Iterable[str]) -> None:
         """views: the views that the query may read.
@@ -204,7 +204,7 @@ def main() -> None:
 
 
 def answer(job: dict[str, Any]) -> str:
-    """Run the query of a job, and return the reply as JSON. Raises QueryRefused."""
+    """Run a job's query, and return the reply as JSON. Raises QueryRefused."""
     limits = job["limits"]
     began = time.monotonic()
     os.nice(10)
@@ -220,8 +220,8 @@ def answer(job: dict[str, Any]) -> str:
     for name, sql in job["views"].items():
         db.execute(f"CREATE TEMP VIEW {guard.hidden[name]} AS {sql}")
         db.execute(f"CREATE TEMP VIEW {name} AS SELECT * FROM {guard.hidden[name]}")
-    # SQLite creates a table function when it is first used, and asks the authorizer about each step. The authorizer
-    # would refuse some. So the allowed table functions are used once before the authorizer is set.
+    # SQLite creates a table function at its first use, and asks the authorizer about each step. The authorizer would
+    # refuse some. So the allowed table functions are used once before it is set.
     for name in TABLE_FUNCTIONS:
         db.execute(f"SELECT * FROM {name}('[]')").fetchall()
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_TEXT)

@@ -21,7 +21,7 @@ from outrider.tokens.branches.classify import lineages
 from outrider.trajectory import Turn
 
 FROZEN = "frozen"
-"""Value of the column `kind` for a turn that was sampled by a frozen model, which is not trained."""
+"""Value of the column `kind` for turns of frozen models, which are not trained."""
 SEARCHED_ERROR, SEARCHED_OUTPUT, SEARCHED_ANSWER = 1000, 2000, 1000
 """How many characters a text search covers: the first of the error message, and the last of the agent's output and of
 the answer. The numbers are small, because a search reads the texts of all sessions."""
@@ -223,8 +223,8 @@ def _write_error(db: sqlite3.Connection, no: int, attempt: int, final: bool, at:
 
 
 def _upsert(db: sqlite3.Connection, table: str, values: dict[str, object], *, keep: Sequence[str]) -> int:
-    """Insert a row, or update the row with the same `id`. Returns the row's number `no`. If a new value is None and its
-    column is in `keep`, the old value stays."""
+    """Insert a row, or update the row with the same `id`. Returns the row's number `no`. Columns in `keep` keep their
+    value if the new value is None."""
     names = list(values)
     changes = ", ".join(
         f"{name} = COALESCE(excluded.{name}, {name})" if name in keep else f"{name} = excluded.{name}"

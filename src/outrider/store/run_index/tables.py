@@ -1,7 +1,7 @@
 """Defines the tables of the index of runs, and the views that users can query with SQL.
 
-A query can read only the views in VIEWS (`query_program.py`). The names of tables begin with `kept_`. A change of
-TABLES needs no migration, because a file with different tables is replaced by a new one.
+A query can read only the views in VIEWS (`query_program.py`). Names of tables begin with `kept_`. A change of TABLES
+needs no migration, because a file with different tables is replaced.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 from typing import NamedTuple
 
 SECONDS = ("queued", "init", "ready", "run", "eval_wait", "eval", "stop")
-"""The stages of a session, as in `trajectory.StageSeconds`."""
+"""Names of a session's stages (`trajectory.StageSeconds`)."""
 
 # `created`, `group_id` and `tenant` in `kept_sessions` are copies from the group, so that one index orders the list of
 # sessions.
@@ -90,8 +90,8 @@ class View(NamedTuple):
 
 
 def _columns(alias: str, abouts: dict[str, str]) -> tuple[ViewColumn, ...]:
-    """Return one view column for each name in `abouts`, which maps names to descriptions. Each has the name of a column
-    of the table `alias`."""
+    """Return a view column for each name in `abouts`, which maps names to descriptions. The table `alias` has columns
+    of the same names."""
     return tuple(ViewColumn(name, f"{alias}.{name}", about) for name, about in abouts.items())
 
 
@@ -99,8 +99,8 @@ _OF_SESSION = (
     ViewColumn("session_id", "s.id", "the session"),
     ViewColumn("group_id", "s.group_id", "its group"),
 )
-# Each view compares a column of each of its tables. If a query used only a table's row number, SQLite would report the
-# table as read outside of any view, and the query would be refused.
+# Each view compares a column of each of its tables. For a query that uses only a table's row number, SQLite would
+# otherwise report the table as read outside of any view.
 _WITH_GROUP = "kept_sessions AS s JOIN kept_groups AS g ON g.no = s.group_no AND g.tenant = s.tenant"
 
 VIEWS = (
