@@ -87,8 +87,8 @@ class AccessControl:
             if caller is LOCAL:
                 check_local(headers)
         except OutriderError as error:
-            # This call is not logged. It changes nothing, and any program could fill the audit log with calls without a
-            # valid token. A WebSocket request that is not accepted yet gets an ordinary HTTP reply.
+            # This call is not logged. It changes nothing, and any program could fill the audit log with such calls. A
+            # WebSocket request that is not accepted yet gets an ordinary HTTP reply.
             await self._refusal(scope, error)(scope, receive, send)
             return
         admin = caller.may("admin")
@@ -208,7 +208,7 @@ def _token(headers: dict[bytes, bytes]) -> bytes | None:
 
 
 def check_local(headers: dict[bytes, bytes]) -> None:
-    """Raise Unauthorized if the Host or Origin header names another machine. This is for requests without a token."""
+    """Raise Unauthorized if the Host or Origin header of a request without a token names another machine."""
     for name in (b"host", b"origin"):
         place = headers.get(name, b"localhost").decode("latin-1")
         try:

@@ -34,7 +34,7 @@ Attempt = Annotated[
 
 class AnyPath(PathConvertor):
     """Path parameter that matches the rest of a path. Starlette's own convertor stops at a line break, which a file
-    name may contain. It would look for a file with a shorter name."""
+    name may contain, and would look for a shorter name."""
 
     regex = "(?s:.*)"
 

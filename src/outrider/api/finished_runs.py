@@ -1,5 +1,5 @@
-"""Serves the web page for a run that has finished, on this machine only. It serves the page's files, and those routes
-of the control API that the page reads.
+"""Serves the web page for a finished run, on this machine only: the page's files, and the routes of the control API
+that the page reads.
 
 Invariant: no route changes anything. There is no token, so requests that name another machine are refused.
 """
@@ -113,8 +113,8 @@ class _Routes:
         self, request: Request, fitting: Callable[[GroupSummary], Awaitable[list[T]]], *, limit: int
     ) -> tuple[list[T], str | None]:
         """Return one page of a list, and `after` for the next page (None on the last page). `fitting` returns the
-        entries of one group. The page starts after the group that the request names as `after`. It ends with the group
-        that reaches the request's `limit`."""
+        entries of one group. The page starts after the group in the request's `after`. It ends with the group that
+        reaches the request's `limit`."""
         most, after = _number(request, "limit", limit), request.query_params.get("after")
         found: list[T] = []
         for _ in range(0, MOST_GROUPS, GROUPS_AT_ONCE):

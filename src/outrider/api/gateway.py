@@ -284,8 +284,8 @@ def _wire_call(scope: Scope, path: str) -> WireCall:
 
 
 def _api_key(call: WireCall) -> str:
-    """Return the API key of a call, or "". Depending on the dialect, it is a bearer token, the header x-api-key or
-    x-goog-api-key, or `key` in the query."""
+    """Return a call's API key, or "". It is a bearer token, the header x-api-key or x-goog-api-key, or `key` in the
+    query, depending on the dialect."""
     for name, value in call.headers:
         if name in KEY_HEADERS:
             given = value.decode("latin-1")

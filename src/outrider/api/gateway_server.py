@@ -1,6 +1,6 @@
-"""The HTTP server for all Outrider processes that answer model calls. A node's model gateway gets a server of its own.
+"""The HTTP server for all Outrider processes that answer model calls. A node's model gateway has its own server.
 
-The module does not import the control API. A node process serves only model calls, so it need not import FastAPI.
+This module does not import the control API, because a node process serves only model calls and need not import FastAPI.
 """
 
 from __future__ import annotations

@@ -246,8 +246,8 @@ async def timeline(
     attempt: Annotated[int | None, Query(ge=1, le=MAX_CURSOR, description="default: the newest")] = None,
 ) -> TimelineView:
     """Get the timeline of an attempt of the session: stages, sandboxes, model calls, commands, processes and errors.
-    While the session runs, new entries appear after about a second, and processes after at most ten seconds. A
-    read-only token gets only the first word of each command, because the commands of a task may contain secrets."""
+    While the session runs, entries appear after about a second, and processes after at most ten seconds. A read-only
+    token gets only the first word of each command, because a task's commands may contain secrets."""
     return await service.reader.timeline(session_id, attempt, whole_commands=caller.may("submit"), tenant=caller.sees)
 
 

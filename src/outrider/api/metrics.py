@@ -27,9 +27,9 @@ METRICS = ControlRouter("/metrics", version="")
 
 @METRICS.get("", "read", also=file_answer("The metrics, as text.", TEXT))
 async def metrics(service: Serving, caller: Caller, accept: Annotated[str, Header()] = "") -> Response:
-    """Read the metrics of the service and all its nodes. The format is Prometheus text, or OpenMetrics if the `Accept`
-    header prefers it. The metrics describe all tenants together, so the token must be an admin's or belong to the
-    tenant `operator`."""
+    """Read the metrics of the service and all its nodes, as Prometheus text, or as OpenMetrics if the `Accept` header
+    prefers it. The metrics describe all tenants together, so the token must be an admin's or belong to the tenant
+    `operator`."""
     _check_operator(caller, "/metrics")
     values = await service.metrics.read()
     text = await asyncio.to_thread(metrics_text, values, accept)

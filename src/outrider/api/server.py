@@ -70,8 +70,8 @@ time."""
 
 @asynccontextmanager
 async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str]:
-    """Serve a service, and run its sessions. If `node` is given, serve its model gateway, too. Yields the base URL,
-    such as http://127.0.0.1:8700.
+    """Serve a service, run its sessions, and serve the model gateway of `node` if given. Yields the base URL, such as
+    http://127.0.0.1:8700.
 
     Raises InvalidField if a public address lacks a token or TLS, or if the certificate cannot be used. Raises
     ServiceError if the address is in use.

@@ -237,8 +237,8 @@ class _Server:
         self._name = f"{self.id[:8]}, process {os.getpid()} on {socket.gethostname()}"
         self._url = url
         self._limit = limit
-        # The server stops waiting for a lock after 80 % of our own time limit. Without this setting, it would continue
-        # to wait after this client has given up.
+        # The server stops waiting for a lock after 80 % of our own time limit. Otherwise it would still wait after this
+        # client has given up.
         self._settings = SESSION_SETTINGS | {"lock_timeout": f"{limit * 800:.0f}ms"}
 
     async def connect(self, purpose: str) -> asyncpg.Connection:

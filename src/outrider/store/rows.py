@@ -193,8 +193,8 @@ def receiver_of(url: str) -> str:
 
 
 def stored_key(tenant: str, idempotency_key: str) -> str:
-    """Return TENANT/KEY, the value of the column `idempotency_key`. It is unique over all tenants, because the name of
-    a tenant contains no slash."""
+    """Return TENANT/KEY, the value of the column `idempotency_key`. Two tenants never get the same value, because their
+    names contain no slash."""
     return f"{tenant}/{idempotency_key}"
 
 

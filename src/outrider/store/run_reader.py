@@ -106,8 +106,8 @@ class RunReader:
         return float(found[0][0]) if found else None
 
     async def packed_turns(self, attempts: Sequence[tuple[str, int]]) -> list[list[tuple[str, bytes]]]:
-        """Return the encoded turns of several attempts. Each attempt is given as a session id and a number. Each turn
-        comes with its model (empty for the policy), in order of index."""
+        """Return the encoded turns of several attempts (session id and number). Each turn comes with its model (empty
+        for the policy), in order of index."""
         own = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
         frozen = "SELECT model, turn FROM frozen_turns WHERE session_id = ? AND attempt = ? ORDER BY model, turn_index"
 
@@ -153,8 +153,8 @@ async def _sessions(tx: Connection, column: str, ids: Sequence[str]) -> list[Ses
 
 
 def _chunks(ids: Sequence[str]) -> list[tuple[Sequence[str], str]]:
-    """Split the ids into chunks. Each chunk is returned with its `?` placeholders. All chunks have the same length, so
-    that the database prepares only one statement. Copies of the last id fill up the last chunk."""
+    """Split the ids into chunks. Returns each chunk with its `?` placeholders. All chunks have the same length, so that
+    the database prepares only one statement. Copies of the last id fill up the last chunk."""
     found: list[tuple[Sequence[str], str]] = []
     for start in range(0, len(ids), AT_ONCE):
         some = list(ids[start : start + AT_ONCE])

@@ -657,8 +657,8 @@ class Store:
         await self._db.write(body)
 
     async def keep_failed_calls(self, session_id: str, attempt: int, calls: bytes, *, model: str | None = None) -> None:
-        """Store the failed calls of one model that no later call has replaced (see `FailedCalls`). `calls` is a JSON
-        array of `FailedCall`; it replaces the stored array for this session and model. `model` is None for the policy.
+        """Store one model's failed calls that no later call has replaced (see `FailedCalls`). `calls` is a JSON array
+        of `FailedCall`, and replaces the stored array for this session and model. `model` is None for the policy.
         Raises Conflict if the attempt has ended."""
         sql = """INSERT INTO failed_calls (session_id, model, calls) VALUES (?, ?, ?)
             ON CONFLICT (session_id, model) DO UPDATE SET calls = excluded.calls"""
@@ -893,9 +893,8 @@ class Store:
         return await self._db.read(body)
 
     async def packed_results(self, group_ids: Sequence[str], first: int, count: int) -> list[PackedResult]:
-        """Return the encoded results of done sessions in these groups. Only sessions with sample indexes from `first`
-        to `first + count - 1` are included. The caller decodes the results (`rows.result_from`), because this may take
-        long."""
+        """Return the encoded results of these groups' done sessions with sample indexes from `first` to `first + count
+        - 1`. The caller decodes the results (`rows.result_from`), because this may take long."""
         if not group_ids:
             return []
         sql = f"""SELECT group_id, result FROM sessions WHERE group_id IN ({", ".join("?" * len(group_ids))})

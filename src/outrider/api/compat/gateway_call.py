@@ -1,4 +1,4 @@
-"""Forwards model calls from the routes of other systems to the model gateway."""
+"""Forwards model calls from other systems' routes to the model gateway."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ the group names the request's field. The first matching pair is used."""
 
 
 harbor_fields = partial(renamed_fields, FIELDS, whole=(ARCHIVE,))
-"""Context manager that changes errors about a field of the group, so that they name the field of the request."""
+"""Context manager in which errors about a field of the group name the field of the request instead."""
 
 
 def run_group(

@@ -1,7 +1,7 @@
-"""Translates the evaluators of Polar's requests to specs for Outrider's evaluators, which grade in the same way.
+"""Translates the evaluators of Polar's requests to specs of Outrider's evaluators, which grade in the same way.
 
 No evaluator runs here. Invariant: if a key of a `config` cannot be translated, the request is refused with an error
-that names the key.
+that names it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPTIONS = frozenset(
 
 
 class PolarEvaluator(Spec):
-    """The evaluator in a request. With `refresh_runtime`, it runs in a new sandbox."""
+    """The evaluator in a request. With `refresh_runtime`, it grades in a new sandbox."""
 
     strategy: Name
     config: Annotated[dict[str, Any], Field(max_length=256)] = Field(default_factory=dict)

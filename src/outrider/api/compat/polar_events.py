@@ -53,8 +53,8 @@ async def event_stream(
 
 
 async def _last_event_of(service: Service, request: Request, caller: Principal) -> int:
-    """Return the cursor after which a client's stream starts. It is the cursor that the client sends in Last-Event-ID
-    or, without this header, the newest cursor."""
+    """Return the cursor after which a client's stream starts: the cursor in its header Last-Event-ID or, without this
+    header, the newest cursor."""
     given = request.headers.get(LAST_EVENT_ID)
     if given is None:
         return await service.store.last_event(tenant=caller.tenant)

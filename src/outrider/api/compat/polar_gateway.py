@@ -84,8 +84,8 @@ METRICS = (
     "postrun_queue_depth",
     "postrun_inflight",
 )
-"""Polar's names for a node's session counts: `depth` for sessions that wait for a lane (a slot of one stage),
-`inflight` for sessions in a lane."""
+"""Polar's names for a node's session counts: `depth` for sessions that wait for a lane (the slots for one stage),
+`inflight` for sessions in it."""
 VENDOR_PATHS = (
     "/v1/messages",
     "/v1/messages/count_tokens",
@@ -328,9 +328,9 @@ class PolarGateway:
     async def model_call(self, request: Request, caller: Principal) -> Response:
         """Forward a vendor's model call to the model gateway, which replies in the vendor's format.
 
-        The session's id is in one of these places: the header X-Session-Id, the query (`session_id` or `key`), the API
-        key, or the field PROXY_SESSION of the body. The status is 401 if the session is unknown, or if its agent runs
-        in this service."""
+        The session's id is in the header X-Session-Id, in the query (`session_id` or `key`), in the API key, or in the
+        field PROXY_SESSION of the body. The status is 401 if the session is unknown, or if its agent runs in this
+        service."""
         path: str = request.scope["path"]
         body: bytes | None = None
         headers, query = request.headers, request.query_params

@@ -347,7 +347,7 @@ group names Polar's field. The first matching pair is used."""
 
 
 polar_fields = partial(renamed_fields, FIELDS)
-"""Context manager that changes errors about a field of the group, so that they name the field of Polar's request."""
+"""Context manager in which errors about a field of the group name the field of Polar's request instead."""
 
 
 def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
@@ -530,7 +530,7 @@ def _agent_seconds(metadata: Mapping[str, Any], seconds: float) -> float:
     """Return the agent's time limit in seconds, from the request's `metadata`. `seconds` is the session's time limit.
 
     If the agent reaches its limit, the session is still graded. If the session's limit is reached, it is not. So an
-    agent's limit of `seconds` or more is replaced by MAX_SECONDS, and the session's limit is reached first."""
+    agent's limit of `seconds` or more is replaced by MAX_SECONDS, to let the session's limit come first."""
     given = metadata.get("agent_timeout", MAX_SECONDS)
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
         raise InvalidField("must be a number of seconds above 0", field="metadata.agent_timeout")

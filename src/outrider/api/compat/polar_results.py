@@ -253,8 +253,8 @@ def trajectory_of(turns: Sequence[Turn], result: SessionResult, *, request: Mapp
 
 
 def merged_traces(turns: Sequence[Turn], result: SessionResult) -> list[PolarObject]:
-    """Build traces with the builder prefix_merging. Each trace is one of Outrider's training rows. Its prompt ends
-    where the first reply begins."""
+    """Build traces with the builder prefix_merging. Each trace is a training row of Outrider. Its response begins at
+    the first reply."""
     return [_merged_trace(sample, [turns[index] for index in sample.turns]) for sample in build_samples(turns, result)]
 
 

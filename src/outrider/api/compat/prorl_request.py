@@ -1,9 +1,9 @@
 """Parses the requests of ProRL Agent's clients, and translates a job to a group of one session.
 
 A job has an instance, which is a row of a data set. A handler in the operator's settings (`[prorl.handlers.NAME]`)
-turns it into a task. The handler is a task file whose placeholders are filled with the instance's columns, or the
-adapter for a public data set. Invariants: an instance or sampling parameter that cannot be translated is refused with
-an error that names it; equal requests give equal groups.
+turns it into a task. A handler is a task file whose placeholders are filled with the instance's columns, or the adapter
+for a public data set. Invariants: an instance or sampling parameter that cannot be translated is refused with an error
+that names it; equal requests give equal groups.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ class Handlers:
                 self._named[source] = handler
 
     def find(self, data_source: str) -> Handler:
-        """Return the handler for a data source. Its name equals the data source; otherwise it ends with `*` and matches
-        the beginning, and the longest such name is used. Raises RequestError, which lists the known names."""
+        """Return the handler for a data source: the one with exactly this name, or else the one with the longest name
+        that ends with `*` and matches the beginning. Raises RequestError, which lists the known names."""
         if (found := self._named.get(data_source)) is not None:
             return found
         for source in sorted(self._named, key=len, reverse=True):

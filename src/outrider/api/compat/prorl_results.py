@@ -85,8 +85,8 @@ def unreadable_record(asked: Asked, error: str) -> dict[str, Any]:
 
 
 def main_path(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns of the main conversation, up to the last reply. Turns of sub-agents are left out, and so are
-    turns of a history that the agent replaced later. Without a reply in the main conversation, the list is empty."""
+    """Return the turns of the main conversation, up to its last reply. Turns of sub-agents are left out, and so are
+    turns of a history that the agent replaced later. Without a reply, the list is empty."""
     lines = lineages(turns)
     leaf = next(
         (

@@ -1,10 +1,10 @@
 """Serves the session proxy of verl's RemoteAgentLoop recipe. Clients choose the ids of sessions, and send chat calls to
 them.
 
-A session of this proxy is a session whose agent runs outside Outrider (docs/external.md). It is found by an idempotency
-key that contains its id. The recipe's trainer reads the session's record and computes the reward itself. Outrider never
-gets the reward, so a completed session ends as cancelled, with its turns but without a verdict. Invariant: only
-`create` creates a session, never a model call with an unknown id.
+Such a session is a session whose agent runs outside Outrider (docs/external.md). It is found by an idempotency key that
+contains its id. The recipe's trainer reads the session's record and computes the reward itself. Outrider never gets the
+reward, so a completed session ends as cancelled, with its turns but without a verdict. Invariant: only `create` creates
+a session, never a model call with an unknown id.
 """
 
 from __future__ import annotations

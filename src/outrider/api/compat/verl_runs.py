@@ -1,5 +1,5 @@
-"""Assigns runs of Harbor's run API to sessions of verl's session proxy (`verl.py`). The record of such a session shows
-the turns of its run.
+"""Assigns runs of Harbor's run API to sessions of verl's session proxy (`verl.py`). A session's record then shows the
+turns of its run.
 
 Invariant: a session has at most one current run, even after a restart.
 """
@@ -49,8 +49,7 @@ class BoundRuns:
         return _idempotency_key(session, free if run is None else free - 1)
 
     async def _look(self, session: SessionRow, caller: Principal) -> tuple[GroupRow | None, int]:
-        """Return two values: the session's run (or None), and the lowest number that no run or reset of the session has
-        used."""
+        """Return the session's run (or None), and the lowest number that no run or reset of the session has used."""
         store, run, number = self._service.store, None, 1
         while True:
             idempotency_key = _idempotency_key(session, number)

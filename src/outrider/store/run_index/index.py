@@ -3,7 +3,7 @@
 The index file stores the cursor of the newest event that it includes. Later events show what has changed since. A new
 file has no cursor, and is filled from all groups. Removals have no event, so `forget` reports them.
 
-Invariants: after `catch_up`, the index includes every event stored before the call, and no group forgotten before the
+Invariants: after `catch_up`, the index includes all events stored before the call, and no groups forgotten before the
 call; only one thread writes to the file.
 """
 
@@ -78,7 +78,7 @@ class RunIndex:
             executor.shutdown(wait=True)
 
     def forget(self, group_ids: Iterable[str]) -> None:
-        """Report groups that were removed from the store. Later readers do not see them."""
+        """Report groups that were removed from the store, so that later readers do not see them."""
         self._gone.update(group_ids)
 
     async def chore(self) -> None:
@@ -91,8 +91,8 @@ class RunIndex:
                 await asyncio.sleep(time.monotonic() - began)  # half of the time is left to other work
 
     async def catch_up(self, *, turns: bool = False) -> None:
-        """Wait until the index includes every event that is stored now. With `turns`, also wait for the turns of all
-        sessions that are done now. Raises Busy after CATCH_UP_SECONDS."""
+        """Wait until the index includes every event that is stored now and, with `turns`, the turns of all sessions
+        that are done now. Raises Busy after CATCH_UP_SECONDS."""
         try:
             async with asyncio.timeout(CATCH_UP_SECONDS), self._failures():
                 newest, gone = await self._store.last_event(), set(self._gone)
@@ -139,7 +139,7 @@ class RunIndex:
             if not self._checked:
                 await self._check()
             # `_gone` (the removed groups) is copied before the store is read. If a group is removed meanwhile, this
-            # step may still write it. The group then stays in `_gone`, and the next step removes it.
+            # step may still write it, and the next step removes it.
             gone = frozenset(self._gone)
             changes = await self._next_changes()
             tasks = await self._tasks_of(changes)
