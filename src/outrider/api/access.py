@@ -32,7 +32,7 @@ from outrider.wire.http_server import Application, Message, Receive, Scope, Send
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS
 UNAUDITED = frozenset({"/mcp"})
-"""Calls of these paths get no entry in the audit log. They change data only through further calls of the control API,
+"""Calls of these paths get no entry in the audit log. They change data only through other calls of the control API,
 which get entries."""
 
 CALLER = "outrider.caller"

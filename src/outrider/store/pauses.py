@@ -42,7 +42,7 @@ class Pause(msgspec.Struct, frozen=True):
 
 class Pauses:
     """Reads and writes the pauses in the store's database. Methods raise ServiceError when the database fails. `tenant`
-    is the owner of a pause. None means that the pause applies to all tenants."""
+    is the owner of a pause, or None for a pause of all tenants."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._db = database

@@ -334,7 +334,7 @@ class _Writer:
 
     async def _hold(self, raw: asyncpg.Connection) -> None:
         """Take the lock that only one service can hold, until the connection ends. Raises _Unreachable if another
-        service still holds it after HANDOVER_SECONDS."""
+        service has it after HANDOVER_SECONDS."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + min(HANDOVER_SECONDS, self._patience)
         while not await raw.fetchval(f"SELECT pg_try_advisory_lock({LOCKS}, {SERVICE})"):

@@ -97,8 +97,8 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueLength(msgspec.Struct, frozen=True):
-    """`sessions` counts waiting sessions and sessions that a pause holds. `buckets` and `tenants` count those with
-    waiting sessions."""
+    """The length of the queue. `sessions` includes sessions that a pause holds. `buckets` and `tenants` count those
+    with waiting sessions."""
 
     sessions: int
     buckets: int

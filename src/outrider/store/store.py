@@ -66,7 +66,7 @@ MOST_PACES = 1000
 """Maximum number of engines whose usual call durations are stored. Without a limit, records of old engines would
 accumulate."""
 MOST_REFUSED = 10_000
-"""Maximum number of idempotency keys that are refused for one tenant at the same time (see `Store.refuse_key`)."""
+"""Maximum number of refused idempotency keys of one tenant (see `Store.refuse_key`)."""
 MOST_VALUES = 500
 """Maximum number of values in one SQL statement. Databases limit this number."""
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
@@ -400,8 +400,7 @@ class Store:
         return bool(await self._db.write(lambda tx: tx.execute(sql, (StopReason.EXPIRED.value, now))))
 
     async def next_due(self, *, after: float) -> float | None:
-        """Return the next time, later than `after`, at which a waiting session becomes due or expires. Returns None if
-        there is none."""
+        """Return the next time, later than `after`, at which a waiting session becomes due or expires, or None."""
 
         async def body(tx: Connection) -> float | None:
             due = await tx.fetch("SELECT MIN(due) FROM sessions WHERE waiting = 1 AND due > 0 AND due > ?", (after,))
@@ -724,8 +723,8 @@ class Store:
         return bytes(found[0][0]) if found else None
 
     def mark_of(self, text: str) -> str:
-        """Return a digest of a text: 16 hexadecimal digits. It depends on the store's key, so nobody without the key
-        can test a guess of the text."""
+        """Return a digest of a text: 16 hexadecimal digits. Without the store's key, nobody can test a guess of the
+        text."""
         return hashlib.sha256(self._key.mark(f"the text {text}").encode()).hexdigest()[:16]
 
     def credential_of(self, session_id: str) -> str:
@@ -815,8 +814,8 @@ class Store:
         """Store a turn of an attempt in progress. Raises Conflict if the attempt has ended, or already has a turn with
         this index.
 
-        `model` is the frozen model that sampled the turn, or None for the policy. The turns of each model are numbered
-        from 0. The bytes of images are stored outside the turn, once for each digest.
+        `model` is the frozen model that sampled the turn, or None for the policy. Each model's turns are numbered from
+        0. The bytes of images are stored outside the turn, once for each digest.
         """
         taken = split(turn)
         packed = rows.pack(taken.turn)
@@ -883,8 +882,8 @@ class Store:
         return await self._db.read(lambda tx: restore(tx, found)) if images else found
 
     async def turns_of(self, attempts: Sequence[tuple[str, int]]) -> list[StoredTurns]:
-        """Return the turns of several attempts (session id and number), in one transaction. Raises NotFound for an
-        unknown session."""
+        """Return the turns of several attempts (session id and number), in one transaction. Raises NotFound if a
+        session is unknown."""
 
         async def body(tx: Connection) -> list[StoredTurns]:
             found = [await _rows_of_attempt(tx, TURNS, id, attempt, None) for id, attempt in attempts]

@@ -20,7 +20,7 @@ from outrider.sandbox.rootfs.unpack import UNREADABLE, ArchiveMember
 from outrider.tasks.harbor.tasks import TASK_TOML
 
 METADATA, ARCHIVE = "metadata", "task_archive"
-"""Names of the two parts that the multipart body must have."""
+"""Names of the two parts of the multipart body."""
 MAX_PARTS = 16
 MAX_HEADERS = 16 << 10
 """Maximum size of the headers of one part, in bytes."""

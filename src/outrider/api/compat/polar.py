@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 REFUSED_SECONDS = 300.0
-"""If a client cancels a task before submitting it, the task cannot be submitted for this many seconds."""
+"""A task that is cancelled before it is submitted cannot be submitted for this many seconds."""
 SUBMIT_STATUSES = {400: 422, 413: 422, 429: 503, 501: 503}
 """Maps HTTP statuses of Outrider's errors to the statuses of refused submissions that Polar's clients handle: 409, 422
 and 503."""

@@ -66,7 +66,7 @@ class BoundRuns:
         return await self._service.store.turns(session.id)
 
     async def check_free(self, session: SessionRow, caller: Principal) -> None:
-        """Raise Conflict if the session has a run. In this case, only the run may make model calls for the session."""
+        """Raise Conflict if the session has a run, because only this run may make model calls for the session."""
         run = await self.current(session, caller)
         if run is not None:
             raise Conflict(

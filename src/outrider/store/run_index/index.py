@@ -40,7 +40,7 @@ longer."""
 READ_SECONDS = 10.0
 """Maximum seconds of one read by the service itself."""
 STEPS_BETWEEN_LOOKS = 10_000
-"""SQLite checks the time limit after this many steps of its virtual machine."""
+"""A read checks its time limit after this many steps of SQLite's virtual machine."""
 TASK_LABEL = "task"
 """Label that names the task of a group. Groups without this label have the same task if their instructions are
 equal."""

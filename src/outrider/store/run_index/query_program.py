@@ -124,7 +124,7 @@ FUNCTIONS = frozenset(
 )
 TABLE_FUNCTIONS = frozenset({"json_each", "json_tree"})
 STEPS_BETWEEN_LOOKS = 2000
-"""SQLite checks the time limit after this many steps of its virtual machine."""
+"""A query checks its time limit after this many steps of SQLite's virtual machine."""
 MAX_TEXT = 1_000_000
 """Maximum size of one value, and of the query, in bytes."""
 NAMES = {value: name[7:] for name, value in vars(sqlite3).items() if name.startswith("SQLITE_") and name[7:] in {
@@ -245,8 +245,8 @@ def answer(job: dict[str, Any]) -> str:
 
 
 def check_confinement(db: sqlite3.Connection, tables: list[str], view: str) -> None:
-    """Check that SQLite prevents three attacks: reading a table by its name, reading a table under the name of a view,
-    and reading the schema. Raises QueryRefused if one of them works."""
+    """Raise QueryRefused if SQLite allows one of three attacks: reading a table by its name, reading a table under the
+    name of a view, or reading the schema."""
     for sql in (
         f"SELECT no FROM {tables[0]}",
         f"WITH {view} AS (SELECT no FROM {tables[0]}) SELECT no FROM {view}",

@@ -23,8 +23,8 @@ from outrider.trajectory import Turn
 FROZEN = "frozen"
 """Value of the column `kind` for turns of frozen models, which are not trained."""
 SEARCHED_ERROR, SEARCHED_OUTPUT, SEARCHED_ANSWER = 1000, 2000, 1000
-"""How many characters a text search covers: the first of the error message, and the last of the agent's output and of
-the answer. The numbers are small, because a search reads the texts of all sessions."""
+"""How many characters a text search covers: the first characters of the error message, and the last characters of the
+agent's output and of the answer. The numbers are small, because a search reads the texts of all sessions."""
 MAX_MESSAGE = 8192
 
 
