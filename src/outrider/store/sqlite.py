@@ -129,8 +129,8 @@ class SqliteDatabase:
 
     async def shrink(self) -> bool:
         async def body(tx: Connection) -> bool:
-            # Without INCREMENTAL, a file cannot be shrunk in steps, and older files were created without it. VACUUM
-            # could shrink them, but it would block for minutes.
+            # A file that was created without INCREMENTAL cannot be shrunk in steps. Only VACUUM would shrink it, and
+            # VACUUM blocks for minutes.
             if (await tx.fetch("PRAGMA auto_vacuum"))[0][0] != INCREMENTAL:
                 return False
             pages, free = [(await tx.fetch(f"PRAGMA {name}"))[0][0] for name in ("page_count", "freelist_count")]
