@@ -1,4 +1,4 @@
-"""HTTP: the control API under `/v1` and the model gateway under `/s/{key}`.
+"""Serves HTTP: the control API at `/v1` and the model gateway at `/s/{key}`.
 
-Routes, authentication and HTTP errors are here; `service` and `sessions` do the work.
+This package has the routes, authentication and HTTP errors. `service` and `sessions` do the work.
 """

@@ -1,7 +1,7 @@
-"""Access control of the control API: the role that each route requires, and the addresses on which the service may
-listen. The gateway checks its own keys.
+"""Controls access to the control API: which role each route requires, and at which addresses the service may listen.
+The model gateway checks its own keys.
 
-Invariant: every control route except OPEN_PATHS refuses callers without the required role. If a call may change data,
+Invariant: every control route except OPEN_PATHS refuses a caller without the required role. If a call may change data,
 its audit log entry is written before the reply is sent. Calls without a valid token are refused and not logged.
 """
 
@@ -32,25 +32,25 @@ from outrider.wire.http_server import Application, Message, Receive, Scope, Send
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS
 UNAUDITED = frozenset({"/mcp"})
-"""Paths whose calls get no audit log entry. Such a call changes data only through other calls of the control API, and
-those calls get entries."""
+"""Calls of these paths get no entry in the audit log. They change data only through other calls of the control API,
+which get entries."""
 
 CALLER = "outrider.caller"
 CREATED = "outrider.created"
 
 
 class AccessControl:
-    """Refuses control calls without a token, if the service has tokens, and logs calls that may change data.
+    """ASGI middleware that refuses control calls without a valid token, and logs calls that may change data.
 
-    A service without a token listens on this machine only, but a web page open in a browser here could still send
-    requests to it. So a call without a token is refused if its Host or Origin header names another machine. A page
-    cannot forge these headers.
+    If the service has no tokens, it listens only on this machine. A web page in a browser here could still send
+    requests to it. So a call whose Host or Origin header names another machine is refused. A page cannot forge these
+    headers.
 
-    open_paths: paths that need no token.
-    calls: maximum number of calls under way with one token, except an admin's. The connections of an admin with a token
-        are never closed to make room for others.
+    open_paths: paths that anybody may call.
+    calls: maximum number of concurrent calls with one token. Admins have no limit, and an admin's connections are never
+        closed to make room for others.
     roles: the role that each route requires, by method and path.
-    refusal: makes the reply to an error that is raised here, from the request's scope and the error.
+    refusal: creates the reply to an error that is raised here.
     """
 
     def __init__(
@@ -87,9 +87,8 @@ class AccessControl:
             if caller is LOCAL:
                 check_local(headers)
         except OutriderError as error:
-            # A call without a valid token is not in the audit log: it changes nothing, and any program could fill the
-            # log with such calls. If a WebSocket request is not accepted yet, Starlette lets us reply as to any other
-            # request.
+            # This call is not logged. It changes nothing, and any program could fill the audit log with such calls. A
+            # WebSocket request that is not accepted yet gets an ordinary HTTP reply.
             await self._refusal(scope, error)(scope, receive, send)
             return
         admin = caller.may("admin")
@@ -109,7 +108,7 @@ class AccessControl:
                 await self._app(scope, receive, reply)
         except RevokedMeanwhile:
             await reply.cut_off(receive)
-        except OutriderError as error:  # raised in this block; the application replies to its own errors
+        except OutriderError as error:  # raised in this block, because the application replies to its own errors
             await self._refusal(scope, error)(scope, receive, reply)
         finally:
             self._under_way[caller.name] -= 1
@@ -117,8 +116,8 @@ class AccessControl:
                 del self._under_way[caller.name]
 
     def _check_websocket(self, path: str, caller: Principal) -> None:
-        """Raise Forbidden if the caller may not call the WebSocket route at `path`, and NotFound for an unknown route.
-        The check runs before the routing, because a client would see a later error only as a 403 without a text."""
+        """Raise Forbidden if the caller may not use the WebSocket route at `path`. Raise NotFound if there is no such
+        route. Starlette would report an error only as a 403 without text, so the check runs before routing."""
         for route in self._websockets:
             if route.path_regex.fullmatch(path):
                 called = f"WEBSOCKET {route.path}"
@@ -128,7 +127,7 @@ class AccessControl:
 
 
 class _Reply:
-    """Sends a reply. For a call that may change data, the audit log entry is written first."""
+    """Sends a reply. If the call may change data, its audit log entry is written first."""
 
     def __init__(self, scope: Scope, send: Send, audit: AuditLog) -> None:
         self._scope = scope
@@ -144,7 +143,7 @@ class _Reply:
         await self._send(message)
 
     async def cut_off(self, receive: Receive) -> None:
-        """End the reply to a caller whose token was revoked."""
+        """End the reply early, because the caller's token was revoked."""
         if not self._begun:
             refusal = Unauthorized("this token was revoked", hint="ask the operator for another one")
             await error_reply(refusal)(self._scope, receive, self)
@@ -168,7 +167,7 @@ def _entry(scope: Scope, status: int) -> AuditEntry:
 
 
 def _called(scope: Scope) -> str:
-    """Return the route's name in the table of roles, or the method and requested path if there is no such route."""
+    """Return the key of the called route in `roles`. For an unknown route, return the method and the requested path."""
     route = scope.get("route")
     return f"{scope.get('method', 'WEBSOCKET')} {scope['path'] if route is None else route.path}"
 
@@ -179,7 +178,7 @@ def caller_in(scope: Scope) -> Principal:
 
 
 async def check_role(connection: HTTPConnection) -> None:
-    """Raise Forbidden if the caller may not call the route of this connection."""
+    """Raise Forbidden if the caller's role is too low for the called route."""
     called = _called(connection.scope)
     check(called, connection.app.state.roles[called], caller_in(connection.scope))
 
@@ -193,9 +192,9 @@ def check(called: str, needed: Role, caller: Principal) -> None:
 
 
 def _token(headers: dict[bytes, bytes]) -> bytes | None:
-    """Return the token in the headers: the bearer token, or the password of HTTP Basic authentication. Clients that
-    take only a URL send this password for http://USER:TOKEN@HOST. For any other scheme, return the whole header.
-    Without an Authorization header, return None."""
+    """Return the token in the Authorization header, or None without this header. The token is the bearer token, or the
+    password of HTTP Basic authentication, which clients send for a URL like http://USER:TOKEN@HOST. For any other
+    scheme, return the whole header."""
     given = headers.get(b"authorization")
     if given is None:
         return None
@@ -224,8 +223,8 @@ def check_local(headers: dict[bytes, bytes]) -> None:
 
 
 def check_address(config: Config, *, has_token: bool) -> None:
-    """Raise InvalidField if other machines can reach the address, and the service has no token, or has neither TLS nor
-    the setting `insecure`."""
+    """Raise InvalidField if other machines can reach the service but it is not safe. It needs a token, and either TLS
+    or the setting `insecure`."""
     if not config.public:
         return
     if not has_token:

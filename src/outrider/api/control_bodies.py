@@ -1,10 +1,12 @@
-"""Limits the size, the arrival time and the total memory of the bodies of control calls.
+"""Limits the bodies of control calls: their size, the time in which they must arrive, and their total memory.
 
-Memory for a body is reserved before the body is read. It is released only at the end of the call, because the objects
-made from a body are several times as large. Callers wait in line for this memory (see `PrioritySemaphore`). A waiting
-body is not read, so the kernel stops the client from sending. Model calls have other limits
-(`sessions/calls/limits.py`), since many sessions send at once, and no session may wait for another. Invariant: bodies
-larger than FREE take at most EACH bytes for one caller, and at most ALL bytes for all callers together.
+Memory is reserved before a body is read. It is released at the end of the call, because the objects that are made from
+a body are several times as large. If no memory is free, calls wait in line (see `PrioritySemaphore`). Meanwhile the
+body is not read, so the kernel stops the client from sending.
+
+Model calls have limits of their own (`sessions/calls/limits.py`), because many sessions send at once, and one must not
+wait for another. Invariant: bodies larger than FREE take at most EACH bytes for one caller, and at most ALL bytes in
+total.
 """
 
 from __future__ import annotations
@@ -24,38 +26,37 @@ from outrider.sessions.priority_semaphore import PrioritySemaphore
 
 ROOM = "outrider.room"
 EACH = MAX_IN_SESSION
-"""Maximum total bytes of the bodies of one caller's calls under way. Bodies of up to FREE bytes do not count."""
+"""Maximum total size of the bodies of one caller's running calls, in bytes. Only bodies larger than FREE count."""
 ALL = 2 * EACH
-"""Maximum total bytes of the bodies of all callers' calls under way. Bodies of up to FREE bytes do not count."""
+"""Maximum total size of the bodies of all running calls, in bytes. Only bodies larger than FREE count."""
 FREE = 64 << 10
-"""Bodies of up to this many bytes do not count toward EACH and ALL. The server buffers this much of any request
+"""Bodies of up to this many bytes are not limited by EACH and ALL. The server buffers this much of each request
 anyway."""
 WAIT_SECONDS = 120.0
-"""Maximum seconds that a body waits for memory."""
+"""Maximum time that a body waits for memory, in seconds."""
 BODY_SECONDS = 300.0
-"""Maximum seconds for a body to arrive. The limit is high because trainers may have slow connections."""
+"""Maximum time in which a body must arrive, in seconds. It is long because some trainers have slow connections."""
 
 Receive = Callable[[int | None, AsyncIterator[bytes]], Awaitable[bytes]]
-"""Receives a body. The arguments are the body's declared length (None if it is not declared) and its parts."""
+"""Receives a body. Its arguments are the declared length of the body, or None, and an iterator over its parts."""
 
 
 class HeldBody(NamedTuple):
-    """Receives the body of one call. `release` gives the memory reserved for the body back before the call ends."""
+    """Receives the body of one call. `release` frees the body's reserved memory before the end of the call."""
 
     receive: Receive
     release: Callable[[], None]
 
 
 class BodyRoom:
-    """The memory for request bodies, shared by all callers."""
+    """The memory that the request bodies of all callers share."""
 
     def __init__(self) -> None:
         self._room = PrioritySemaphore(ALL, share=EACH / ALL)
 
     @contextmanager
     def of(self, caller: str) -> Iterator[HeldBody]:
-        """Yield the receiver of one call's body. The memory reserved for the body is released at the end of the
-        block."""
+        """Yield a receiver for the body of one call. At the end of the block, the reserved memory is released."""
         with ExitStack() as held:
             yield HeldBody(partial(self._receive, held, caller), held.close)
 
@@ -89,7 +90,7 @@ async def _joined(parts: AsyncIterator[bytes]) -> bytes:
             if size > MAX_BODY:
                 raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
             held.append(part)
-    except ClientDisconnect as error:  # the client gets no reply, so only the audit log shows this error
+    except ClientDisconnect as error:  # the client does not see this error, but the audit log shows it
         raise RequestError("the client has left before its request had arrived") from error
     return b"".join(held)
 
@@ -103,7 +104,7 @@ async def whole_body(request: Request) -> bytes:
 
 
 def release_body(request: Request) -> None:
-    """Release the memory reserved for the body of a request. Call this before a long wait, once the body is no longer
-    needed. Otherwise the bodies of waiting calls would leave no memory for others."""
+    """Release the memory that was reserved for the body of a request. Call this before a long wait, when the body is no
+    longer needed. Otherwise waiting calls would leave no memory for others."""
     held: HeldBody = request.scope[ROOM]
     held.release()

@@ -1,4 +1,5 @@
-"""Encodes the replies of control calls as JSON. An error's reply has the status of the error's class (`errors.py`)."""
+"""Encodes the replies to control calls as JSON. The HTTP status of an error reply is set by the error's class
+(`errors.py`)."""
 
 from __future__ import annotations
 
@@ -14,25 +15,25 @@ from outrider.faults import fault_text
 from outrider.redaction import redacted
 
 PIECE = 256 << 10
-"""Maximum bytes that are passed to the connection in one write."""
+"""Maximum number of bytes in one write to the connection."""
 RETRY_AFTER = 10.0
-"""Default of Retry-After in seconds. The actual wait is unknown, because sessions take from seconds to hours."""
+"""Default for the header Retry-After, in seconds. The true wait is unknown, because sessions take seconds to hours."""
 
 
 def long_reply(body: Sequence[bytes], media_type: str = "application/json") -> Response:
-    """Return a reply of any length, whose body is given in pieces. It is sent in pieces of at most PIECE bytes, because
-    one write of megabytes would block the event loop."""
+    """Return a reply of any length. `body` has the pieces of its body. They are sent in writes of at most PIECE bytes,
+    because one write of many megabytes would block the event loop."""
     size = sum(map(len, body))
     if size <= PIECE:
         return Response(b"".join(body), media_type=media_type)
 
-    # async, because Starlette would run an ordinary iterator in a thread
+    # The generator is async because Starlette runs ordinary iterators in a thread.
     async def pieces() -> AsyncIterator[bytes | memoryview]:
         for piece in body:
             if len(piece) <= PIECE:
                 yield piece
                 continue
-            view = memoryview(piece)  # the slices of a view are not copies
+            view = memoryview(piece)  # slices of a memoryview are not copied
             for start in range(0, len(view), PIECE):
                 yield view[start : start + PIECE]
 
@@ -46,8 +47,8 @@ def json_reply(value: msgspec.Struct, *, status: int = 200, headers: Mapping[str
 
 
 def error_reply(error: BaseException) -> Response:
-    """Return the reply to an error, without secrets. An OutriderError has its own status. Any other error is a bug and
-    has the status 500."""
+    """Return the reply to an error, with secrets removed. An OutriderError has the status of its class. Any other error
+    is a bug and gives status 500."""
     status = error.http_status if isinstance(error, OutriderError) else 500
     record = record_of(error)
     shown = msgspec.structs.replace(
@@ -57,7 +58,7 @@ def error_reply(error: BaseException) -> Response:
 
 
 def error_headers(error: BaseException, status: int) -> dict[str, str]:
-    """Return the headers of the reply to an error with this status."""
+    """Return the headers for an error reply with this status."""
     headers = {}
     if status == Unauthorized.http_status:
         headers["WWW-Authenticate"] = "Bearer"
@@ -71,7 +72,7 @@ async def outrider_error(request: Request, error: Exception) -> Response:
 
 
 async def bad_query(request: Request, error: Exception) -> Response:
-    """Return the reply to a request whose path or query parameter FastAPI has refused."""
+    """Return the reply to a request that FastAPI refused because of its path or a query parameter."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"][1:])

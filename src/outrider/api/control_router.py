@@ -1,8 +1,8 @@
-"""The routes of the control API. The decorator of a route's handler declares the method, path, role, reply and errors.
-The handler's annotations declare the parameters and the body.
+"""Declares routes of the control API. The decorator of a handler gives the method, path, role, reply and errors. The
+handler's annotations give the parameters and the body.
 
-The access control, the OpenAPI description, docs/api.md and the tests read these declarations. A route is declared when
-its module is imported. It gets the service from the application that includes it.
+Access control, the OpenAPI description, docs/api.md and the tests use these declarations. They are made when a route's
+module is imported. The application that includes a route provides the service.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ async def created_in(connection: HTTPConnection) -> Callable[..., None]:
 Serving = Annotated[Service, Depends(service_of)]
 Caller = Annotated[Principal, Depends(caller_of)]
 Created = Annotated[Callable[..., None], Depends(created_in)]
-"""Records the ids of created objects for the audit log. A handler calls it before it returns:
+"""A function that records the ids of created objects for the audit log. Handlers call it before they return:
 `created(group_id=...)`."""
 
 
 class _BodyReader:
-    """Reads a request's body as a spec. A request without a body is read as `empty`."""
+    """Parses the body of a request as a spec. If there is no body, `empty` is parsed instead."""
 
     def __init__(self, kind: type[Spec], empty: bytes) -> None:
         self.kind = kind
@@ -65,13 +65,14 @@ class _BodyReader:
 
 
 def body(kind: type[Spec], *, empty: bytes = b"") -> Any:
-    """Return the annotation of the parameter that gets the body: `spec: Annotated[GroupSpec, body(GroupSpec)]`."""
+    """Annotate the parameter of a handler that gets the request's body: `spec: Annotated[GroupSpec,
+    body(GroupSpec)]`."""
     return Depends(_BodyReader(kind, empty))
 
 
 class ControlRouter:
-    """Routes whose paths begin with a version (`/v1`) and a prefix. Each route checks the caller's role. Handlers
-    return a msgspec struct or a Response."""
+    """Collects routes whose paths begin with the version (`/v1`) and a prefix. Each route checks the caller's role. A
+    handler returns a msgspec struct or a Response."""
 
     def __init__(self, prefix: str = "", *, version: str = "/v1") -> None:
         self.routes = APIRouter(prefix=version + prefix, dependencies=[Depends(check_role)])
@@ -110,9 +111,9 @@ class ControlRouter:
         forms: Mapping[str, dict[str, Any]] = {},
         response_class: type[Response] = Response,
     ) -> Callable[[H], H]:
-        """Return a decorator that adds a route.
+        """Return a decorator that adds a handler as a route.
 
-        errors: errors that the OpenAPI description cannot derive from the route's path, parameters and body.
+        errors: errors that the OpenAPI description cannot derive from path, parameters and body.
         also: descriptions of other replies, by status.
         forms: descriptions of this reply in other media types.
         """
@@ -148,7 +149,8 @@ class ControlRouter:
 
 
 def _resolved(function: Handler, handler: Handler) -> Handler:
-    """Give `function` the signature of `handler`. The handler's annotations are strings, and are evaluated here."""
+    """Give `function` the signature of `handler`. The annotations of the handler are strings, and are evaluated
+    here."""
     hints = typing.get_type_hints(handler, include_extras=True)
     parameters = [
         parameter.replace(annotation=hints[name]) for name, parameter in inspect.signature(handler).parameters.items()

@@ -21,7 +21,7 @@ Tenant = Annotated[
 ]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 DEAD_LISTED = 100
-"""Number of given-up callbacks in a list, unless `limit` is given."""
+"""Default length of a list of callbacks that were given up."""
 
 
 ROUTES = ControlRouter()
@@ -38,18 +38,19 @@ async def acknowledge(
     service: Serving,
     caller: Caller,
     name: Name,
-    spec: Annotated[AckSpec, body(AckSpec, empty=b"{}")],  # an empty body gets an error that names the missing field
+    # an empty body is parsed as {}, so that the error names the missing field
+    spec: Annotated[AckSpec, body(AckSpec, empty=b"{}")],
     tenant: Tenant = None,
 ) -> ConsumerView:
-    """Acknowledge the groups up to a cursor: the consumer continues after this cursor. The position moves back only
-    with `rewind`."""
+    """Acknowledge the groups up to a cursor: the consumer continues after it. The position moves back only with
+    `rewind`."""
     owner = _owner(caller, name, tenant)
     return await service.store.consumers.acknowledge(name, spec.cursor, rewind=spec.rewind, tenant=owner)
 
 
 @ROUTES.delete("/consumers/{name}", "submit", ConsumerList)
 async def remove(service: Serving, caller: Caller, name: Name, tenant: Tenant = None) -> ConsumerList:
-    """Delete a consumer. Groups are no longer kept until it acknowledges them."""
+    """Delete a consumer. Groups are then no longer kept for it until it acknowledges them."""
     await service.store.consumers.remove(name, tenant=_owner(caller, name, tenant))
     return await _consumers(service, caller.sees)
 
@@ -74,21 +75,22 @@ async def redeliver(service: Serving, group_id: str) -> Redelivered:
 
 @ROUTES.delete("/callbacks/dead/{group_id}", "admin", CallbackList)
 async def discard(service: Serving, group_id: str) -> CallbackList:
-    """Discard the callback of a group. It is never delivered, and no longer prevents the removal of the group. The
-    reply lists the newest 100 of the remaining callbacks that were given up."""
+    """Discard the callback of a group. It is never sent, and no longer keeps the group from being removed. The reply
+    lists the newest 100 of the remaining given-up callbacks."""
     await service.store.discard_delivery(group_id)
     return await _dead(service, DEAD_LISTED, None)
 
 
 @ROUTES.post("/gc", "admin", GcReport)
 async def collect(service: Serving, spec: Annotated[GcSpec, body(GcSpec)]) -> GcReport:
-    """Remove finished groups that are too old or too many, for up to about 20 seconds. A dry run only counts them."""
+    """Remove finished groups that are too old or too many. This takes up to about 20 seconds. A dry run only counts the
+    groups."""
     return await service.retention.collect(spec)
 
 
 def _owner(caller: Principal, name: str, tenant: str | None) -> str | None:
-    """Return the tenant that owns the consumer, or None for the admins' consumers. Raises NotFound if a caller names
-    another tenant than its own."""
+    """Return the tenant that owns the consumer, or None if it belongs to the admins. Raises NotFound if the caller
+    names a tenant other than its own."""
     if caller.sees is not None and tenant not in (None, caller.tenant):
         raise NotFound(f"no consumer {name!r} of tenant {tenant!r}", hint="leave `tenant` out for your own")
     return caller.sees or tenant

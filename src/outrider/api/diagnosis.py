@@ -1,4 +1,4 @@
-"""Control route that diagnoses a run."""
+"""The control route that diagnoses a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.errors import InvalidField, NotFound
 from outrider.schemas import RunDiagnosis
 
 MOST_NAMED_GROUPS = 200
-"""Maximum number of groups that a request may name, because the service reads each group with a separate query."""
+"""A request may name at most this many groups, because each of them needs its own query."""
 
 ROUTES = ControlRouter()
 
@@ -24,8 +24,8 @@ async def diagnosis(
     group: Annotated[list[str] | None, Query(description="the id of a group; may be repeated")] = None,
     since: Annotated[float, Query(ge=0, description="seconds since the epoch")] = 0.0,
 ) -> RunDiagnosis:
-    """List the faults of a run, with evidence. The run has the groups with these labels, the named groups, or all
-    groups."""
+    """List the faults of a run, with evidence. The run consists of the groups with these labels, of the named groups,
+    or of all groups."""
     pairs = [each.partition("=") for each in label or ()]
     if any(not name or not equals for name, equals, _ in pairs):
         raise InvalidField("a label is NAME=VALUE", field="label")

@@ -20,7 +20,7 @@ async def engines(service: Serving) -> EngineList:
 
 @ROUTES.post("/engines", "admin", EngineStatus, status=201, errors=(Conflict, EngineMisbehaved, EngineUnavailable))
 async def add(service: Serving, spec: Annotated[EngineSpec, body(EngineSpec)], created: Created) -> EngineStatus:
-    """Attach an engine while sessions run. The engine must respond and have its model's tokenizer."""
+    """Attach an engine while sessions run. The engine must reply, and must have a tokenizer for its model."""
     engine = await service.attach_engine(spec)
     created(name=engine.name)
     return engine
@@ -28,14 +28,14 @@ async def add(service: Serving, spec: Annotated[EngineSpec, body(EngineSpec)], c
 
 @ROUTES.post("/engines/{name}/drain", "admin", EngineList)
 async def drain(service: Serving, name: str) -> EngineList:
-    """Stop giving an engine new sessions. The engine's sessions stay with the engine until they end."""
+    """Stop giving an engine new sessions. Sessions that already use the engine keep it until they end."""
     service.pool_of(name).drain(name)
     return EngineList(engines=service.engines())
 
 
 @ROUTES.delete("/engines/{name}", "admin", EngineList)
 async def remove(service: Serving, name: str) -> EngineList:
-    """Detach an engine. Generations under way get 30 seconds to end; the engine's sessions move to another engine."""
+    """Detach an engine. Running generations get 30 seconds to end. The engine's sessions move to another engine."""
     await service.pool_of(name).remove(name)
     return EngineList(engines=service.engines())
 

@@ -1,6 +1,6 @@
-"""Control routes for files that agents made: artifacts kept from sandboxes, and images in model calls.
+"""Control routes for files from agents: artifacts of sandboxes, and images in model calls.
 
-Invariant: the content is untrusted, and is served so that no browser runs it.
+Invariant: the files are not trusted. They are served with headers that keep browsers from running them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.store.artifacts import KEPT, LOGGED
 
 UNKNOWN = "application/octet-stream"
 SAFE = {"Content-Security-Policy": "default-src 'none'; sandbox", "X-Content-Type-Options": "nosniff"}
-"""Headers that forbid a browser to run scripts in a file, or to guess another media type for the file."""
+"""Headers that tell browsers not to run scripts in a file, and not to guess its media type."""
 _IMAGE_TYPE = re.compile(r"image/[\w.+-]{1,64}", re.ASCII)
 MAX_ATTEMPT = 1 << 31
 DOWNLOAD = SAFE | {"Content-Disposition": "attachment"}
@@ -33,19 +33,19 @@ Attempt = Annotated[
 
 
 class AnyPath(PathConvertor):
-    """The rest of a path, with every character that a file name may have. Starlette's own convertor would stop at a
-    line break, so the route would look for a file with a shorter name."""
+    """Path parameter that matches the rest of a path. Starlette's own convertor stops at a line break, which a file
+    name may contain, and would look for a shorter name."""
 
     regex = "(?s:.*)"
 
 
-register_url_convertor("any_path", AnyPath())  # for the routes below; registering it twice is harmless
+register_url_convertor("any_path", AnyPath())  # used by the routes below; registering it twice does no harm
 ROUTES = ControlRouter()
 
 
 @ROUTES.get("/sessions/{session_id}/artifacts", "read", ArtifactList)
 async def artifacts(service: Serving, caller: Caller, session_id: str, attempt: Attempt = None) -> ArtifactList:
-    """List the artifacts of a session, and the requested files that were left out."""
+    """List the artifacts of a session, and the requested files that were not kept."""
     session = await service.reader.session(session_id, tenant=caller.sees)
     return await asyncio.to_thread(service.artifacts.listed, session.id, attempt)
 
@@ -59,7 +59,7 @@ async def artifacts(service: Serving, caller: Caller, session_id: str, attempt: 
 async def artifact(
     service: Serving, caller: Caller, session_id: str, path: str, attempt: Attempt = None
 ) -> FileResponse:
-    """Get the bytes of an artifact, by its path in the sandbox without the first slash."""
+    """Get the bytes of an artifact, by its path in the sandbox without the leading slash."""
     session = await service.reader.session(session_id, tenant=caller.sees)
     name = path if path in (*KEPT, *LOGGED) else f"/{path}"
     file = await asyncio.to_thread(service.artifacts.file, session.id, name, attempt)
@@ -78,6 +78,6 @@ async def image(service: Serving, caller: Caller, digest: str) -> Response:
 
 
 def image_type(found: Image) -> str:
-    """Return the media type under which an image is served. The image's own media type is not trusted, because the
-    agent chose it."""
+    """Return the media type with which to serve an image. The agent chose the image's own media type, so it is checked
+    first."""
     return found.media_type if _IMAGE_TYPE.fullmatch(found.media_type) else UNKNOWN

@@ -1,7 +1,7 @@
-"""Serves a web page over a finished run, on this machine only: the page's files, and the routes of the control API that
-the page reads.
+"""Serves the web page for a finished run, on this machine only: the page's files, and the routes of the control API
+that the page reads.
 
-Invariant: every route only reads. Requests to or from another machine are refused, because there is no token.
+Invariant: no route changes anything. There is no token, so requests that name another machine are refused.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ T = TypeVar("T")
 HOST = "127.0.0.1"
 MOST_ROWS = 1000
 MOST_GROUPS = 2000
-"""Maximum number of groups that one request examines."""
+"""Maximum number of groups that one request reads."""
 
 
 @asynccontextmanager
 async def serving_run(run: FinishedRun, port: int) -> AsyncIterator[str]:
-    """Serve the page over a run while the block runs. Yields the URL. Raises ServiceError if the port is in use."""
+    """Serve the page for a finished run during the block. Yields the page's URL. Raises ServiceError if the port is in
+    use."""
     with listener_at(HOST, port) as listener:
         server = HttpServer(run_app(run), shares(raise_limit()).control)
         async with running(server, listener):
@@ -46,7 +47,7 @@ async def serving_run(run: FinishedRun, port: int) -> AsyncIterator[str]:
 
 
 def run_app(run: FinishedRun) -> Callable[[Scope, Receive, Send], Any]:
-    """Return the ASGI application that serves the page over a run."""
+    """Return the ASGI application that serves the page for a finished run."""
     routes = _Routes(run)
     app = Starlette(
         routes=[
@@ -111,9 +112,9 @@ class _Routes:
     async def _page(
         self, request: Request, fitting: Callable[[GroupSummary], Awaitable[list[T]]], *, limit: int
     ) -> tuple[list[T], str | None]:
-        """Return one page of a list, and the value of `after` for the next page (None on the last page). `fitting`
-        returns the entries of one group. The page begins after the group in the request's `after`, and ends with the
-        group that reaches the request's limit."""
+        """Return one page of a list, and `after` for the next page (None on the last page). `fitting` returns the
+        entries of one group. The page starts after the group in the request's `after`. It ends with the group that
+        reaches the request's `limit`."""
         most, after = _number(request, "limit", limit), request.query_params.get("after")
         found: list[T] = []
         for _ in range(0, MOST_GROUPS, GROUPS_AT_ONCE):
@@ -158,7 +159,7 @@ class _Routes:
 
 
 def _number(request: Request, name: str, default: float) -> float:
-    """Return the query parameter `name` as a number, or `default` if it is missing. Raises InvalidField."""
+    """Return a query parameter as a number. If it is missing, return `default`. Raises InvalidField."""
     text = request.query_params.get(name)
     if text is None:
         return default

@@ -1,9 +1,9 @@
-"""Serves a session's models over HTTP: `/s/{key}/...` in each dialect (the request format of a vendor's API). The
-gateway is an ASGI application without a framework, because it handles every model call.
+"""The model gateway: serves the models of a session at `/s/{key}/...`, in the request formats of several vendors
+(dialects). It is an ASGI application without a framework, because it handles every model call.
 
-The gateway handles bytes, routes and connections; a `Conversation` handles the content of a call. Only exact routes are
-served. Any other path gets a 404 in the error format of its dialect, or in OpenAI's if no dialect has the path. An
-unknown key gets a 401. No request creates a session. If a client disconnects, the engine aborts the generation of its
+The gateway handles bytes, routes and connections; a `Conversation` handles the content of a call. Paths must match a
+route exactly. Other paths get a 404 in the error format of their dialect, or of OpenAI if no dialect has the path. An
+unknown key gets a 401. No request creates a session. If a client disconnects, the engine aborts the generation for its
 call.
 """
 
@@ -45,35 +45,35 @@ from outrider.wire.http_server import Receive, Scope, Send, claim, while_connect
 PREFIX = "/s/"
 JSON = b"application/json"
 STREAM_PING_SECONDS = 10.0
-"""Seconds between two checks of a streamed reply. If nothing was sent since the last check, a ping is sent, because
-clients give up silent streams. So a silence lasts at most twice this time."""
+"""Seconds between two checks of a streamed reply. A check sends a ping if nothing was sent since the last one, because
+clients give up on silent streams. So a stream is silent for at most twice this time."""
 ANY_CAPACITY = BodyCapacity(None, images=True)
-"""The limits for a body whose model is not known yet: the context length does not limit it, and images are allowed."""
+"""Limits for a body while its model is unknown: images are allowed, and no context length limits the body."""
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
 
 
 class Sessions(Protocol):
-    """Finds the models to which a session's key gives access. For a key without access, `models` returns None, and
-    `refusal` returns the error."""
+    """Finds the models that a session's key may use. For an invalid key, `models` returns None, and `refusal` returns
+    the error to send."""
 
     def models(self, key: str) -> SessionModels | None: ...
     async def refusal(self, key: str) -> OutriderError: ...
 
 
 class Gateway:
-    """The ASGI application of the model gateway. The route selects the dialect; if several dialects have the route, the
-    headers decide. The session's key is in the path. A client whose base URL cannot contain the key sends it as its API
-    key."""
+    """The ASGI application of the model gateway. The route determines the dialect. Where several dialects share a
+    route, headers decide. The session's key is in the path. Clients whose base URL cannot contain the key send it as
+    their API key."""
 
     def __init__(self, sessions: Sessions, *, calls: int = EACH_MOST, failures: CallFailures | None = None) -> None:
-        """`calls` is the maximum number of concurrent calls of one session. Failed calls are counted in `failures`."""
+        """`calls` is the maximum number of concurrent calls of one session. `failures` counts failed calls."""
         self._sessions = sessions
         self._calls = calls
         self._failures = failures or CallFailures()
         self._routes = RouteTable(DIALECTS)
 
     def serves(self, scope: Scope) -> bool:
-        """Return True if a call is for the gateway, even if the gateway will refuse it."""
+        """Return True if a request belongs to the gateway. The gateway may still refuse it."""
         path = scope["path"]
         return path.startswith(PREFIX) or self._routes.find(_wire_call(scope, path)) is not None
 
@@ -125,7 +125,7 @@ class Gateway:
         *,
         status: int,
     ) -> None:
-        """Count a failed call, and record it in the result and the timeline of its session."""
+        """Count a failed call, and add it to the session's result and timeline."""
         dialect = routed.dialect if routed else UNKNOWN_ROUTES
         self._failures.note(dialect.name, error.code)
         if models is not None:
@@ -164,7 +164,7 @@ class Gateway:
         receive: Receive,
         reply: _ClientReply,
     ) -> None:
-        """Receive and parse a request, and send the reply."""
+        """Receive and parse the request of a call, and send the reply."""
         dialect = routed.dialect
         if not models.frozen:
             conversation = models.policy
@@ -188,14 +188,14 @@ class Gateway:
 
 
 async def _any_capacity() -> BodyCapacity:
-    """Return the limits for a body whose model is not known yet. Only the complete body names the model."""
+    """Return the limits for a body whose model is not known until the whole body has arrived."""
     return ANY_CAPACITY
 
 
 async def _named_conversation(models: SessionModels, dialect: Dialect, call: WireCall, received: bytes) -> Conversation:
-    """Return the conversation for a request to a session with frozen models. If the request's model name is exactly a
-    frozen model's, this is the conversation with that model. Any other name means the policy, because programs have
-    their own names for it. Raises TooLarge and ContextOverflow."""
+    """Return the conversation that a request belongs to, in a session with frozen models (models that are not trained).
+    A request that names exactly one of them belongs to the conversation with that model. All other names mean the
+    policy, because agent programs have names of their own. Raises TooLarge and ContextOverflow."""
 
     def steps() -> Steps[str | None]:
         if len(received) > LARGE:
@@ -208,7 +208,7 @@ async def _named_conversation(models: SessionModels, dialect: Dialect, call: Wir
 
 
 class _ClientReply:
-    """One HTTP response, sent whole or in parts."""
+    """The HTTP response to a call, sent whole or in parts."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -223,19 +223,19 @@ class _ClientReply:
         await self._send({"type": "http.response.body", "body": body})
 
     async def begin(self, content_type: str) -> None:
-        """Start a response that is sent in parts, unless it has begun."""
+        """Start a response in parts. Does nothing if it has begun."""
         if not self.begun:
             await self._start(200, [(b"content-type", content_type.encode()), (b"cache-control", b"no-cache")])
 
     async def ping(self, writer: StreamWriter) -> None:
-        """Send a ping of the dialect if nothing was sent since the previous call of this method."""
+        """Send a ping in the dialect's format if nothing was sent since the last call of this method."""
         if self._quiet:
             await self.begin(writer.content_type)
             await self.more(writer.ping)
         self._quiet = True
 
     async def more(self, body: bytes) -> None:
-        """Send a part of the reply. After the end of the reply, parts such as a late ping are dropped."""
+        """Send a part of the response. After the end, this does nothing, for instance with a late ping."""
         if body and not self._ended:
             self._quiet = False
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
@@ -255,8 +255,8 @@ async def _stream(
     token_bytes: Callable[[int], bytes] | None,
     reply: _ClientReply,
 ) -> None:
-    """Send the steps of a call as they arrive. Steps that arrive together are sent as one part of the response. If the
-    client requested log-probabilities, `token_bytes` returns the bytes of a token."""
+    """Send the output of a call as it arrives. What arrives together is sent as one part of the response. If the client
+    requested log-probabilities, `token_bytes` returns the bytes of a token."""
     try:
         async for steps in batches:
             parts: list[bytes] = []
@@ -284,8 +284,8 @@ def _wire_call(scope: Scope, path: str) -> WireCall:
 
 
 def _api_key(call: WireCall) -> str:
-    """Return the call's API key, or "". Dialects send it as a bearer token, as x-api-key, as x-goog-api-key, or as
-    `key` in the query."""
+    """Return a call's API key, or "". It is a bearer token, the header x-api-key or x-goog-api-key, or `key` in the
+    query, depending on the dialect."""
     for name, value in call.headers:
         if name in KEY_HEADERS:
             given = value.decode("latin-1")
@@ -295,7 +295,7 @@ def _api_key(call: WireCall) -> str:
 
 
 class _RequestBody:
-    """Iterates over the parts of a request's body as they arrive. A class, because an asynchronous generator is
+    """Iterates over the parts of a request's body as they arrive. It is a class because an async generator is
     slower."""
 
     def __init__(self, receive: Receive) -> None:
@@ -317,8 +317,8 @@ class _RequestBody:
 
 
 async def _cut_off(reply: _ClientReply) -> None:
-    """End the reply to a call that was cancelled because the session's run is over, while the client is still
-    connected. Raises RunEnded if nothing was sent yet."""
+    """End the reply to a call that was cancelled because the session's run is over. The client is still connected.
+    Raises RunEnded if nothing was sent yet."""
     task = asyncio.current_task()
     assert task is not None
     task.uncancel()
@@ -330,7 +330,7 @@ async def _cut_off(reply: _ClientReply) -> None:
 async def _with_pings(
     work: Awaitable[None], reply: _ClientReply, writer: StreamWriter, *, seconds: float = STREAM_PING_SECONDS
 ) -> None:
-    """Await `work`. Meanwhile, check every `seconds` seconds whether the streamed reply needs a ping."""
+    """Await `work`, which sends a streamed reply. Every `seconds` seconds, check whether the stream needs a ping."""
 
     async def ping() -> None:
         while True:
@@ -349,5 +349,6 @@ async def _with_pings(
                 timer.cancel()
                 for task in pinging:
                     task.cancel()
-    except BaseExceptionGroup as failures:  # the group wraps errors of `work`, but callers expect them bare
+    # the task group wraps an error of `work`, but callers expect the error itself
+    except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None

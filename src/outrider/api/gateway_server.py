@@ -1,7 +1,6 @@
-"""The HTTP server of every Outrider process that answers model calls, and the separate server for a node's model
-gateway.
+"""The HTTP server for all Outrider processes that answer model calls. A node's model gateway has its own server.
 
-The module does not import the control API, because a node process serves only model calls and need not import FastAPI.
+This module does not import the control API, because a node process serves only model calls and need not import FastAPI.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from outrider.wire.http_server import (
 )
 
 LAST_REPLIES_SECONDS = 0.1
-"""Seconds that a stopping server waits for requests under way before it aborts them."""
+"""When a server stops, running requests have this many seconds to end before they are aborted."""
 
 
 @asynccontextmanager
 async def serving_gateway(node: LocalNode) -> AsyncIterator[None]:
-    """Serve only a node's model gateway, on its Unix socket and on a free port of this machine."""
+    """Serve a node's model gateway and nothing else, on its Unix socket and on a free port of this machine."""
     share = shares(raise_limit())
     with socket.socket(socket.AF_UNIX) as inside, listener_at("127.0.0.1", 0) as port:
         inside.bind(str(node.gateway_socket))
@@ -49,14 +48,14 @@ async def serving_gateway(node: LocalNode) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def running(server: HttpServer, *sockets: socket.socket) -> AsyncIterator[None]:
-    """Run the server on its sockets while the block runs."""
+    """Run the server on these sockets during the block."""
     failure: Exception | None = None
     async with asyncio.TaskGroup() as group:
         group.create_task(server.serve(sockets=list(sockets)), name="http server")
         await server.ready.wait()
         try:
             yield
-        except Exception as error:  # otherwise the task group would wrap the error of the block
+        except Exception as error:  # caught because the task group would wrap an error of the block
             failure = error
         finally:
             server.stop()
@@ -65,10 +64,13 @@ async def running(server: HttpServer, *sockets: socket.socket) -> AsyncIterator[
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling, because the program that runs the service handles signals.
+    """A uvicorn server without signal handling. (The program that runs the service handles signals.)
 
-    `connections` is the maximum number of connections at once. For `websockets`, see `server_settings`. `ready` is set
-    once the server listens. When the server shuts down, requests have LAST_REPLIES_SECONDS to end.
+    connections: maximum number of open connections.
+    websockets: see `server_settings`.
+    ready: set once the server listens.
+
+    At shutdown, running requests have LAST_REPLIES_SECONDS to end.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or ():
-            listening.listen(BACKLOG)  # asyncio has set a lower backlog, ACCEPTED_AT_ONCE
+            listening.listen(BACKLOG)  # asyncio used a smaller backlog, ACCEPTED_AT_ONCE
         self.ready.set()
 
     def stop(self) -> None:
@@ -105,8 +107,8 @@ class HttpServer(uvicorn.Server):
         self._stopping.set()
 
     async def main_loop(self) -> None:
-        """Wait for `stop`. uvicorn's own loop would poll `should_exit` ten times a second."""
-        while not await self.on_tick(0):  # tick 0 updates the Date header of replies
+        """Wait for `stop`. uvicorn's own loop would check `should_exit` ten times a second."""
+        while not await self.on_tick(0):  # argument 0 makes uvicorn update the Date header of replies
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), timeout=1)
 
@@ -138,7 +140,7 @@ def url_of(listener: socket.socket, *, tls: bool) -> str:
 
 def listener_at(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # If the protocol is given explicitly, asyncio turns off Nagle's algorithm, which would delay streamed replies.
+    # With an explicit protocol, asyncio turns off Nagle's algorithm, which would delay streamed replies.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -31,15 +31,16 @@ from outrider.service.service import Service
 from outrider.spec import CONSUMER_NAME, MAX_CURSOR, GroupSpec, RegradeSpec
 
 MAX_WAIT = 60.0
-"""Maximum seconds that a request may wait. Usual timeouts of clients and proxies are longer."""
+"""Maximum seconds that a request may wait. Most clients and proxies have longer timeouts."""
 EVENTS_AT_ONCE = 500
 EVENT_PAUSE = 0.25
 """Seconds between two reads of the event log."""
 EVENT_PING_SECONDS = 15.0
-"""After this many seconds without an event, a client gets a comment, so that proxies keep the connection."""
+"""After this many seconds without an event, the stream sends a comment line. It keeps proxies from closing the
+connection."""
 
 RETRY_MS = 1000
-"""If a client of events loses its connection, it reconnects after this many milliseconds."""
+"""A client that loses its connection to the stream of events reconnects after this many milliseconds."""
 
 After = Annotated[int, Query(ge=0, le=MAX_CURSOR)]
 LAST_EVENT_ID = "Last-Event-ID"
@@ -49,7 +50,7 @@ Samples = Annotated[bool, Query(description="include the training rows")]
 async def wants_columns(
     accept: Annotated[list[str] | None, Header(description=f"{MEDIA_TYPE}: samples as an Arrow stream")] = None,
 ) -> bool:
-    """Return True if the client accepts the Arrow stream and does not prefer JSON."""
+    """Return True if the client accepts an Arrow stream and does not prefer JSON."""
     qualities = dict(_quality(each) for line in accept or () for each in line.split(","))
     stream = qualities.get(MEDIA_TYPE, 0.0)
     in_json = next((qualities[name] for name in JSON_NAMES if name in qualities), 0.0)
@@ -57,7 +58,7 @@ async def wants_columns(
 
 
 def _quality(accepted: str) -> tuple[str, float]:
-    """Return a media type of an Accept header, and its quality. A quality that is not a number counts as 0."""
+    """Return a media type of an Accept header, and its quality (`q`). A malformed quality counts as 0."""
     media_type, *parameters = (part.strip().lower() for part in accepted.split(";"))
     given = next((part[2:] for part in parameters if part.startswith("q=")), "1")
     try:
@@ -67,10 +68,10 @@ def _quality(accepted: str) -> tuple[str, float]:
 
 
 JSON_NAMES = ("application/json", "application/*", "*/*")
-"""Media types of an Accept header that include JSON, the most specific first. The first one in the header determines
-JSON's quality (RFC 9110)."""
+"""Media types that include JSON, most specific first. If an Accept header has several of them, the most specific one
+determines JSON's quality (RFC 9110)."""
 Columns = Annotated[bool, Depends(wants_columns)]
-"""True if the client accepts samples as an Arrow stream, and does not prefer JSON."""
+"""True if the client accepts samples as an Arrow stream and does not prefer JSON."""
 ARROW_REPLY = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
 
@@ -86,7 +87,7 @@ async def submit(
     created: Created,
     traceparent: Annotated[str | None, Header(description="W3C trace context, to which traces link")] = None,
 ) -> GroupView:
-    """Submit a group of sessions of one task. The group is stored before the reply is sent."""
+    """Submit a group of sessions that run the same task. The group is stored before the reply is sent."""
     group = await service.submit(spec, caller, traceparent=traceparent)
     created(group_id=group.id)
     return group
@@ -100,8 +101,8 @@ async def groups(
     after: Annotated[str | None, Query(description="the `after` of the page before")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
 ) -> GroupList:
-    """List groups, newest first, without their sessions. `state` is active or done, and the reward bounds apply to a
-    group's mean reward. `stop_reason`, `error` and `text` match if one session of the group matches all of them."""
+    """List groups, newest first, without their sessions. `state` is `active` or `done`. The reward bounds apply to a
+    group's mean reward. `stop_reason`, `error` and `text` must all match the same session of the group."""
     return await service.runs.groups(wanted, after=after, limit=limit, caller=caller)
 
 
@@ -152,11 +153,11 @@ async def results(
     samples: Samples = False,
     columns: Columns = False,
 ) -> Response:
-    """List done groups after a cursor, in the order they finished. A reply has up to `limit` groups, and ends early
-    once it has 8 MiB. Repeat the request with `after` set to the reply's `cursor` until a reply has no groups.
+    """List done groups after a cursor, in the order they finished. A reply has up to `limit` groups, or fewer once it
+    has 8 MiB. To read on, repeat the request with `after` set to the reply's `cursor`, until a reply has no groups.
 
-    A `consumer` continues from the position that it has acknowledged. A new consumer begins at `after`. Groups that a
-    consumer has not acknowledged are kept, so reading as a consumer requires a token that may submit.
+    A `consumer` continues from the position that it has acknowledged. A new consumer begins at `after`. Groups are kept
+    until all consumers have acknowledged them, so only a token that may submit can read as a consumer.
     """
     start = after or 0
     if consumer is not None:
@@ -197,7 +198,7 @@ async def events(
 
 @ROUTES.get("/sessions/{session_id}", "read", SessionView)
 async def session(service: Serving, caller: Caller, session_id: str) -> SessionView:
-    """Get the state of one session and, once the session is done, its result."""
+    """Get the state of one session. Once the session is done, the reply includes its result."""
     return await service.reader.session(session_id, tenant=caller.sees)
 
 
@@ -230,7 +231,7 @@ async def turns(
     pieces: Annotated[bool, Query(description="with `tokens`: include the text of each token")] = False,
 ) -> Response:
     """List the model calls of the session's newest attempt, as text. With `tokens`, the reply may contain the
-    credential of a running session, and requires a token that may submit."""
+    credential of a running session, so the token must be one that may submit."""
     if tokens and not caller.may("submit"):
         raise Forbidden(f"{caller.name!r} has a read-only token, and prompts may contain credentials", field="tokens")
     view = TurnList(turns=await service.reader.turns(session_id, tokens=tokens, pieces=pieces, tenant=caller.sees))
@@ -246,7 +247,7 @@ async def timeline(
 ) -> TimelineView:
     """Get the timeline of an attempt of the session: stages, sandboxes, model calls, commands, processes and errors.
     While the session runs, entries appear after about a second, and processes after at most ten seconds. A read-only
-    token sees only the first word of each command, because a task's commands may hold secrets."""
+    token gets only the first word of each command, because a task's commands may contain secrets."""
     return await service.reader.timeline(session_id, attempt, whole_commands=caller.may("submit"), tenant=caller.sees)
 
 
@@ -271,12 +272,12 @@ async def _reply(service: Service, view: GroupView | SampleList, *, columns: boo
 
 def _in_form(pieces: Sequence[bytes], *, columns: bool) -> Response:
     reply = long_reply(pieces, MEDIA_TYPE) if columns else long_reply(pieces)
-    reply.headers["Vary"] = "Accept"  # a cache must not give a client the other format
+    reply.headers["Vary"] = "Accept"  # so that a cache does not send the wrong format to a client
     return reply
 
 
 async def _events(service: Service, after: int, caller: Principal) -> AsyncIterator[bytes]:
-    # Polling is cheap, because each read is one indexed query. A client gets an event after at most EVENT_PAUSE.
+    # Polling is cheap, because each read of the store is one indexed query. An event is sent after at most EVENT_PAUSE.
     quiet = 0.0
     yield b"retry: %d\n\n" % RETRY_MS
     while True:

@@ -1,7 +1,7 @@
-"""`/mcp`: the MCP server over streamable HTTP. The tools call the control API in this process, with the headers of the
-caller.
+"""Serves `/mcp`: an MCP server over streamable HTTP. Its tools call the control API within this process, with the
+headers of the caller.
 
-Invariant: a tool has the rights of the caller's token, and its calls of the control API are in the audit log.
+Invariant: a tool may do what the caller's token may do. Its calls of the control API are in the audit log.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ PATH = "/mcp"
 
 
 class McpEndpoint:
-    """The application at PATH, behind access control. `control` is the control API with its access control."""
+    """The ASGI application at PATH. Access control has checked the caller. `control` is the control API, with access
+    control of its own."""
 
     def __init__(self, control: Application) -> None:
         self._control = control
@@ -29,7 +30,8 @@ class McpEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller = caller_in(scope)
         check(f"POST {PATH}", "read", caller)
-        if scope["method"] != "POST":  # the server never sends on its own, and has no state to delete
+        # GET and DELETE have no use: the server sends nothing on its own, and keeps no state
+        if scope["method"] != "POST":
             await Response(status_code=405, headers={"Allow": "POST"})(scope, receive, send)
             return
         if find_spec("mcp") is None:

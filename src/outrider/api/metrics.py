@@ -1,6 +1,6 @@
-"""Control routes for the service as a whole: metrics for Prometheus, and the rates of the last hour.
+"""Control routes for the whole service: metrics for Prometheus, and the rates of the last hour.
 
-Invariant: only admins and tokens of the operator's tenant get the replies, because they are about all tenants together.
+Invariant: these replies describe all tenants together, so only admins and tokens of the operator's tenant get them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ METRICS = ControlRouter("/metrics", version="")
 
 @METRICS.get("", "read", also=file_answer("The metrics, as text.", TEXT))
 async def metrics(service: Serving, caller: Caller, accept: Annotated[str, Header()] = "") -> Response:
-    """Read the metrics of the service and all its nodes, in the text format of Prometheus, or of OpenMetrics if the
-    `Accept` header prefers it. The metrics are about all tenants together, so the token must be an admin's or belong to
-    the tenant `operator`."""
+    """Read the metrics of the service and all its nodes, as Prometheus text, or as OpenMetrics if the `Accept` header
+    prefers it. The metrics describe all tenants together, so the token must be an admin's or belong to the tenant
+    `operator`."""
     _check_operator(caller, "/metrics")
     values = await service.metrics.read()
     text = await asyncio.to_thread(metrics_text, values, accept)
@@ -38,8 +38,8 @@ async def metrics(service: Serving, caller: Caller, accept: Annotated[str, Heade
 
 @ROUTES.get("", "read", RateList)
 async def rates(service: Serving, caller: Caller) -> RateList:
-    """List the numbers of sessions, model calls and tokens in each step of the last hour. The list is about all tenants
-    together, so the token must be an admin's or belong to the tenant `operator`."""
+    """List the numbers of sessions, model calls and tokens in each step of the last hour. The numbers describe all
+    tenants together, so the token must be an admin's or belong to the tenant `operator`."""
     _check_operator(caller, "/v1/rates")
     return service.rates.view()
 

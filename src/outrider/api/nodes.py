@@ -24,14 +24,14 @@ async def nodes(service: Serving) -> NodeList:
 
 @ROUTES.post("/pull", "admin", PulledImages)
 async def pull(service: Serving, spec: Annotated[PullSpec, body(PullSpec)]) -> PulledImages:
-    """Get an image from a registry on every machine that runs sessions. The reply is sent when each machine has the
-    image or has reported an error, which may take minutes."""
+    """Pull an image from a registry on every machine that runs sessions. The reply is sent when each machine has the
+    image or has failed, which may take minutes."""
     return await service.pull_image(spec)
 
 
 @ROUTES.post("/{name}/drain", "admin", NodeList)
 async def drain(service: Serving, name: str) -> NodeList:
-    """Stop giving a node new sessions until it is resumed. The node's sessions under way continue."""
+    """Stop giving a node new sessions until it is resumed. Sessions that run on the node continue."""
     return await service.drain_node(name)
 
 
@@ -43,7 +43,7 @@ async def resume(service: Serving, name: str) -> NodeList:
 
 @ROUTES.websocket("/{name}/join", "node")
 async def join(websocket: WebSocket, name: str, service: Serving, caller: Caller) -> None:
-    """Attach a node on another machine for as long as the connection lasts."""
+    """Attach a node that runs on another machine, until the connection ends."""
     await websocket.accept()
     socket = AsgiSocket(websocket)
     if not NODE_NAME.fullmatch(name):

@@ -1,4 +1,5 @@
-"""The OpenAPI description of the control API. Request schemas come from pydantic, and reply schemas from msgspec."""
+"""Creates the OpenAPI description of the control API. The schemas of requests come from pydantic, those of replies from
+msgspec."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def _json(name: str) -> dict[str, Any]:
 
 _ERROR: dict[str, Any] = {"description": "What went wrong, and where.", "content": _json(ErrorRecord.__name__)}
 ALWAYS = (Unauthorized, Forbidden, ServiceError)
-"""Errors that any route may return."""
+"""Errors that every route may return."""
 WITH_A_BODY = (RequestError, TooLarge, InvalidField)
 
 
@@ -45,7 +46,7 @@ QUEUE_FULL: dict[int | str, dict[str, Any]] = {
         "content": _json(ErrorRecord.__name__),
     }
 }
-"""The reply of a route that refuses a submission because the queue is full or the token has too many sessions."""
+"""Reply to a submission that is refused because the queue is full, or because the token has too many sessions."""
 
 
 def json_answer(shape: type[msgspec.Struct]) -> dict[str, Any]:
@@ -54,14 +55,14 @@ def json_answer(shape: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def file_answer(description: str, media_type: str) -> dict[int | str, dict[str, Any]]:
-    """Return the description of a reply that is a file."""
+    """Return the OpenAPI description of a reply that is a file."""
     return {
         200: {"description": description, "content": {media_type: {"schema": {"type": "string", "format": "binary"}}}}
     }
 
 
 def refusals(*errors: type[OutriderError]) -> dict[int | str, dict[str, Any]]:
-    """Return the descriptions of replies with these errors, by status."""
+    """Return the OpenAPI descriptions of error replies, by HTTP status."""
     return {error.http_status: _ERROR for error in errors}
 
 
@@ -72,12 +73,11 @@ def request_body(shape: type[BaseModel]) -> dict[str, Any]:
 def describe(
     app: FastAPI, replies: Iterable[type[msgspec.Struct]], requests: Iterable[type[BaseModel]]
 ) -> dict[str, Any]:
-    """Return the OpenAPI document of the control API. `replies` and `requests` are the types of all reply bodies and
-    request bodies."""
+    """Return the OpenAPI document of the control API. `replies` and `requests` are the types of all bodies."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     schemas |= msgspec.json.schema_components((*replies, EventView, ErrorRecord, JsonSample), ref_template=REF)[1]
-    schemas["Sample"] = schemas.pop("JsonSample")  # samples in JSON replies have this form
+    schemas["Sample"] = schemas.pop("JsonSample")  # JSON replies contain samples in this form
     schemas |= models_json_schema(
         [(shape, "validation") for shape in requests], ref_template="#/components/schemas/{model}"
     )[1]["$defs"]
@@ -87,6 +87,6 @@ def describe(
             errors += [InvalidField] if operation.get("parameters") else []
             errors += [NotFound] if "{" in path else []
             operation["responses"] |= {str(error.http_status): _ERROR for error in errors}
-    for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own; `bad_query` replies instead
+    for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI adds these, but `bad_query` sends the replies
         schemas.pop(unused, None)
     return document

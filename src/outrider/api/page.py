@@ -1,8 +1,8 @@
 """Serves the web page: the files in `outrider/page/`, which a browser shows at `/`.
 
-The files hold no data and no secrets, so every caller may read them. The page gets its data from the control API, with
-the user's token. Invariant: the page's Content-Security-Policy allows only scripts, styles and requests of the same
-origin. So an agent's text cannot run as a script, and nothing is loaded from other hosts.
+Everybody may read these files, because they contain no data and no secrets. The page gets its data from the control
+API, with the user's token. Invariant: the page's Content-Security-Policy allows only scripts, styles and requests of
+the same origin. So text from an agent cannot run as a script, and nothing is loaded from other hosts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from starlette.routing import Route
 from outrider.wire.http_server import Receive, Scope, Send
 
 FOLDER = Path(__file__).parent.parent / "page"
-"""The folder of the page's files. `make page` builds them from the sources in the repository's folder `page/`."""
+"""Folder of the page's files. `make page` builds them from the sources in `page/` at the root of the repository."""
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/": ("index.html", "text/html; charset=utf-8"),
@@ -27,8 +27,8 @@ FILES = {
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
     "/page/LICENCES.txt": ("LICENCES.txt", "text/plain; charset=utf-8"),
 }
-"""The files of the page by path, each with its name in FOLDER and its media type. The page is also at `/page/`, because
-`/` may belong to the interface of another system (`api/compat`)."""
+"""Maps the page's paths to file names in FOLDER and media types. The page is at `/page/`, too, because `/` may belong
+to another system's interface (`api/compat`)."""
 PATHS = frozenset(FILES)
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' blob: data:;"
@@ -43,24 +43,25 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
-    "Cache-Control": "no-cache",  # the browser always checks the ETag, so a new version is shown at once
+    # the browser always asks whether the ETag still matches, so a new version is shown at once
+    "Cache-Control": "no-cache",
 }
 
 
 def page_file(name: str) -> bytes:
-    """Return a file of the page. Raises OSError if the page was not built."""
+    """Return the content of a file of the page. Raises OSError if the page was not built."""
     return (FOLDER / name).read_bytes()
 
 
 def page_routes(paths: Container[str] = PATHS) -> Iterator[Route]:
-    """Yield the routes of the page's files at `paths`. Each file is read when it is first requested."""
+    """Yield a route for each of the page's files in `paths`. A file is read when it is first requested."""
     for path, (name, media_type) in FILES.items():
         if path in paths:
             yield Route(path, _File(name, media_type), methods=["GET"])
 
 
 class _File:
-    """An ASGI application that serves one file of the page."""
+    """ASGI application that serves one file of the page."""
 
     def __init__(self, name: str, media_type: str) -> None:
         self._name = name

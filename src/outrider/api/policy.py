@@ -10,7 +10,7 @@ from outrider.schemas import PolicyStatus
 from outrider.spec import PolicyPauseSpec, PolicyResumeSpec, PolicyUpdateSpec
 
 FAILURES = (Conflict, EngineMisbehaved, EngineUnavailable)
-"""Errors of routes that change the policy. The engines make the change, and may fail."""
+"""Errors of routes that change the policy. The engines carry out the change, and may fail."""
 
 ROUTES = ControlRouter("/policy")
 
@@ -23,21 +23,22 @@ async def status(service: Serving) -> PolicyStatus:
 
 @ROUTES.post("", "admin", PolicyStatus, errors=FAILURES)
 async def update(service: Serving, spec: Annotated[PolicyUpdateSpec, body(PolicyUpdateSpec)]) -> PolicyStatus:
-    """Raise the version: pause, have the engines load the weights if given, and resume. The reply is sent when the
-    engines generate again."""
+    """Raise the policy's version: pause, let the engines load weights if the request names any, and resume. The reply
+    is sent when the engines generate again."""
     return await service.update_policy(spec)
 
 
 @ROUTES.post("/pause", "admin", PolicyStatus, errors=FAILURES)
 async def pause(service: Serving, spec: Annotated[PolicyPauseSpec, body(PolicyPauseSpec)]) -> PolicyStatus:
-    """Start no new generations until the policy is resumed. The reply is sent when no generation is under way. The time
-    limits of agents do not run during the pause."""
+    """Start no new generations until the policy is resumed. The reply is sent when no generation is running any more.
+    The pause does not count toward the time limits of agents."""
     await service.pool.policy.pause(spec.mode)
     return service.pool.policy.status()
 
 
 @ROUTES.post("/resume", "admin", PolicyStatus, errors=FAILURES)
 async def resume(service: Serving, spec: Annotated[PolicyResumeSpec, body(PolicyResumeSpec)]) -> PolicyStatus:
-    """Send the engines the version of their weights, if given, and generate again."""
+    """Let the engines generate again. If the request has a version, the engines first get it as their weights'
+    version."""
     await service.pool.policy.resume(spec.version, go_back=spec.go_back)
     return service.pool.policy.status()

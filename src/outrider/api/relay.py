@@ -1,6 +1,6 @@
-"""The WebSocket route for the workers of a relay engine.
+"""Serves the WebSocket route for the workers of a relay engine.
 
-`engines/relay/` handles the messages. Invariant: access control has admitted every request to this route.
+`engines/relay/` handles the messages. Invariant: only requests that passed access control reach this route.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ROUTES = ControlRouter()
 
 @ROUTES.websocket("/relay/{engine}", "admin")
 async def attach(websocket: WebSocket, engine: str, service: Serving) -> None:
-    """Attach a worker to the relay engine of this name. If there is no such engine, it is added. The connection is
-    closed if the name is invalid or belongs to an engine of another kind."""
+    """Attach a worker to the relay engine with this name. If there is no engine with this name, it is added. The
+    connection is closed if the name is invalid, or belongs to another kind of engine."""
     await websocket.accept()
     socket = AsgiSocket(websocket)
     pool = service.pool_of(engine)
@@ -42,6 +42,6 @@ async def attach(websocket: WebSocket, engine: str, service: Serving) -> None:
         return
 
     async def check(worker: AttachedWorker) -> None:
-        await pool.health.check(cast(Engine, worker))  # a worker has the attributes that the check uses
+        await pool.health.check(cast(Engine, worker))  # the check uses only attributes that a worker has, too
 
     await relay.serve(socket, check=check, attached=partial(pool.probe_now, engine))

@@ -1,5 +1,5 @@
-"""Control routes for many runs at once: SQL queries, comparisons, changes of all sessions that match a filter, and
-pauses of the queue."""
+"""Control routes for many runs at once: SQL queries, comparisons, pauses of the queue, and changes to all sessions that
+match a filter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUTES = ControlRouter()
 async def query(
     service: Serving, caller: Caller, sql: Annotated[str, Query(description="one SELECT over the views")]
 ) -> Response:
-    """Run an SQL query over the views of docs/queries.md. Rows, time and memory are limited."""
+    """Run an SQL query over the views in docs/queries.md. The rows, the time and the memory are limited."""
     return long_reply([await service.runs.query(sql, caller)])
 
 
@@ -39,7 +39,8 @@ async def diff(
     b: Annotated[str, Query(description="the other run")],
     passed: Annotated[float, Query(allow_inf_nan=False, description="least reward of a solved session")] = 1.0,
 ) -> RunDiff:
-    """Compare two runs: rewards, pass@k, turns, tokens, seconds, failures, and the sessions that flipped."""
+    """Compare two runs: rewards, pass@k, turns, tokens, seconds, failures, and the sessions that only one run
+    solved."""
     return await service.runs.diff(a, b, passed=passed, caller=caller)
 
 
@@ -47,7 +48,7 @@ async def diff(
 async def cancel(
     service: Serving, caller: Caller, spec: Annotated[SessionsSpec, body(SessionsSpec)], created: Created
 ) -> ChangedSessions:
-    """Cancel all sessions that match the filter and are not done."""
+    """Cancel all sessions that match the filter and are not done yet."""
     changed = await service.runs.cancel(spec, caller)
     _note(changed, created)
     return changed
@@ -57,8 +58,8 @@ async def cancel(
 async def retry(
     service: Serving, caller: Caller, spec: Annotated[SessionsSpec, body(SessionsSpec)], created: Created
 ) -> ChangedSessions:
-    """Submit again all sessions that match the filter and are done, as new groups of the same tasks. The old results
-    are kept."""
+    """Submit all done sessions that match the filter again, as new groups of the same tasks. The old results are
+    kept."""
     changed = await service.runs.retry(spec, caller)
     _note(changed, created)
     return changed
@@ -74,7 +75,7 @@ async def pauses(service: Serving, caller: Caller) -> QueuePauses:
 async def pause(
     service: Serving, caller: Caller, spec: Annotated[PauseSpec, body(PauseSpec, empty=b"{}")], created: Created
 ) -> QueuePauses:
-    """Start no more sessions of matching groups until the pause ends. Sessions under way continue. Repeating the call
+    """Start no more sessions of matching groups until the pause ends. Sessions in progress continue. Repeating the call
     changes nothing."""
     paused = await service.runs.pause(spec, caller)
     created(sessions=str(paused.changed))
@@ -85,14 +86,14 @@ async def pause(
 async def resume(
     service: Serving, caller: Caller, spec: Annotated[PauseSpec, body(PauseSpec, empty=b"{}")], created: Created
 ) -> QueuePauses:
-    """End the pause with the same labels, harness and tenant."""
+    """End the pause that has the same labels, harness and tenant."""
     resumed = await service.runs.resume(spec, caller)
     created(sessions=str(resumed.changed))
     return resumed
 
 
 def _note(changed: ChangedSessions, created: Created) -> None:
-    """Record the number of sessions for the audit log."""
+    """Record in the audit log how many sessions were changed."""
     created(sessions=str(changed.changed), matched=str(changed.matched))
     if changed.dry_run:
         created(dry_run="true")

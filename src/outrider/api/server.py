@@ -1,7 +1,8 @@
-"""The HTTP application of a service, and its two servers. One serves everything on a TCP address. The other serves only
-the model gateway (`gateway_server.py`), on a Unix socket and on a port of this machine.
+"""The HTTP application of a service, and its two servers. One server serves everything at a TCP address. The other
+serves only the model gateway (`gateway_server.py`), on a Unix socket and on a port of this machine.
 
-Invariant: a sandbox gets only the gateway's socket and port, so programs in a sandbox cannot call the control API.
+Invariant: programs in a sandbox cannot call the control API, because they can reach only the socket and port of the
+gateway.
 """
 
 from __future__ import annotations
@@ -56,23 +57,23 @@ from outrider.wire.tls import presenting
 PARTS = (groups, sessions, runs, files, diagnosis, delivery, engines, nodes, policy, relay, tokens, metrics)
 ROUTERS = (*(part.ROUTES for part in PARTS), metrics.METRICS)
 ROLES: dict[str, Role] = {called: role for router in ROUTERS for called, role in router.roles.items()}
-"""The role that each control route requires, by method and path. Only a tenant's own tokens and admins get a tenant's
-objects: tests/api/test_tenants.py checks each route with another tenant's token."""
+"""The role that each control route requires, by method and path. Only admins and tokens of the same tenant may get an
+object of a tenant. tests/api/test_tenants.py checks this for each route."""
 WEBSOCKETS = tuple(
     route for router in ROUTERS for route in router.routes.routes if isinstance(route, APIWebSocketRoute)
 )
 
 OUTSIDE = TIMEOUTS._replace(unread=60)
-"""Timeouts for clients outside of sandboxes. `unread` is longer for sandboxes, which may be suspended for a long
+"""Timeouts for clients outside of sandboxes. Sandboxes have a longer `unread`, because they may be suspended for a long
 time."""
 
 
 @asynccontextmanager
 async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str]:
-    """Serve a service, run its sessions, and serve the model gateway of `node` if given. Yields the base URL, for
-    example http://127.0.0.1:8700.
+    """Serve a service, run its sessions, and serve the model gateway of `node` if given. Yields the base URL, such as
+    http://127.0.0.1:8700.
 
-    Raises InvalidField for a public address without a token or TLS, and for a certificate that cannot be used. Raises
+    Raises InvalidField if a public address lacks a token or TLS, or if the certificate cannot be used. Raises
     ServiceError if the address is in use.
     """
     config = service.config
@@ -121,8 +122,8 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
 
 
 class _AllSessions:
-    """The sessions that this process serves: external sessions, and the sessions of `node` if there is one. Other
-    processes that run sessions have gateways of their own."""
+    """The sessions whose model calls this process serves: those of `node`, if any, and those whose agents run outside
+    Outrider. Other processes that run sessions have gateways of their own."""
 
     def __init__(self, node: LocalNode | None, external: ExternalSessions) -> None:
         self._node = node
@@ -137,7 +138,7 @@ class _AllSessions:
 
 
 def control_app(service: Service) -> FastAPI:
-    """Return the application of the control API, without access control."""
+    """Return the application of the control API. Access control is not included."""
     app = FastAPI(
         title="Outrider",
         version=installed_version("outrider"),
@@ -148,7 +149,7 @@ def control_app(service: Service) -> FastAPI:
     )
     app.state.service, app.state.roles = service, ROLES
     for router in ROUTERS:
-        # `include_router` would make all routes again for each application, which takes 50 ms.
+        # `include_router` would create all routes anew for each application, which takes 50 ms.
         app.router.routes += router.routes.routes
     foreign = list(compat_routes(service, service.config.compat))
     app.state.open_paths = OPEN_PATHS - {route.path for route in foreign}
@@ -186,9 +187,10 @@ def control_app(service: Service) -> FastAPI:
 
     @app.get("/openapi.json", include_in_schema=False)
     async def described() -> Response:
-        """Return the OpenAPI description. A thread makes it on the first request, because making it takes longer than
-        the rest of the service's start."""
-        async with describing:  # so it is made only once, although any caller may request it without a token
+        """Return the OpenAPI description. A thread creates it at the first request, because this takes longer than the
+        rest of the service's start."""
+        # the lock ensures that it is created only once, because anybody may request it without a token
+        async with describing:
             if not description:
                 description.append(await asyncio.to_thread(_description, app))
         return Response(description[0], media_type="application/json")

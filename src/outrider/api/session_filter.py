@@ -1,4 +1,4 @@
-"""The query parameters that filter lists of sessions and of groups."""
+"""Query parameters that filter the lists of sessions and of groups."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def session_filter(
         ),
     ] = None,
 ) -> SessionFilter:
-    """Return the filter that a request's parameters describe. Raises InvalidField for a label that is not
+    """Return the filter that a request's parameters describe. Raises InvalidField if a label does not have the form
     NAME=VALUE."""
     pairs = [each.partition("=") for each in label or ()]
     for name, equals, _ in pairs:
@@ -56,4 +56,4 @@ async def session_filter(
 
 
 Wanted = Annotated[SessionFilter, Depends(session_filter)]
-"""Annotation of a handler's parameter that gets the filter from the request."""
+"""Annotation for the parameter of a handler that gets the request's filter."""

@@ -1,4 +1,4 @@
-"""Control routes for sessions whose agents run elsewhere, and the list of all sessions."""
+"""Control routes for sessions whose agents run outside Outrider, and for the list of all sessions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def open_session(
     request: Request,
 ) -> SessionEndpoint:
     """Open a session for an agent that runs elsewhere, and get its credential and addresses. Opening the session again,
-    by its idempotency key or its place in its group, gives the same credential."""
+    by its idempotency key or by its group and its index there, gives the same credential."""
     session, credential, running, instruction = await service.session_control.open(spec, caller)
     created(group_id=session.group_id, session_id=session.id)
     urls = service.config.advertised_urls or {"default": f"{request.url.scheme}://{request.url.netloc}"}
@@ -63,8 +63,8 @@ async def sessions(
     after: Annotated[str | None, Query(description="the `after` of the page before")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> SessionList:
-    """List sessions, newest group first, and the sessions of a group in sample order. `state` is queued, initializing,
-    ready, running, evaluating or done."""
+    """List sessions: the newest group first, and the sessions of a group in sample order. `state` is `queued`,
+    `initializing`, `ready`, `running`, `evaluating` or `done`."""
     wanted = msgspec.structs.replace(wanted, groups=tuple(group or ()))
     return await service.runs.sessions(wanted, after=after, limit=limit, caller=caller)
 
@@ -74,11 +74,11 @@ async def complete(
     service: Serving, caller: Caller, session_id: str, spec: Annotated[ReportSpec, body(ReportSpec)]
 ) -> SessionView:
     """Complete a session whose agent runs elsewhere: end its run, and grade it. The report is stored before the reply
-    is sent. Repeating the request with the same report changes nothing."""
+    is sent. The request may be repeated with the same report."""
     return await service.session_control.complete(session_id, spec, caller)
 
 
 @ROUTES.post("/{session_id}/reset", "submit", SessionView, errors=(Conflict,))
 async def reset(service: Serving, caller: Caller, session_id: str) -> SessionView:
-    """Drop the turns of a session whose agent runs elsewhere, so that its agent can start over."""
+    """Delete the turns of a session whose agent runs elsewhere, so that its agent can start over."""
     return await service.session_control.reset(session_id, caller)

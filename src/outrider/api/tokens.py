@@ -14,13 +14,13 @@ ROUTES = ControlRouter("/tokens")
 
 @ROUTES.get("", "admin", TokenList)
 async def tokens(service: Serving) -> TokenList:
-    """List all tokens, including expired and revoked tokens, without their texts."""
+    """List all tokens, including expired and revoked ones. The reply does not contain their texts."""
     return TokenList(tokens=await service.tokens.listed())
 
 
 @ROUTES.post("", "admin", NewToken, status=201, errors=(Conflict,))
 async def create(service: Serving, spec: Annotated[TokenSpec, body(TokenSpec)], created: Created) -> NewToken:
-    """Create a token. The token's text is shown only in this reply."""
+    """Create a token. Only this reply shows the token's text."""
     new = await service.tokens.create(spec)
     created(name=new.token.name)
     return new
@@ -28,5 +28,5 @@ async def create(service: Serving, spec: Annotated[TokenSpec, body(TokenSpec)], 
 
 @ROUTES.delete("/{name}", "admin", TokenView)
 async def revoke(service: Serving, name: str) -> TokenView:
-    """Revoke a token at once: calls under way are cut off. The token's name cannot be used again."""
+    """Revoke a token at once: its running calls are cut off. The token's name cannot be used again."""
     return await service.tokens.revoke(name)

@@ -1,9 +1,11 @@
-"""Stores artifacts: files of a sandbox that the task asks to keep. An artifact is stored at SESSION/ATTEMPT/SHA-256
-below one folder.
+"""Stores artifacts: files that a task asks to keep from its sandbox. The file for an artifact is
+SESSION/ATTEMPT/SHA-256 below one folder.
 
-An index of each attempt lists the artifacts' paths in the sandbox. These paths are never used as file names on this
-machine. Invariants: every file in an attempt's index is stored in full, even after a loss of power; an attempt without
-an index has no artifacts. Functions other than coroutines block on the disk.
+Each attempt has an index file, which lists the artifacts' paths in the sandbox. These paths are never used as file
+names on this machine. Functions other than coroutines block on the disk.
+
+Invariants: every file that an index lists is stored in full, even after a loss of power; an attempt without an index
+has no artifacts.
 """
 
 from __future__ import annotations
@@ -25,23 +27,24 @@ from outrider.schemas import ArtifactList
 INDEX = "index.json"
 
 CARRIED = "outrider:carried"
-"""Name of the artifact with the files that are copied from the agent's sandbox to the sandbox of the graders. The name
-is not a path, so no file of a sandbox has the same name."""
+"""Name of the archive of files that are copied from the agent's sandbox to the graders'. It has no leading slash, so it
+cannot be the path of a file in a sandbox."""
 PATCH = "outrider:patch.diff"
-"""Name of the artifact with a repository's diff, if the graders get the diff and not the files."""
+"""Name of the artifact that holds a repository's diff, if the graders get the diff instead of files."""
 GRADING_LOG = "outrider:grading.log"
 """Name of the artifact that holds the output of the graders."""
 NETWORK_RECORD = "outrider:network.jsonl"
-"""Name of the artifact with the recorded HTTP requests and replies of the sandbox, if the task asks for a record."""
+"""Name of the artifact that holds the recorded HTTP traffic of the sandbox, if the task asks for a recording."""
 LOGGED = (GRADING_LOG, NETWORK_RECORD)
-"""Names of the artifacts that are logs written by Outrider."""
+"""Names of the logs that Outrider itself writes."""
 KEPT = (CARRIED, PATCH)
-"""Names of the artifacts with data from the agent's sandbox for the graders. An attempt has at most one of them."""
+"""Names of the artifacts that carry data from the agent's sandbox to the graders. An attempt has at most one of
+them."""
 
 
 class KeepsArtifacts(Protocol):
-    """The methods of `ArtifactStore` that an attempt uses. All methods raise OSError. An implementation that calls the
-    store of another process also raises OutriderError."""
+    """The methods of `ArtifactStore` that an attempt uses. They raise OSError. If the store is in another process, they
+    also raise OutriderError."""
 
     async def keep(self, session_id: str, attempt: int, data: bytes) -> str: ...
     async def keep_index(self, listed: ArtifactList) -> None: ...
@@ -49,8 +52,8 @@ class KeepsArtifacts(Protocol):
 
 
 class ArtifactStore:
-    """The artifacts of all sessions, in one folder. Call `put` for each file of an attempt, then `index`. Session ids
-    become names of folders, so callers must pass only ids of stored sessions."""
+    """The artifacts of all sessions, in one folder. Call `put` for each file of an attempt, then `index` once. Callers
+    must pass only ids of stored sessions, because the ids become names of folders."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -62,11 +65,12 @@ class ArtifactStore:
         return digest
 
     def index(self, listed: ArtifactList) -> None:
-        """Store the list of an attempt's artifacts. Raises OSError."""
+        """Write an attempt's index, the list of its artifacts. Raises OSError."""
         assert listed.attempt is not None
         self._write(listed.session_id, listed.attempt, INDEX, msgspec.json.encode(listed))
         place = self._place(listed.session_id, listed.attempt)
-        for folder in (place, place.parent, self._folder):  # the folders' new entries must survive a loss of power, too
+        # makes the folders' new entries survive a loss of power
+        for folder in (place, place.parent, self._folder):
             descriptor = os.open(folder, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -82,8 +86,8 @@ class ArtifactStore:
         await asyncio.to_thread(self.index, listed)
 
     async def carried(self, session_id: str, attempt: int) -> bytes:
-        """Return the bytes of the attempt's artifact for the graders (see KEPT). A thread reads the file. Raises
-        NotFound if there is no such artifact, and OSError."""
+        """Return the data that this attempt keeps for the graders (the artifact named in KEPT). A thread reads the
+        file. Raises NotFound if there is no such artifact, and OSError."""
 
         def read() -> bytes:
             names = [artifact.path for artifact in self.listed(session_id, attempt).artifacts]
@@ -93,8 +97,8 @@ class ArtifactStore:
         return await asyncio.to_thread(read)
 
     def listed(self, session_id: str, attempt: int | None = None) -> ArtifactList:
-        """Return the artifacts of an attempt, by default of the newest attempt with an index. The list is empty if
-        there is no index."""
+        """Return the artifacts of an attempt; by default, of the newest attempt that has an index. Without an index,
+        the list is empty."""
         attempts = [attempt] if attempt is not None else []
         if attempt is None:
             with suppress(FileNotFoundError):
@@ -108,7 +112,7 @@ class ArtifactStore:
         return ArtifactList(session_id=session_id, attempt=attempt, artifacts=(), left_out=())
 
     def file(self, session_id: str, path: str, attempt: int | None = None) -> Path:
-        """Return the path of an artifact's file on this machine. `path` is the artifact's path in the sandbox. Raises
+        """Return the file on this machine that holds an artifact. `path` is the artifact's path in the sandbox. Raises
         NotFound."""
         listed = self.listed(session_id, attempt)
         for artifact in listed.artifacts:
@@ -127,7 +131,7 @@ class ArtifactStore:
             return []
 
     def remove(self, session_ids: Iterable[str]) -> None:
-        """Remove all artifacts of these sessions. Raises OSError."""
+        """Delete all artifacts of the given sessions. Raises OSError."""
         for session_id in session_ids:
             with suppress(FileNotFoundError):
                 shutil.rmtree(self._folder / session_id)

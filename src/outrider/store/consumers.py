@@ -1,9 +1,8 @@
-"""Stores the named consumers of the results. A consumer is a program that reads finished groups in order. Each finished
-group has a cursor, a rising number. A consumer's position is the cursor up to which it has processed all groups.
+"""Stores the position of each consumer. A consumer is a named program that reads finished groups in order. Each
+finished group gets a cursor, a rising number. A consumer at position 7 has processed all groups with cursors up to 7.
 
-A consumer of a tenant sees that tenant's groups; a consumer of the admins sees all groups. Two tenants may each have a
-consumer of the same name. Invariants: a position is never greater than the newest cursor of a group; a position moves
-back only on request.
+A tenant's consumers read only its own groups; an admin's consumers read all groups. Two tenants may use the same
+consumer name. Invariants: no position is greater than the newest cursor; a position moves back only on request.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ MAX_CONSUMERS = 1000
 """Maximum number of consumers of one tenant."""
 
 OF_ADMINS = ""
-"""Value of the tenant column for consumers that see all groups. No tenant has this name."""
+"""Value of the column `tenant` for the admins' consumers. No tenant has an empty name."""
 
 
 class Consumers:
-    """The consumers in a store. The store opens and closes the database. Every method raises ServiceError when the
-    database fails.
+    """Reads and writes the consumers in the store's database. Methods raise ServiceError when the database fails.
 
-    `tenant` is the owner of a consumer, or None for a consumer that sees all groups.
+    `tenant` is the owner of a consumer. None stands for the admins, whose consumers read all groups.
     """
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
@@ -34,11 +32,10 @@ class Consumers:
         self._clock = clock
 
     async def enter(self, name: str, *, at: int = 0, tenant: str | None = None) -> int:
-        """Return the consumer's position, and record that the consumer made a request now. An unknown consumer is
-        created at position `at`.
+        """Return the consumer's position, and record the time of this request. An unknown consumer is created at
+        position `at`.
 
-        Raises Conflict if the position of a new consumer is greater than the newest cursor, or if the tenant already
-        has MAX_CONSUMERS consumers.
+        Raises Conflict if `at` is greater than the newest cursor, or if the tenant already has MAX_CONSUMERS consumers.
         """
         owner = tenant or OF_ADMINS
 
@@ -62,10 +59,9 @@ class Consumers:
     async def acknowledge(
         self, name: str, cursor: int, *, rewind: bool = False, tenant: str | None = None
     ) -> ConsumerView:
-        """Move a consumer forward to `cursor`. If `cursor` is lower than the consumer's position, the consumer moves
-        back only with `rewind`.
+        """Move a consumer to position `cursor`. Without `rewind`, a position lower than the current one is ignored.
 
-        Raises NotFound for an unknown consumer, and Conflict if `cursor` is greater than the newest cursor.
+        Raises NotFound for an unknown consumer. Raises Conflict if `cursor` is greater than the newest cursor.
         """
         owner = tenant or OF_ADMINS
         further = "" if rewind else " AND cursor < ?"
@@ -83,8 +79,8 @@ class Consumers:
         return await self._db.write(body)
 
     async def listed(self, tenant: str | None = None) -> list[ConsumerView]:
-        """List the consumers of a tenant, or all consumers if `tenant` is None: first the admins' consumers, then the
-        consumers of each tenant, by name."""
+        """List the consumers of a tenant by name. If `tenant` is None, list the admins' consumers first, then those of
+        every tenant."""
         where, values = ("", ()) if tenant is None else ("WHERE tenant = ?", (tenant,))
         return await self._db.read(lambda tx: _consumers(tx, f"{where} ORDER BY tenant, name", *values))
 
@@ -119,8 +115,8 @@ async def _consumers(tx: Connection, where: str, *values: str) -> list[ConsumerV
 
 
 async def _lag(tx: Connection, tenant: str | None, position: int) -> int:
-    """Return the number of groups that the consumer has not processed yet. For a consumer of the admins, the number may
-    include removed groups."""
+    """Return how many finished groups the consumer has not processed yet. For an admin's consumer, removed groups may
+    be included."""
     if tenant is not None:
         sql = "SELECT COUNT(*) FROM groups WHERE tenant = ? AND cursor > ?"
         return int((await tx.fetch(sql, (tenant, position)))[0][0])

@@ -1,9 +1,9 @@
-"""Defines the interface between the store and a database, which runs transactions. The store gives each transaction as
-a body: a coroutine function that gets a connection.
+"""Defines the interface between the store and its database. The store passes each transaction as a body: a coroutine
+function that gets a connection.
 
-SQLite (`sqlite.py`) and PostgreSQL (`postgresql.py`) implement the interface. Statements use `?` placeholders and the
-SQL common to both databases. `postgresql.py` replaces `?` by its own placeholders. Invariant: all changes of a
-transaction are committed together, before the caller gets the result; a failed transaction changes nothing.
+`sqlite.py` and `postgresql.py` implement the interface. Statements use `?` placeholders, and only SQL that both
+databases accept. Invariant: all changes of a transaction are committed together, before its caller gets the result. A
+failed transaction changes nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Row = tuple[Any, ...]
 
 
 class Connection(Protocol):
-    """The connection that a transaction's body gets. Valid only until the body returns."""
+    """The connection that the body of a transaction gets. It is valid only until the body returns."""
 
     async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
         """Run a statement that changes rows. Returns the number of changed rows."""
@@ -37,14 +37,14 @@ Body = Callable[[Connection], Coroutine[Any, Any, T]]
 
 
 class Database(Protocol):
-    """Runs transactions over one database. If the database fails, ServiceError is raised.
+    """Runs transactions in one database. Methods raise ServiceError if the database fails.
 
-    A body must use and await only its connection, because it may run on any thread, and may run again after a rollback.
-    If a body raises an error, its changes are rolled back, and the caller gets the error.
+    A body must await only its connection, because it may run on any thread. It may run again after a rollback. If a
+    body raises an error, its changes are rolled back, and the caller gets the error.
 
-    types: the database's own names for the column types `blob` and `serial`. `serial` is a primary key that grows and
-        never repeats.
-    commits: the durations of committed writes in seconds.
+    types: the database's own SQL for the column types `blob` and `serial`. `serial` is an integer primary key: its
+        numbers rise and are never reused.
+    commits: how long the committed writes took, in seconds.
     """
 
     types: Mapping[str, str]
@@ -52,22 +52,23 @@ class Database(Protocol):
 
     async def open(self) -> None: ...
     async def close(self) -> None:
-        """Finish the transactions already requested and refuse later ones. Idempotent."""
+        """Finish the transactions that were already requested, and refuse later ones. Idempotent."""
         ...
 
     async def write(self, body: Body[T], *, volatile: bool = False) -> T:
-        """Run a body, isolated from all other writes. If the caller is cancelled, the body may still be committed.
+        """Run a body that changes rows, isolated from all other writes. If the caller is cancelled, the body may still
+        be committed.
 
-        The committed changes survive a loss of power, unless `volatile` is set. Volatile changes survive the end of any
-        process. A loss of power may undo them until a later non-volatile write is committed.
+        Committed changes survive a loss of power. With `volatile`, they survive the end of any process, but a loss of
+        power may undo them until a later non-volatile write is committed.
         """
         ...
 
     async def read(self, body: Body[T]) -> T:
-        """Run a body that only reads. The body sees a consistent snapshot, which includes every finished write."""
+        """Run a body that only reads. It sees one consistent snapshot, which contains every write that has returned."""
         ...
 
     async def shrink(self) -> bool:
-        """Free a part of the disk space of deleted rows, if the database does not do so by itself. Returns True if
-        another call would free more."""
+        """Return some of the space of deleted rows to the file system, if the database does not do this by itself.
+        Returns True if another call would free more."""
         ...

@@ -1,7 +1,7 @@
-"""Stores the bytes of images apart from the turns. Images with the same digest are stored once.
+"""Stores the bytes of images outside the turns, once for each digest.
 
-An agent sends the same screenshot again with every call, and a copy in each turn would use much disk space. The
-functions run in the caller's transaction. Invariant: `restore` returns every turn as it was before `split`.
+An agent sends the same screenshot again with every call, so a copy in each turn would waste disk space. The functions
+run in the caller's transaction. Invariant: `restore` undoes `split`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.trajectory import Turn
 
 
 class Split(msgspec.Struct, frozen=True):
-    """A turn without the bytes of its images, and the images with their bytes, one for each digest."""
+    """A turn whose images have no bytes, and the images with their bytes. Equal images occur once."""
 
     turn: Turn
     images: tuple[Image, ...] = ()
@@ -32,14 +32,14 @@ def split(turn: Turn) -> Split:
 
 
 async def insert_images(tx: Connection, session_id: str, images: Iterable[Image]) -> None:
-    """Store the images that are not stored yet, and record that the session uses all the given images."""
+    """Record that the session uses the images, and store the images that are new."""
     for image in images:
-        # An agent sends the same screenshot with every call. If the session already uses the image, only this query
+        # An agent sends the same screenshot with every call. If the session already uses the image, no other query
         # runs.
         use = (session_id, image.digest)
         if await tx.fetch("SELECT 1 FROM image_uses WHERE session_id = ? AND digest = ?", use):
             continue
-        # Look the image up first, so that the bytes of a stored image are not sent to the database again.
+        # This query avoids sending the bytes of a known image to the database again.
         if not await tx.fetch("SELECT 1 FROM images WHERE digest = ?", (image.digest,)):
             await tx.execute(
                 "INSERT INTO images (digest, media_type, data) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
@@ -62,7 +62,8 @@ async def forget_images(tx: Connection, session_id: str) -> None:
 
 
 async def find_image(tx: Connection, digest: str, tenant: str | None = None) -> Image:
-    """Return an image that a session of the tenant uses, or any image if `tenant` is None. Raises NotFound."""
+    """Return the image with this digest, if a session of the tenant uses it. If `tenant` is None, return any image.
+    Raises NotFound."""
     sql = "SELECT media_type, data FROM images WHERE digest = ?"
     if tenant is not None:
         sql += " AND EXISTS (SELECT 1 FROM image_uses WHERE image_uses.digest = images.digest AND tenant = ?)"
@@ -77,7 +78,7 @@ async def find_image(tx: Connection, digest: str, tenant: str | None = None) -> 
 
 
 async def restore(tx: Connection, turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns with the bytes of their images. Raises NotFound for an image that is not stored."""
+    """Return the turns with the bytes of their images. Raises NotFound if an image is not stored."""
     images = (image for turn in turns for message in turn.messages for image in images_in(message))
     shown = {image.digest for image in images if image.url is None}
     data = {digest: (await find_image(tx, digest)).data for digest in shown}

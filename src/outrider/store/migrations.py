@@ -1,10 +1,9 @@
-"""Defines the schema of the store as a list of migrations, and applies new migrations. A released migration never
-changes: new migrations are appended.
+"""Defines the database schema as a list of migrations, and applies the migrations that a database lacks. Never change a
+released migration: append a new one.
 
-The first migration makes the whole schema. Its number is FIRST and not 1, because the migrations from before the first
-release were removed. `{blob}` and `{serial}` are replaced by the database's names for these column types
-(`Database.types`). Invariants: each migration is applied exactly once; the version recorded in a database is the number
-of the newest applied migration.
+The first migration creates all tables. Its number is FIRST instead of 1, because older migrations were deleted before
+the first release. `{blob}` and `{serial}` stand for column types that differ between databases (`Database.types`).
+Invariants: each migration is applied exactly once; the version in a database is the number of its newest migration.
 """
 
 from __future__ import annotations
@@ -16,19 +15,18 @@ from outrider.store.database import Connection
 
 FIRST = 14
 Migrations = Sequence[Sequence[str]]
-"""The SQL statements of each migration."""
+"""Each item is one migration: SQL statements."""
 
 MIGRATIONS: Migrations = (
     (
         # open_sessions: number of sessions that are not done.
-        # cursor: position of a done group in the order of results.
+        # cursor: a done group's position in the order of results.
         # idempotency_key: TENANT/KEY.
         # spec, callback_url: encrypted.
-        # labels, errors, rewarded, reward_total: repeated here, so that a list of groups need not read every spec and
-        #     session.
-        # began_version: the policy's version when the group's first session began.
-        # min_usable: once this many sessions have a reward, the others are ended.
-        # bytes: size of the spec, and of the done sessions' turns, timelines, results and artifacts.
+        # labels, errors, rewarded, reward_total: copies, so that a list of groups need not read every spec and session.
+        # began_version: the policy version at which the group's first session started.
+        # min_usable: the group's other sessions are ended once this many sessions have a reward.
+        # bytes: size of the spec, and of the turns, timelines, results and artifacts of done sessions.
         """CREATE TABLE groups (
             id TEXT PRIMARY KEY,
             spec {blob} NOT NULL,
@@ -60,13 +58,13 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX groups_of_tenant ON groups (tenant, created, id)",
         "CREATE INDEX groups_of_tenant_by_state ON groups (tenant, state, created, id)",
         "CREATE INDEX groups_of_tenant_by_cursor ON groups (tenant, cursor) WHERE cursor IS NOT NULL",
-        # waiting: 1 exactly while the session is queued, not held by a pause and not to be ended.
-        # lease_until: set exactly while an attempt is under way.
+        # waiting: 1 if the session is queued, no pause holds it and `ending` is NULL; otherwise 0.
+        # lease_until: set while an attempt is in progress.
         # priority, created: copies of the group's columns, so that one index orders the queue.
-        # due: the next attempt does not start before this time. Set after a failed attempt.
-        # recovered: number of attempts whose node was lost.
-        # ending: the reason to end the session, set as soon as the end is decided.
-        # expires: a session that has not started by this time is ended. NULL after the first start.
+        # due: earliest start of the next attempt. Set after a failed attempt.
+        # recovered: number of attempts that were lost with their node.
+        # ending: why the session is to be ended. Set once this is decided.
+        # expires: the session is ended if it has not started by this time. NULL after the first start.
         """CREATE TABLE sessions (
             id TEXT PRIMARY KEY,
             group_id TEXT NOT NULL REFERENCES groups (id),
@@ -95,9 +93,9 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX sessions_due ON sessions (due) WHERE waiting = 1 AND due > 0",
         "CREATE INDEX sessions_to_end ON sessions (group_id) WHERE ending IS NOT NULL AND state <> 'done'",
         "CREATE INDEX sessions_expiring ON sessions (expires) WHERE waiting = 1 AND expires IS NOT NULL",
-        # A row is a bucket of the queue at one priority (see queue.py). `waiting` is 1 if sessions of the bucket may be
-        # waiting at this priority. `served` rises with each start of a session, so it shows which bucket was served
-        # least recently. `since` is the creation time of the row's first group.
+        # A row stands for one bucket of sessions in the queue at one priority (see queue.py). `waiting` is 1 if
+        # sessions of the bucket may be waiting at this priority. `served` rises with each start of a session, so it
+        # shows which bucket was served least recently. `since` is the creation time of the row's first group.
         """CREATE TABLE queue_shares (
             priority INTEGER NOT NULL,
             bucket TEXT NOT NULL,
@@ -121,7 +119,8 @@ MIGRATIONS: Migrations = (
             turn {blob} NOT NULL,
             PRIMARY KEY (session_id, attempt, turn_index)
         )""",
-        # The turns of frozen models are in a table of their own, so that no training code can read them by mistake.
+        # Frozen models are not trained. Their turns have a table of their own, so that training code cannot read them
+        # by mistake.
         """CREATE TABLE frozen_turns (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             attempt INTEGER NOT NULL,
@@ -130,10 +129,10 @@ MIGRATIONS: Migrations = (
             turn {blob} NOT NULL,
             PRIMARY KEY (session_id, attempt, model, turn_index)
         )""",
-        # `digest` is the SHA-256 of `data`, so an image is stored once, however often sessions send it.
+        # `digest` is the SHA-256 of `data`. It identifies an image, so each image is stored once.
         "CREATE TABLE images (digest TEXT PRIMARY KEY, media_type TEXT NOT NULL, data {blob} NOT NULL)",
-        # A row records that a session uses an image. An image is removed with the last session that uses it. Here and
-        # in other tables, `tenant` repeats the group's tenant, so that a read for one tenant does not scan the rows of
+        # Each row records that a session uses an image. The image is removed with the last session that uses it. Here
+        # and in other tables, `tenant` is a copy of the group's tenant, so that a read for one tenant skips the rows of
         # other tenants.
         """CREATE TABLE image_uses (
             session_id TEXT NOT NULL REFERENCES sessions (id),
@@ -153,9 +152,9 @@ MIGRATIONS: Migrations = (
         )""",
         "CREATE INDEX events_by_group ON events (group_id, cursor)",
         "CREATE INDEX events_of_tenant ON events (tenant, cursor)",
-        # A row is a delivery: a finished group that must still be sent to its callback URL. A dead letter is a delivery
-        # that was given up; it has `given_up` set. `since` is the time when the group was done, or when its dead letter
-        # was last revived.
+        # Each row is a finished group whose result must still be sent to its callback URL. `given_up` is set once the
+        # service stops trying (a "dead letter"). `since` is the time when the group was done, or when its dead letter
+        # was last made due again.
         """CREATE TABLE outbox (
             group_id TEXT PRIMARY KEY REFERENCES groups (id),
             url TEXT NOT NULL,
@@ -170,8 +169,8 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX outbox_due ON outbox (next_try, group_id) WHERE given_up IS NULL",
         "CREATE INDEX outbox_dead ON outbox (given_up, group_id) WHERE given_up IS NOT NULL",
         "CREATE INDEX outbox_dead_of_tenant ON outbox (tenant, given_up, group_id) WHERE given_up IS NOT NULL",
-        # A row is a named consumer of the results, which has processed the groups up to `cursor`. `seen` is the time of
-        # its last request. `tenant` is empty for the admins' consumers, which see all tenants.
+        # Each row is a named consumer of the results, which has processed the groups up to `cursor`. `seen` is the time
+        # of its last request. `tenant` is empty for consumers of the admins, who see all tenants.
         """CREATE TABLE consumers (
             tenant TEXT NOT NULL,
             name TEXT NOT NULL,
@@ -182,12 +181,12 @@ MIGRATIONS: Migrations = (
         )""",
         "CREATE INDEX consumers_by_cursor ON consumers (tenant, cursor)",
         # `totals` has one row, which changes when a group is done or removed:
-        # cursor: the newest cursor given to a group. It is stored, so that the cursor of a removed group is not given
+        # cursor: the newest cursor given to a group. It is stored, so that the cursor of a removed group is not used
         #     again.
-        # sessions, bytes: sums over the done groups, because adding up all groups for each request would take too long.
+        # sessions, bytes: sums over the done groups. Computing them for each request would be slow.
         # removed_event: the newest cursor of a removed event.
         #
-        # `tenants` has the same columns except `bytes`, with a row for each tenant that has had a done group.
+        # `tenants` has a row for each tenant that ever had a done group, with the same columns except `bytes`.
         """CREATE TABLE totals (
             id INTEGER PRIMARY KEY CHECK (id = 1),
             cursor BIGINT NOT NULL,
@@ -202,8 +201,8 @@ MIGRATIONS: Migrations = (
             sessions BIGINT NOT NULL,
             removed_event BIGINT NOT NULL
         )""",
-        # `digest` is the SHA-256 of the token (hex). Revoked tokens are kept, because groups and the audit log refer to
-        # their names.
+        # `digest` is the SHA-256 of the token (hex). Revoked tokens stay in the table, because groups and the audit log
+        # refer to tokens by name.
         """CREATE TABLE tokens (
             name TEXT PRIMARY KEY,
             digest TEXT NOT NULL UNIQUE,
@@ -215,25 +214,25 @@ MIGRATIONS: Migrations = (
             tenant TEXT NOT NULL
         )""",
         "CREATE INDEX tokens_by_tenant ON tokens (tenant)",
-        # `policy` has no row until a trainer sets a version. After that, it has one row.
+        # `policy` is empty until a trainer sets a version. From then on, it has one row.
         "CREATE TABLE policy (id INTEGER PRIMARY KEY CHECK (id = 1), version BIGINT NOT NULL, weights TEXT)",
         "CREATE TABLE drained_nodes (name TEXT PRIMARY KEY)",
-        # `pace` is JSON with the usual durations of the engine's calls (`RememberedPace`).
+        # `pace` is JSON that says how long the engine's calls usually take (`RememberedPace`).
         "CREATE TABLE engine_paces (engine TEXT PRIMARY KEY, pace TEXT NOT NULL, kept DOUBLE PRECISION NOT NULL)",
-        # `Store.probe` changes the only row of `probe`, to check that the database accepts writes.
+        # `probe` has one row. `Store.probe` updates it to check that the database accepts writes.
         "CREATE TABLE probe (id INTEGER PRIMARY KEY CHECK (id = 1), at DOUBLE PRECISION NOT NULL)",
         "INSERT INTO probe (id, at) VALUES (1, 0)",
     ),
     (
-        # `kind` is a QueueKind.
+        # `kind` is the number of a QueueKind.
         "ALTER TABLE queue_shares RENAME COLUMN evaluation TO kind",
         """CREATE INDEX queue_shares_external ON queue_shares (tenant, priority, served, since, bucket)
             WHERE waiting = 1 AND kind = 2""",
         "ALTER TABLE groups ADD COLUMN harness TEXT NOT NULL DEFAULT ''",
-        # A row is the report with which a client completes a session whose agent runs elsewhere.
+        # Each row is the report with which a client completes a session whose agent runs outside Outrider.
         "CREATE TABLE session_reports (session_id TEXT PRIMARY KEY REFERENCES sessions (id), report {blob} NOT NULL)",
-        # A row has the failed calls of one model in a session, as JSON. A failed call is removed once a later call has
-        # made up for it (see `FailedCalls`). `model` is empty for the policy.
+        # Each row holds the failed model calls of a session for one model, as JSON. A failed call is dropped once a
+        # later call replaces it (see `FailedCalls`). `model` is empty for the policy.
         """CREATE TABLE failed_calls (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             model TEXT NOT NULL,
@@ -242,11 +241,11 @@ MIGRATIONS: Migrations = (
         )""",
     ),
     (
-        # `translator` is the other rollout system whose client submitted the group, NULL for Outrider's own clients. If
+        # `translator` names the rollout system whose API was used to submit the group (NULL for Outrider's own API). If
         # `usable_trains` is 1, `min_usable` counts only sessions with tokens to train on.
         "ALTER TABLE groups ADD COLUMN translator TEXT",
         "ALTER TABLE groups ADD COLUMN usable_trains INTEGER NOT NULL DEFAULT 0",
-        # A row is an idempotency key, TENANT/KEY, that `create_group` refuses until the time `until`.
+        # Each row is an idempotency key, written TENANT/KEY. `create_group` refuses this key until the time `until`.
         """CREATE TABLE refused_keys (
             idempotency_key TEXT PRIMARY KEY,
             tenant TEXT NOT NULL,
@@ -254,8 +253,8 @@ MIGRATIONS: Migrations = (
         )""",
     ),
     (
-        # A row is the newest run of a session at an external agent service. `name` is our name of the run, and `run` is
-        # the service's id.
+        # A row is the newest run of a session at an external agent service. Outrider chose its `name`, and the service
+        # returned its id `run`.
         """CREATE TABLE remote_runs (
             session_id TEXT PRIMARY KEY REFERENCES sessions (id),
             name TEXT NOT NULL,
@@ -263,7 +262,7 @@ MIGRATIONS: Migrations = (
         )""",
     ),
     (
-        # `entries` is a part of the timeline of an attempt (`timeline.py`), as encrypted MessagePack.
+        # `entries` is one part of an attempt's timeline (`timeline.py`): encrypted MessagePack.
         """CREATE TABLE timelines (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             attempt INTEGER NOT NULL,
@@ -271,12 +270,12 @@ MIGRATIONS: Migrations = (
             entries {blob} NOT NULL,
             PRIMARY KEY (session_id, attempt, part)
         )""",
-        # The part of the service named `reader` has processed the events up to `cursor`.
+        # `reader`, a part of the service, has processed the events up to `cursor`.
         "CREATE TABLE positions (reader TEXT PRIMARY KEY, cursor BIGINT NOT NULL)",
         "ALTER TABLE groups ADD COLUMN traceparent TEXT",
     ),
     (
-        # `record` is JSON with the durations of the phases of one trainer step (`training_timings.py`).
+        # `record` is JSON: how long each phase of one trainer step took (`training_timings.py`).
         """CREATE TABLE training_timings (
             tenant TEXT NOT NULL,
             epoch BIGINT NOT NULL,
@@ -288,9 +287,9 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX training_timings_by_age ON training_timings (tenant, stored, epoch, step)",
     ),
     (
-        # A queued session has `held` = 1 and `waiting` = 0 while a pause matches its group. In `pauses`, an empty
-        # `tenant` stands for all tenants, and an empty `harness` for any harness. `labels` is a JSON object with sorted
-        # names.
+        # While a pause matches its group, a queued session has `held` = 1 and `waiting` = 0. In `pauses`, an empty
+        # `tenant` means all tenants, and an empty `harness` means any harness. `labels` is a JSON object with sorted
+        # keys.
         "ALTER TABLE sessions ADD COLUMN held INTEGER NOT NULL DEFAULT 0",
         "CREATE INDEX sessions_held ON sessions (group_id) WHERE held = 1",
         """CREATE TABLE pauses (
@@ -306,9 +305,9 @@ MIGRATIONS: Migrations = (
 
 
 async def migrate(tx: Connection, types: Mapping[str, str], now: float, migrations: Migrations = MIGRATIONS) -> int:
-    """Bring the schema up to date inside one transaction. Returns the number of migrations applied.
+    """Apply the missing migrations in one transaction. Returns how many were applied.
 
-    Raises ServiceError if the database's version is higher than the newest migration, or lower than FIRST.
+    Raises ServiceError if the version in the database is higher than the newest migration, or lower than FIRST.
     """
     await tx.execute("CREATE TABLE IF NOT EXISTS migrations (version INTEGER PRIMARY KEY, applied DOUBLE PRECISION)")
     version: int = (await tx.fetch("SELECT COALESCE(MAX(version), 0) FROM migrations"))[0][0]

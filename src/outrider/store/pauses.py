@@ -1,8 +1,10 @@
-"""Stores the pauses of the queue. A pause holds queued sessions back: they stay queued, and no attempt of them starts.
+"""Stores the pauses of the queue. A pause holds queued sessions: they stay in the queue, but are not started.
 
-A pause belongs to one tenant or to all tenants. It matches a group that has all labels of the pause and, if the pause
-names a harness, this harness. Invariants: a queued session is held exactly while a pause matches its group, unless the
-session is to be ended; `sessions.held` and `sessions.waiting` are never both 1.
+A pause belongs to one tenant or applies to all tenants. It matches a group that has all labels of the pause. If the
+pause names a harness, the group must also use this harness.
+
+Invariants: a queued session is held if and only if a pause matches its group and `sessions.ending` is not set;
+`sessions.held` and `sessions.waiting` are never both 1.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from outrider.store.database import Connection, Database
 MAX_PAUSES = 100
 """Maximum number of pauses of one tenant, and of the admins."""
 ALL_TENANTS = ""
-"""Value of the tenant column for pauses of all tenants. No tenant has this name."""
+"""Value of the column `tenant` for pauses of all tenants. No tenant has an empty name."""
 AT_ONCE = 100
 
 
 class Pause(msgspec.Struct, frozen=True):
-    """A stored pause. An empty `harness` matches any harness."""
+    """A stored pause. If `harness` is empty, the pause matches every harness."""
 
     tenant: str
     labels: dict[str, str]
@@ -39,17 +41,17 @@ class Pause(msgspec.Struct, frozen=True):
 
 
 class Pauses:
-    """The pauses in a store. The store opens and closes the database. Every method raises ServiceError when the
-    database fails. `tenant` is the owner of a pause, or None for a pause of all tenants."""
+    """Reads and writes the pauses in the store's database. Methods raise ServiceError when the database fails. `tenant`
+    is the owner of a pause, or None for a pause of all tenants."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._db = database
         self._clock = clock
 
     async def pause(self, labels: Mapping[str, str], harness: str | None, *, tenant: str | None, who: str) -> int:
-        """Hold the matching sessions in the queue, including sessions that are queued later. Returns the number of
-        sessions that this call has held. Repeating the call adds no second pause. Raises Conflict if the owner already
-        has MAX_PAUSES pauses."""
+        """Hold all queued sessions that match, and matching sessions that are queued later. Returns how many sessions
+        this call has held. Repeating it adds no second pause. Raises Conflict if the owner already has MAX_PAUSES
+        pauses."""
         pause = Pause(tenant or ALL_TENANTS, dict(labels), harness or "")
 
         async def body(tx: Connection) -> int:
@@ -67,8 +69,8 @@ class Pauses:
         return await self._db.write(body)
 
     async def resume(self, labels: Mapping[str, str], harness: str | None, *, tenant: str | None) -> int:
-        """End a pause. Sessions that no other pause matches wait again, and their number is returned. Raises NotFound
-        if there is no such pause."""
+        """End a pause. Returns the number of sessions that may start again because no other pause matches them. Raises
+        NotFound if there is no such pause."""
         owner = tenant or ALL_TENANTS
 
         async def body(tx: Connection) -> int:
@@ -93,7 +95,7 @@ class Pauses:
         return await self._db.write(body)
 
     async def listed(self, *, tenant: str | None) -> tuple[PauseView, ...]:
-        """Return the pauses that affect the tenant, or all pauses, oldest first."""
+        """Return the pauses that apply to the tenant, or all pauses if `tenant` is None, oldest first."""
         where, values = ("", ()) if tenant is None else (" WHERE tenant = ? OR tenant = ?", (tenant, ALL_TENANTS))
         sql = f"SELECT tenant, labels, harness, since, who FROM pauses{where} ORDER BY since, tenant, labels, harness"
         return tuple(
@@ -104,7 +106,7 @@ class Pauses:
         )
 
     async def held(self, *, tenant: str | None) -> int:
-        """Count the held sessions of the tenant, or of all tenants."""
+        """Count the sessions that pauses hold, for one tenant or for all."""
         own, values = ("", ()) if tenant is None else (" AND groups.tenant = ?", (tenant,))
         sql = f"""SELECT COUNT(*) FROM sessions JOIN groups ON groups.id = sessions.group_id
             WHERE sessions.held = 1{own}"""
@@ -134,7 +136,7 @@ def _about(tenant: str, labels: str, harness: str) -> tuple[str, dict[str, str],
 
 
 async def _set(tx: Connection, groups: Sequence[str], change: str, where: str) -> int:
-    """Apply `change` to the sessions of `groups` that match `where`, except sessions that are to be ended. Returns the
+    """Run `UPDATE sessions SET change` on the sessions of `groups` that match `where` and have no `ending`. Returns the
     number of changed sessions."""
     return sum(
         [

@@ -1,14 +1,15 @@
-"""Implements `Database` over PostgreSQL. Only one transaction writes at a time, over all processes. In each process, up
-to READERS transactions read at the same time.
+"""Implements `Database` over PostgreSQL. Only one transaction writes at a time, over all processes. Each process runs
+up to READERS reading transactions at the same time.
 
 Each writing transaction first takes a lock that all writers of the database share. So rows become visible in the order
-of their cursors, which number results and events. A reader that has read up to a cursor never misses a row with a lower
-cursor that is committed later. (Neither sequences nor SERIALIZABLE guarantee this order.) Writes that arrive during a
-commit share the next commit and its cost. An acknowledged commit survives a loss of power, unless the server's
-synchronous_commit is off. This module also has a table of its own, `writers`.
+of their cursors, which number results and events. Once a reader has seen cursor 7, no row with a lower cursor appears.
+Neither sequences nor SERIALIZABLE transactions guarantee this.
 
-Invariant: after a ServiceError, nothing was committed. If the reply to a COMMIT is lost, the writer reads the outcome
-from the database before the next write. It retries until it succeeds or `close` is called.
+Writes that arrive during a commit share the next commit and its cost. An acknowledged commit survives a loss of power,
+unless the server's setting synchronous_commit is off. The module has a table for itself, `writers`.
+
+Invariant: after a ServiceError, nothing was committed. If the reply to a COMMIT is lost, the writer looks up the
+outcome in the database before the next write. It retries until it gets an answer or `close` is called.
 """
 
 from __future__ import annotations
@@ -40,50 +41,49 @@ MAX_BATCH = 256
 READERS = 4
 CONNECT_SECONDS = 10.0
 STATEMENT_SECONDS = 60.0
-"""A server that has not replied to a statement after this many seconds is considered lost."""
+"""If the server has not answered a statement after this many seconds, the connection counts as lost."""
 FOREVER = 1e7
 PATIENCE_SECONDS = 30.0
-"""Seconds for which a transaction is retried while the server cannot be reached, because the server may be
-restarting."""
+"""Seconds for which a transaction is retried while the server cannot be reached. The server may be restarting."""
 HANDOVER_SECONDS = 5.0
-"""Seconds to wait until another service releases its lock on the database. The server may keep the lock of a killed
-service for a while."""
+"""Seconds to wait for the lock that another service holds on the database. After a service is killed, the server may
+keep its lock for a while."""
 PAUSES = RetryPolicy(first=0.05, longest=1.0)
 
-# Advisory locks belong to one database and are identified by two numbers. Our first number is "outr" in ASCII.
+# An advisory lock belongs to one database and is identified by two numbers. Our first number is "outr" in ASCII.
 LOCKS = 0x6F757472
 SERVICE, WRITE = 1, 2
 
 SESSION_SETTINGS = {
-    # With these settings, the server closes the connection of a stopped process or a lost host. Such a connection may
-    # hold the lock that all writers need.
+    # These settings make the server close connections whose process was stopped or whose host was lost. Such a
+    # connection may hold the lock that all writers need.
     "idle_in_transaction_session_timeout": "15s",
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
 }
 
-# `writers` has the number of the last batch that each writer committed. A writer that lost the reply to a COMMIT reads
-# here whether the batch was committed. Rows older than a day are deleted, because killed processes leave their rows
-# behind.
+# `writers` stores the number of the last batch that each writer committed. A writer that loses the reply to a COMMIT
+# looks up here whether the batch was committed. Rows older than a day are deleted, because killed processes leave their
+# rows behind.
 CREATE_WRITERS = """CREATE TABLE IF NOT EXISTS writers
     (writer TEXT PRIMARY KEY, batch BIGINT NOT NULL, at TIMESTAMPTZ NOT NULL DEFAULT now());
     DELETE FROM writers WHERE at < now() - INTERVAL '1 day'"""
 COMMIT_WRITE = """INSERT INTO writers (writer, batch) VALUES ('{}', {})
     ON CONFLICT (writer) DO UPDATE SET batch = excluded.batch, at = excluded.at; COMMIT"""
-# In READ COMMITTED, each statement sees everything that was committed before the statement began. At other levels, the
-# whole transaction would see one snapshot, taken before the lock is granted, and would miss the commits in between.
+# With READ COMMITTED, each statement sees all earlier commits. With a stricter isolation level, the whole transaction
+# would use one snapshot, taken before the lock is granted. The commits made in between would be missing.
 BEGIN_WRITE = f"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SELECT pg_advisory_xact_lock({LOCKS}, {WRITE})"
 BEGIN_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
-# A connection that this process has lost may still be open on the server and hold locks. So a writer that connects
-# again ends its earlier connections. It finds them by their application name, which is unique to the writer.
+# A connection that this process has lost may still be open on the server and hold locks. So a writer that reconnects
+# ends its earlier connections. It finds them by their application name, which only this writer uses.
 END_LOST = """SELECT pg_terminate_backend(pid) FROM pg_stat_activity
     WHERE application_name = current_setting('application_name') AND pid <> pg_backend_pid()"""
 HOLDER = f"""SELECT pid, application_name, client_addr, backend_start FROM pg_stat_activity JOIN pg_locks USING (pid)
     WHERE locktype = 'advisory' AND classid = {LOCKS} AND objid = {SERVICE} AND granted
         AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"""
 
-# asyncpg raises its InternalClientError when a connection is used after the server has begun to close it.
+# asyncpg raises InternalClientError if a connection is used while the server closes it.
 BROKEN = (TimeoutError, asyncpg.InternalClientError)
 FAULTS = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
 
@@ -98,17 +98,17 @@ HINTS: dict[str, str] = {
     "55P03": "another process holds the database: a long migration, or an administrator's statement",
     "57": "the server's log says why",
 }
-"""Hints for errors of the server. A key is the beginning of the SQLSTATE of an error."""
+"""Hints for errors of the server. Each key is the first characters of an SQLSTATE code."""
 
 
 def postgresql_store(url: str, *, sole: bool = True, key: KeySource | None = None) -> Store:
-    """Return a store in the PostgreSQL database at `url` (postgresql://USER@HOST/NAME). For `sole`, see
+    """Return a store in the PostgreSQL database at `url` (postgresql://USER@HOST/NAME). `sole` is explained at
     `PostgresqlDatabase`."""
     return Store(PostgresqlDatabase(url, sole=sole), key=key)
 
 
 def without_password(url: str) -> str:
-    """Return the URL with its password hidden."""
+    """Replace the password in the URL by asterisks."""
     scheme, _, rest = url.partition("://")
     credentials, at, place = rest.rpartition("@")
     user, colon, _ = credentials.partition(":")
@@ -116,11 +116,11 @@ def without_password(url: str) -> str:
 
 
 class PostgresqlDatabase:
-    """`Database` over one PostgreSQL database.
+    """Implements `Database` over one PostgreSQL database.
 
-    `sole` is for a service: its writer holds the service's lock, so that a database has at most one service. A second
-    service gets a ServiceError that names the holder of the lock. Processes without `sole` write without this lock. The
-    first write has no time limit, because it migrates the schema.
+    A service sets `sole`. Its writer then holds a lock that only one service can have. A second service gets a
+    ServiceError that names the process with the lock. Processes without `sole` do not take the lock. The first write
+    has no time limit, because it migrates the schema.
     """
 
     types: Mapping[str, str] = {"blob": "BYTEA", "serial": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"}
@@ -138,7 +138,7 @@ class PostgresqlDatabase:
         self._idle: list[asyncpg.Connection] = []
 
     async def open(self) -> None:
-        """Connect to the server. Raises ServiceError when the database cannot be used."""
+        """Connect to the server. Raises ServiceError if the database cannot be used."""
         writer = _Writer(self._server, sole=self._sole, patience=self._patience, commits=self.commits)
         await writer.connection()
         self._tasks = asyncio.TaskGroup()
@@ -156,8 +156,8 @@ class PostgresqlDatabase:
             await _closed(self._idle.pop())
 
     async def write(self, body: Body[T], *, volatile: bool = False) -> T:
-        # `volatile` is ignored. Volatile changes must survive the end of any process, but an asynchronous commit would
-        # be lost if the server were killed.
+        # `volatile` is ignored. Volatile changes must survive the end of any process, and an asynchronous commit would
+        # be lost if the server process were killed.
         if self._writer is None:
             raise ServiceError("the store is not open")
         return await self._writer.put(body)
@@ -167,7 +167,7 @@ class PostgresqlDatabase:
             return await _patiently(lambda: self._read(body), self._patience)
 
     async def shrink(self) -> bool:
-        return False  # the server's autovacuum frees the space of deleted rows by itself
+        return False  # autovacuum, which runs on the server, frees the space of deleted rows
 
     async def _read(self, body: Body[T]) -> T:
         if self._writer is None:
@@ -181,7 +181,7 @@ class PostgresqlDatabase:
             await _roll_back(raw, error)
             self._put_back(raw)
             _fail(error, raw)
-        except BaseException:  # cancelled: a query may still be running
+        except BaseException:  # after a cancellation, a query may still be running
             raw.terminate()
             raise
         self._put_back(raw)
@@ -202,20 +202,20 @@ class _Job(NamedTuple):
 
 
 class _Unreachable(ServiceError):
-    """The connection failed, another process holds the service's lock, or the server aborted the transaction. The
-    transaction may succeed if it is tried again."""
+    """The connection failed, another service holds the lock, or the server aborted the transaction. A retry may
+    succeed."""
 
 
 class _Connection:
-    """`Connection` over a connection of asyncpg, which prepares each statement once."""
+    """Implements `Connection` over an asyncpg connection. Each statement is prepared once."""
 
     def __init__(self, raw: asyncpg.Connection, limit: float | None = None) -> None:
         self._raw = raw
-        self._limit = limit  # seconds for a statement; None for the connection's own limit
+        self._limit = limit  # time limit of a statement in seconds; None: the connection's own limit
 
     async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
-        # The server's reply ends with the number of rows, as in `UPDATE 3` or `INSERT 0 1`. Statements that work on no
-        # rows, such as `CREATE TABLE`, have a reply without a number.
+        # The reply ends with the number of rows, as in `UPDATE 3` or `INSERT 0 1`. For statements that change no rows,
+        # such as `CREATE TABLE`, it has no number.
         said: str = await self._raw.execute(_numbered(sql), *values, timeout=self._limit)
         count = said.rpartition(" ")[2]
         return int(count) if count.isdigit() else 0
@@ -228,8 +228,8 @@ class _Connection:
 
 
 class _Server:
-    """Opens connections to a server. Each connection has an application name, by which administrators and `_Writer`
-    find the connections of this process."""
+    """Opens connections to a server. Administrators and `_Writer` recognize them by their application name, which only
+    this process uses."""
 
     def __init__(self, url: str, limit: float) -> None:
         self.shown = without_password(url)
@@ -237,8 +237,8 @@ class _Server:
         self._name = f"{self.id[:8]}, process {os.getpid()} on {socket.gethostname()}"
         self._url = url
         self._limit = limit
-        # The server stops waiting for a lock after 80 % of our own limit. Otherwise it would continue to wait after
-        # this client has given up.
+        # The server stops waiting for a lock after 80 % of our own time limit. Otherwise it would still wait after this
+        # client has given up.
         self._settings = SESSION_SETTINGS | {"lock_timeout": f"{limit * 800:.0f}ms"}
 
     async def connect(self, purpose: str) -> asyncpg.Connection:
@@ -247,7 +247,7 @@ class _Server:
             return await asyncpg.connect(
                 self._url, timeout=CONNECT_SECONDS, command_timeout=self._limit, server_settings=settings
             )
-        except ValueError:  # not chained: its text may contain a part of the password
+        except ValueError:  # not chained, because the ValueError's text may contain a part of the password
             raise InvalidField(
                 f"the database's URL cannot be read: {self.shown}",
                 field="store",
@@ -260,8 +260,8 @@ class _Server:
 
 
 class _Batch:
-    """Bodies to run in one transaction. `results` is set just before the COMMIT is sent, and set to None again if the
-    COMMIT is known to have failed."""
+    """Bodies that run in one transaction. `results` is set just before the COMMIT is sent. It is set to None again if
+    the COMMIT certainly failed."""
 
     def __init__(self, number: int, bodies: Sequence[Body[Any]]) -> None:
         self.number = number
@@ -270,8 +270,8 @@ class _Batch:
 
 
 class _Writer:
-    """The only connection that writes, and the queue of writes. The queue needs no bound, because a caller waits for
-    each entry."""
+    """Runs all writes on one connection, from a queue. The queue needs no limit, because each caller waits for its own
+    write."""
 
     def __init__(self, server: _Server, *, sole: bool, patience: float, commits: Histogram) -> None:
         self._server = server
@@ -280,7 +280,8 @@ class _Writer:
         self._patience = patience
         self._waiting: asyncio.Queue[_Job | None] = asyncio.Queue()
         self._stopping = False
-        self._batches = time.time_ns()  # begins at the current time, so that no number repeats
+        # starts at the current time, so that a reopened database repeats no number
+        self._batches = time.time_ns()
         self._limit: float | None = FOREVER
         self._raw: asyncpg.Connection | None = None
 
@@ -290,7 +291,7 @@ class _Writer:
         return future
 
     def stop(self) -> None:
-        """Make `serve` return once all earlier jobs are done."""
+        """Make `serve` return after all jobs that are already queued."""
         self._stopping = True
         self._waiting.put_nowait(None)
 
@@ -300,7 +301,7 @@ class _Writer:
                 jobs = [job]
                 while len(jobs) < MAX_BATCH and not self._waiting.empty():
                     if (job := self._waiting.get_nowait()) is None:
-                        self._waiting.put_nowait(None)  # ends the loop after this batch
+                        self._waiting.put_nowait(None)  # this None ends the loop after the current batch
                         break
                     jobs.append(job)
                 await self._settle(jobs)
@@ -312,8 +313,8 @@ class _Writer:
                 await _closed(self._raw)
 
     async def connection(self) -> asyncpg.Connection:
-        """Return the open connection, or open a new one. With `sole`, a new connection also takes the service's
-        lock."""
+        """Return the open connection, or open a new one. With `sole`, a new connection also takes the lock (see
+        `_hold`)."""
         if self._raw is None or self._raw.is_closed():
             raw = await self._server.connect("writer")
             try:
@@ -332,8 +333,8 @@ class _Writer:
         return self._raw
 
     async def _hold(self, raw: asyncpg.Connection) -> None:
-        """Take the service's lock, which is released when the connection ends. Raises _Unreachable if another service
-        still holds the lock after HANDOVER_SECONDS."""
+        """Take the lock that only one service can hold, until the connection ends. Raises _Unreachable if another
+        service has it after HANDOVER_SECONDS."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + min(HANDOVER_SECONDS, self._patience)
         while not await raw.fetchval(f"SELECT pg_try_advisory_lock({LOCKS}, {SERVICE})"):
@@ -347,9 +348,9 @@ class _Writer:
             await asyncio.sleep(0.1)
 
     async def _settle(self, jobs: Sequence[_Job]) -> None:
-        """Run the jobs in one transaction, and set their futures. If a body fails, each half of the jobs is run again
-        in its own transaction. In the end, only the caller of the failing body gets the error. Savepoints would avoid
-        the repetition, but would make every batch slower."""
+        """Run the jobs in one transaction, and set their futures. If a job fails, each half of the jobs is run in its
+        own transaction, and so on. In the end, only the caller of the failing job gets the error. Savepoints would
+        avoid the repetition, but slow down every batch."""
         self._batches += 1
         batch = _Batch(self._batches, [job.body for job in jobs])
         try:
@@ -365,7 +366,7 @@ class _Writer:
                 await self._settle(jobs[middle:])
                 return
             for job in jobs:
-                if not job.future.done():  # done already if its caller was cancelled
+                if not job.future.done():  # the future is already done if its caller was cancelled
                     job.future.set_exception(error)
         else:
             for job, result in zip(jobs, results, strict=True):
@@ -373,15 +374,15 @@ class _Writer:
                     job.future.set_result(result)
 
     async def _commit(self, batch: _Batch) -> list[Any]:
-        """Run the bodies, commit, and return the bodies' results. If an earlier try already committed the batch, only
-        return the results."""
+        """Run the bodies, commit, and return their results. If an earlier try has already committed the batch, return
+        the results of that try."""
         raw = await self.connection()
         began = time.perf_counter()
         writer, number = self._server.id, batch.number
         try:
             await raw.execute(BEGIN_WRITE)
             if batch.results is not None:
-                # An earlier try lost the reply to its COMMIT. Its transaction has ended, because this transaction now
+                # An earlier try sent COMMIT but got no reply. Its transaction has ended, because this transaction now
                 # holds the writers' lock.
                 sql = "SELECT 1 FROM writers WHERE writer = $1 AND batch = $2"
                 if await raw.fetchval(sql, writer, number):
@@ -394,8 +395,8 @@ class _Writer:
             try:
                 await raw.execute(COMMIT_WRITE.format(writer, number))
             except asyncpg.PostgresError as error:
-                # An ERROR means that the COMMIT was refused. Errors that end the connection (FATAL, PANIC) may also
-                # follow a successful COMMIT.
+                # After an error of severity ERROR, nothing was committed. After FATAL or PANIC, which end the
+                # connection, the COMMIT may still have succeeded.
                 if error.severity_en == "ERROR":
                     batch.results = None
                 raise
@@ -410,8 +411,8 @@ class _Writer:
 async def _patiently(
     once: Callable[[], Awaitable[T]], patience: float, lasting: Callable[[], bool] = lambda: False
 ) -> T:
-    """Call `once` until it succeeds. `_Unreachable` is retried for `patience` seconds. While `lasting` returns True,
-    every error is retried, without a limit."""
+    """Call `once` until it succeeds. After `_Unreachable`, retry for at most `patience` seconds. While `lasting()` is
+    True, retry after every error, without a time limit."""
     loop = asyncio.get_running_loop()
     give_up = loop.time() + patience
     tries = 0
@@ -426,7 +427,7 @@ async def _patiently(
 
 
 async def _roll_back(raw: asyncpg.Connection, error: Exception) -> None:
-    """Roll a transaction back after an error. If the rollback fails or times out, the connection is closed."""
+    """Roll a transaction back after an error. If the rollback fails or takes too long, close the connection."""
     try:
         if isinstance(error, BROKEN):
             raw.terminate()
@@ -445,7 +446,7 @@ async def _closed(raw: asyncpg.Connection) -> None:
 
 @cache
 def _numbered(sql: str) -> str:
-    """Return the statement with $1, $2 and so on in place of each `?`. No statement has a `?` in a literal."""
+    """Replace each `?` in the statement by $1, $2 and so on. No statement has a `?` inside a literal."""
     first, *others = sql.split("?")
     return first + "".join(f"${number}{other}" for number, other in enumerate(others, start=1))
 
@@ -455,7 +456,7 @@ def _hint(code: str) -> str | None:
 
 
 def _fail(error: Exception, raw: asyncpg.Connection) -> NoReturn:
-    """Raise the error of a transaction, translated into an OutriderError if the database caused the error."""
+    """Raise the error of a transaction. An error that the database caused is raised as an OutriderError."""
     if isinstance(error, asyncpg.CharacterNotInRepertoireError):
         raise InvalidField("PostgreSQL cannot store text with a NUL character", field="text") from error
     if isinstance(error, OutriderError):
@@ -464,5 +465,5 @@ def _fail(error: Exception, raw: asyncpg.Connection) -> NoReturn:
         text = str(error) or type(error).__name__
         raise _Unreachable(f"the database broke off a transaction: {text}", hint=HINTS["57"]) from error
     if not isinstance(error, asyncpg.PostgresError) or error.sqlstate[:2] in ("22", "23"):
-        raise error  # caused by the statement, so it would fail again
+        raise error  # the statement itself is wrong, so a retry would fail, too
     raise ServiceError(f"the database failed: {error}", hint=_hint(error.sqlstate)) from error

@@ -1,19 +1,18 @@
-"""Defines the order of the queue: fair share between tenants, then a tenant's priorities, then fair share between
-buckets, then age.
+"""Defines in which order queued sessions start.
 
-A bucket has the tenant's sessions with the same label `run`, or with the same label `user` if they have no `run`. A
-tenant's sessions without these labels share one bucket. The next session is chosen in these steps:
-1. The tenant with the fewest sessions under way; among equals, the tenant served least recently.
-2. The highest priority at which this tenant has waiting sessions.
-3. The tenant's bucket at this priority, by the same rule as in step 1.
-4. The oldest session of this bucket.
+A bucket has a tenant's sessions with the same label `run` or, if they have no `run`, with the same label `user`. A
+tenant's sessions with neither label share one bucket. These steps choose the next session:
+1. Take the tenant with the fewest sessions in progress. Among equals, take the tenant served least recently.
+2. Take the highest priority at which this tenant has waiting sessions.
+3. Take one of the tenant's buckets at this priority, by the rule of step 1.
+4. Take the oldest session of this bucket.
 
-Clients set priorities and labels, so these must not affect other tenants. A priority orders only the sessions of one
-tenant. A client that names a new run for each group only delays other sessions of its own tenant.
+Clients choose priorities and labels, so these must not affect other tenants. A priority orders only the sessions of one
+tenant. A client that names a new run for each group delays only sessions of its own tenant.
 
-The functions run in the caller's transaction. Invariant: if a session of a bucket waits at a priority, the row of
-`queue_shares` for this bucket and priority has `waiting` = 1. A row may have `waiting` = 1 without a waiting session; a
-reader that finds such a row calls `close_shares`.
+The functions run in the caller's transaction. Invariant: if a session of a bucket waits at a priority, the row in
+`queue_shares` for this bucket and priority has `waiting` = 1. If a reader finds `waiting` = 1 but no waiting session,
+it calls `close_shares`.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from outrider.store.database import Connection, Row
 from outrider.store.rows import SessionRow
 
 BUCKET_LABELS = ("run", "user")
-"""Labels that name a group's bucket; the first label present counts."""
+"""Labels that determine a group's bucket. The first one that a group has is used."""
 
 COUNT_WAITING = """SELECT COUNT(*) FROM (
     SELECT 1 FROM queue_shares JOIN sessions
         ON sessions.priority = queue_shares.priority AND sessions.bucket = queue_shares.bucket
     WHERE queue_shares.{column} = ? AND queue_shares.waiting = 1 AND sessions.waiting = 1 LIMIT ?) AS counted"""
 
-# The query steps from tenant to tenant in the index, because a plain DISTINCT would read the row of every bucket.
+# This query jumps from one tenant to the next in the index. A plain DISTINCT would read the row of every bucket.
 TENANTS = """WITH RECURSIVE found (tenant) AS (
         SELECT MIN(tenant) FROM queue_shares WHERE {which}
         UNION ALL
@@ -52,29 +51,29 @@ TENANTS = """WITH RECURSIVE found (tenant) AS (
     FROM found WHERE found.tenant IS NOT NULL ORDER BY last, found.tenant"""
 
 ABOVE_ALL = (1 << 31) - 1
-"""A value above every priority."""
+"""Higher than every priority."""
 
 MOST_PASSED = 64
-"""A pass over the queue leaves out a tenant if this many of its buckets are skipped. This limits the cost of a pass.
-Other tenants are still considered."""
+"""If this many buckets of a tenant must be skipped, a pass over the queue skips the tenant, but considers other
+tenants. This limits the cost of the pass."""
 
 
 class Picked(msgspec.Struct, frozen=True):
-    """The next sessions in order, and the pairs (priority, bucket) in which no session waits any more."""
+    """The next sessions in order. `empty` lists the pairs (priority, bucket) in which no session is waiting any
+    more."""
 
     sessions: list[SessionRow]
     empty: list[tuple[int, str]]
 
 
 class QueueKind(IntEnum):
-    """The kind of a bucket's sessions. Each kind has buckets of its own."""
+    """The kind of a bucket's sessions. No bucket has sessions of two kinds."""
 
     ORDINARY = 0
     EVALUATION = 1
-    """Sessions of groups with EVALUATION_LABEL. They may use all slots, including the slots reserved for
-    evaluations."""
+    """Sessions of groups with EVALUATION_LABEL. They may also use the slots that are reserved for evaluations."""
     EXTERNAL = 2
-    """Sessions whose agents run elsewhere. They need no slot, so they do not wait behind sessions that need one."""
+    """Sessions whose agents run outside Outrider. They need no slot, so they do not wait for one."""
 
 
 def kind_of(labels: Mapping[str, str], *, external: bool) -> QueueKind:
@@ -84,8 +83,9 @@ def kind_of(labels: Mapping[str, str], *, external: bool) -> QueueKind:
 
 
 def bucket_of(tenant: str, labels: Mapping[str, str], *, external: bool = False) -> str:
-    """Return the name of a group's bucket: the tenant and a digest of the label. The label itself may be too long, or
-    contain characters that a database refuses. Evaluations and external sessions of a run have separate buckets."""
+    """Return the name of a group's bucket: the tenant, and a digest of the label. The label itself might be too
+    long, or contain characters that a database refuses. A run's evaluations and external sessions have buckets of
+    their own."""
     named = next(((name, labels[name]) for name in BUCKET_LABELS if labels.get(name)), ())
     kind = kind_of(labels, external=external)
     if not named and kind is QueueKind.ORDINARY:
@@ -95,8 +95,8 @@ def bucket_of(tenant: str, labels: Mapping[str, str], *, external: bool = False)
 
 
 async def open_share(tx: Connection, priority: int, bucket: str, *, kind: QueueKind, since: float) -> None:
-    """Record that sessions of a bucket wait at a priority. `since` is the creation time of their group. It is stored
-    only if the bucket has no row at this priority yet."""
+    """Record that sessions of a bucket wait at a priority. `since` is the creation time of their group. It is ignored
+    if the bucket already has a row at this priority."""
     await tx.execute(
         """INSERT INTO queue_shares (priority, tenant, bucket, kind, waiting, served, since)
            VALUES (?, ?, ?, ?, 1, 0, ?) ON CONFLICT (bucket, priority) DO UPDATE SET waiting = 1""",
@@ -105,13 +105,13 @@ async def open_share(tx: Connection, priority: int, bucket: str, *, kind: QueueK
 
 
 async def reopen_share(tx: Connection, priority: int, bucket: str) -> None:
-    """Record that a session of a bucket waits again at a priority."""
+    """Record that the bucket has waiting sessions at this priority again."""
     sql = "UPDATE queue_shares SET waiting = 1 WHERE priority = ? AND bucket = ? AND waiting = 0"
     await tx.execute(sql, (priority, bucket))
 
 
 async def note_served(tx: Connection, priority: int, bucket: str) -> None:
-    """Record that a session of the bucket was started. Among buckets with the same number of sessions under way, this
+    """Record that a session of the bucket was started. Among buckets with equally many sessions in progress, this
     bucket then comes last."""
     await tx.execute(
         """UPDATE queue_shares SET served = (SELECT MAX(served) + 1 FROM queue_shares)
@@ -121,7 +121,7 @@ async def note_served(tx: Connection, priority: int, bucket: str) -> None:
 
 
 async def close_shares(tx: Connection, shares: Sequence[tuple[int, str]]) -> None:
-    """Set `waiting` to 0 for each of the given pairs (priority, bucket) in which no session waits."""
+    """For each pair (priority, bucket) in which no session waits, set `waiting` to 0."""
     await tx.execute_many(
         """UPDATE queue_shares SET waiting = 0 WHERE priority = ? AND bucket = ? AND NOT EXISTS (SELECT 1 FROM sessions
                WHERE sessions.waiting = 1 AND sessions.priority = queue_shares.priority
@@ -131,14 +131,14 @@ async def close_shares(tx: Connection, shares: Sequence[tuple[int, str]]) -> Non
 
 
 class QueuePass:
-    """One pass over the queue, which picks sessions that are due.
+    """Picks sessions to start, in one pass over the queue.
 
-    now: a session is due if its `due` is at this time or earlier.
-    latest: a session that is due only after this time is picked, too. No session is postponed for so long, so the
+    now: the current time. A session is picked only if its `due` is not later.
+    latest: a session whose `due` is later than this is picked, too. Retries are never delayed for so long, so the
         system clock must have been set back.
-    under_way: number of sessions under way, by bucket.
-    skip: buckets to leave out. Tenants with MOST_PASSED such buckets are left out, too.
-    kind: the kind of the picked sessions; None for any kind except EXTERNAL.
+    under_way: number of sessions in progress, by bucket.
+    skip: buckets to leave out. A tenant with MOST_PASSED of them is left out entirely.
+    kind: the kind of sessions to pick. None means every kind except EXTERNAL.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class QueuePass:
         self._passed = Counter(map(tenant_of, skip))
 
     async def pick(self, limit: int) -> Picked:
-        """Return the next sessions in order, at most `limit`. The cost grows with `limit`, the number of tenants and
-        the number of buckets with sessions under way, not with the length of the queue."""
+        """Return up to `limit` sessions in the order in which they should start. The cost depends on `limit`, the
+        number of tenants and the number of buckets with sessions in progress, but not on the length of the queue."""
         picked = Picked([], [])
         order = count()
         waiting = [(self._work[tenant], next(order), _Tenant(self, tenant)) for tenant in await self._tenants()]
@@ -188,7 +188,7 @@ class QueuePass:
 
 
 class _Tenant:
-    """The waiting sessions of one tenant, highest priority first."""
+    """Hands out the waiting sessions of one tenant, highest priority first."""
 
     def __init__(self, queue_pass: QueuePass, name: str) -> None:
         self._pass = queue_pass
@@ -197,7 +197,7 @@ class _Tenant:
         self._line: _Line | None = None
 
     async def next(self, wanted: int, empty: list[tuple[int, str]]) -> Row | None:
-        """Return the tenant's next session, or None if none is left. For the arguments, see `_Line.next`."""
+        """Return the tenant's next session, or None if none is left. The arguments are explained at `_Line.next`."""
         while True:
             if self._line is not None and (session := await self._line.next(wanted, empty)) is not None:
                 return session
@@ -210,7 +210,7 @@ class _Tenant:
 
 
 class _Line:
-    """The buckets of one tenant that have sessions waiting at one priority."""
+    """Hands out the waiting sessions of one tenant at one priority, with fair shares for its buckets."""
 
     def __init__(self, queue_pass: QueuePass, priority: int, tenant: str) -> None:
         self._pass = queue_pass
@@ -225,13 +225,13 @@ class _Line:
         self._taken: dict[str, int] = {}
 
     async def next(self, wanted: int, empty: list[tuple[int, str]]) -> Row | None:
-        """Return the tenant's next session at this priority, or None if none is left. `wanted` is the approximate
-        number of sessions that the caller needs from this tenant; it determines how many rows a query reads. Buckets
-        without waiting sessions are added to `empty`."""
+        """Return the tenant's next session at this priority, or None. `wanted` is about how many sessions the caller
+        still needs from this tenant; it sets how many rows a query reads. Buckets without waiting sessions are added to
+        `empty`."""
         queue_pass = self._pass
         while True:
-            # Buckets without sessions under way come first. So more buckets are read until such a bucket is at the top
-            # of the heap.
+            # Buckets without sessions in progress come first. So read more buckets until one of them is at the top of
+            # the heap.
             while self._last is not None and (not self._buckets or self._buckets[0][0] > 0):
                 await self._read_buckets(wanted + len(queue_pass.busy) + len(queue_pass.skip))
             if not self._buckets:
@@ -259,7 +259,7 @@ class _Line:
         self._last = found[-1] if len(found) == number else None
 
     async def _next_in(self, bucket: str, wanted: int) -> Row | None:
-        """Return the bucket's oldest due session that this pass has not taken yet, or None."""
+        """Return the bucket's oldest due session that this pass has not returned yet, or None."""
         queue_pass = self._pass
         taken = self._taken.get(bucket, 0)
         read = self._read.setdefault(bucket, [])
@@ -285,6 +285,6 @@ class _Line:
         return read.pop()
 
     async def _is_empty(self, bucket: str) -> bool:
-        """Return True if the bucket has no waiting session at all. A session that is not yet due counts as waiting."""
+        """Return True if no session of the bucket waits. Sessions that wait for their `due` time count, too."""
         sql = "SELECT 1 FROM sessions WHERE waiting = 1 AND priority = ? AND bucket = ? LIMIT 1"
         return not await self._pass.tx.fetch(sql, (self._priority, bucket))

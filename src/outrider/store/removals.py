@@ -1,14 +1,14 @@
-"""Removes finished groups with all their rows, in transactions so short that other writers hardly wait.
+"""Removes finished groups and all their rows. The transactions are short, so that other writers hardly wait.
 
-A removal has two steps. `hide` excludes the group and its sessions from all queries and totals; only `Store.events`
-still lists their events. `erase` then deletes the rows, a limited number per call. `service/retention.py` chooses the
-groups, and removes the files of their sessions.
+A removal has two steps. `hide` excludes the group and its sessions from all queries and totals, except that
+`Store.events` still lists their events. `erase` then deletes the rows, a limited number per call.
+`service/retention.py` chooses the groups and removes the files of their sessions.
 
 Invariants:
 - A group is hidden together with all its sessions.
 - A group is hidden only if it is done and its callback, if any, was delivered or discarded.
-- A group is hidden only if every consumer that sees it has acknowledged it. `force` overrules the consumers.
-- A hidden group stays hidden, even if a process is killed.
+- A group is hidden only if every consumer that reads it has acknowledged it. `force` overrides this rule.
+- A hidden group stays hidden, even if the process is killed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from outrider.store.rows import row_from
 from outrider.store.tenants import note_erased_events, note_hidden
 
 REMOVED = "removed"
-"""The state of hidden groups and sessions until their rows are deleted. No other part of the store reads such rows."""
+"""State of hidden groups and their sessions, until their rows are deleted. The rest of the store skips these rows."""
 
 ALL_CURSORS = (1 << 63) - 1
 
-# The condition for groups that every consumer has acknowledged. The `?` is the lowest position among the consumers that
-# see all tenants. The subquery finds consumers of the group's tenant that have not acknowledged the group.
+# SQL condition: every consumer has acknowledged the group. The `?` is the lowest position among the admins' consumers,
+# which see all tenants. The subquery finds consumers of the group's own tenant that have not acknowledged it.
 ACKNOWLEDGED = """cursor <= ? AND NOT EXISTS (SELECT 1 FROM consumers
     WHERE consumers.tenant = groups.tenant AND consumers.cursor < groups.cursor)"""
 
@@ -37,8 +37,7 @@ REMOVABLE = "cursor IS NOT NULL AND NOT EXISTS (SELECT 1 FROM outbox WHERE outbo
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished group that may be removed. `bytes` is the size of its spec, turns, timelines, results and
-    artifacts."""
+    """A finished group that may be removed. `bytes` counts its spec, turns, timelines, results and artifacts."""
 
     id: str
     sessions: int
@@ -48,15 +47,15 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> tuple[float, int]:
-        """The group's position in the order of `Removals.candidates`."""
+        """Sort key of the group in `Removals.candidates`."""
         return self.finished, self.cursor
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of finished groups that must not be removed. A group may count in both.
+    """Counts of finished groups that must not be removed yet. A group may be in both counts.
 
-    unacknowledged: groups that a consumer has not acknowledged.
-    undelivered: groups whose callback is not delivered.
+    unacknowledged: a consumer has not acknowledged the group.
+    undelivered: the group's callback is not delivered.
     """
 
     unacknowledged: int
@@ -64,24 +63,23 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Removals:
-    """Removes groups from a store. The store opens and closes the database. Every method raises ServiceError when the
-    database fails.
+    """Removes groups from the store's database. Methods raise ServiceError when the database fails.
 
-    With `force`, groups may be removed even if a consumer has not acknowledged them.
+    With `force`, groups are removed even if a consumer has not acknowledged them.
     """
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
     async def size(self) -> int:
-        """Return the total bytes of all finished groups and all images."""
+        """Return the size in bytes of all finished groups and all images."""
         sql = "SELECT bytes, (SELECT COALESCE(SUM(LENGTH(data)), 0) FROM images) FROM totals"
         ((groups, images),) = await self._db.read(lambda tx: tx.fetch(sql))
         return int(groups) + int(images)
 
     async def candidates(self, *, force: bool, after: tuple[float, int] = (-inf, 0), limit: int) -> list[Candidate]:
-        """Return up to `limit` groups that may be removed, in the order in which they finished. `after` is the `place`
-        of the last group that an earlier call returned."""
+        """Return up to `limit` groups that may be removed, in the order in which they finished. For the next page, pass
+        the `place` of the last returned group as `after`."""
         sql = f"""SELECT id, n, bytes, finished, cursor FROM groups
             WHERE {_removable(force)} AND (finished, cursor) > (?, ?)
             ORDER BY finished, cursor LIMIT ?"""
@@ -93,7 +91,7 @@ class Removals:
         return await self._db.read(body)
 
     async def held(self, *, before: float = inf, force: bool) -> Held:
-        """Count the groups that finished before the time `before` and must not be removed."""
+        """Count the groups that finished before the time `before` but must not be removed yet."""
 
         kept = f"SELECT COUNT(*) FROM groups WHERE cursor IS NOT NULL AND finished < ? AND NOT ({ACKNOWLEDGED})"
 
@@ -107,8 +105,8 @@ class Removals:
         return await self._db.read(body)
 
     async def hide(self, group_ids: Sequence[str], *, force: bool) -> list[str]:
-        """Hide those of the given groups that may still be removed. Returns the ids of the hidden groups. The caller
-        must then call `erase` until it returns False."""
+        """Hide the given groups, except those that must not be removed any more. Returns the ids of the hidden groups.
+        The caller must then call `erase` until it returns False."""
         sql = f"SELECT n, bytes FROM groups WHERE {_removable(force)} AND id = ?"
 
         async def body(tx: Connection) -> list[str]:
@@ -134,7 +132,7 @@ class Removals:
         return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql, (REMOVED,)))]
 
     async def unknown(self, session_ids: Sequence[str]) -> list[str]:
-        """Return those of the given ids that belong to no session."""
+        """Return the ids that belong to no stored session."""
 
         async def body(tx: Connection) -> list[str]:
             sql = "SELECT 1 FROM sessions WHERE id = ?"
@@ -143,10 +141,10 @@ class Removals:
         return await self._db.read(body)
 
     async def erase(self, rows: int) -> bool:
-        """Delete up to about `rows` rows of hidden groups. Returns True if there may be more.
+        """Delete about `rows` rows of hidden groups. Returns True if more may be left.
 
-        Before this call, the caller must have deleted all other data of the sessions, such as their files. Without the
-        rows of the sessions, this data could not be found.
+        Before this call, the caller must delete the sessions' other data, such as files. Without the rows, nothing
+        refers to this data.
         """
 
         async def body(tx: Connection) -> bool:
@@ -187,18 +185,19 @@ class Removals:
         return await self._db.write(body)
 
     async def shrink(self) -> bool:
-        """Free some of the disk space of erased rows. Returns True if another call would free more."""
+        """Free some of the disk space of deleted rows. Returns True if another call would free more."""
         return await self._db.shrink()
 
 
 def _removable(force: bool) -> str:
-    """Return the SQL condition for groups that may be removed. A group has a cursor from its end until it is hidden."""
+    """Return the SQL condition for groups that may be removed. (`cursor` is set when a group is done, and cleared when
+    it is hidden.)"""
     return REMOVABLE if force else f"{ACKNOWLEDGED} AND {REMOVABLE}"
 
 
 async def _bound(tx: Connection, force: bool) -> tuple[int, ...]:
-    """Return the values of the placeholders in `_removable(force)`. Without `force`, the only value is the lowest
-    position among the consumers that see all tenants. With `force`, there is no placeholder."""
+    """Return the values for the placeholders in `_removable(force)`. With `force`, there are none. Otherwise the only
+    value is the lowest position among the admins' consumers."""
     if force:
         return ()
     slowest: int | None = (await tx.fetch("SELECT MIN(cursor) FROM consumers WHERE tenant = ''"))[0][0]

@@ -1,7 +1,7 @@
-"""Defines the rows of the store: their structs and columns, and the encoding of columns with structured values.
+"""Defines the rows of the store as structs, the names of their columns, and the encoding of structured columns.
 
-Results, errors and turns are stored as msgpack. Event data is stored as JSON, so that people can read it. Invariant:
-every struct read here equals the struct that was written.
+Results, errors and turns are stored as MessagePack. The data of events is JSON, so that people can read it. Invariant:
+a struct that is read equals the struct that was written.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A group without its spec, which may be large and is read by `Store.spec`. Times are seconds since the epoch.
+    """A group without its spec. The spec may be large, so `Store.spec` reads it. Times are seconds since the epoch.
 
-    cursor: position of a done group in the results.
-    done, errors, rewarded: how many of the `n` sessions are done, have an error, and have a reward.
+    cursor: a done group's position in the order of results.
+    done, errors, rewarded: numbers of sessions that are done, have an error, and have a reward.
     reward_total: sum of the rewards.
-    min_usable: once this many sessions have a reward, the other sessions are ended.
+    min_usable: the group's other sessions are ended once this many sessions have a reward.
     usable_trains: if True, `min_usable` counts only sessions with tokens to train on.
     submitted_by: name of the token that submitted the group.
     tenant: owner of the group.
     idempotency_key: unique among the tenant's groups.
-    translator: the other rollout system whose format the callback has; None for Outrider's own format.
+    translator: the rollout system whose format the callback uses; None for Outrider's own format.
     traceparent: W3C trace context of the submission.
     """
 
@@ -66,10 +66,10 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     """A session. Times are seconds since the epoch.
 
     attempt: number of the newest attempt, from 1; 0 before the first attempt.
-    recovered: number of attempts whose node was lost. They do not count as failures of the session.
-    due: a queued session is not started before this time.
+    recovered: number of attempts that were lost with their node. They do not count as failures of the session.
+    due: earliest start of a queued session.
     last_error: error of the last failed attempt.
-    ending: the reason to end the session, set as soon as the end is decided.
+    ending: why the session is to be ended. Set once this is decided.
     bucket: the session's bucket in the queue (see `queue.py`).
     """
 
@@ -92,12 +92,12 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def over(self) -> bool:
-        """True once the session is done, or its end is decided."""
+        """True if the session is done or has `ending` set."""
         return self.state is SessionState.DONE or self.ending is not None
 
 
 class QueueLength(msgspec.Struct, frozen=True):
-    """The number of waiting sessions, including sessions that a pause holds, and the numbers of buckets and tenants
+    """The length of the queue. `sessions` includes sessions that a pause holds. `buckets` and `tenants` count those
     with waiting sessions."""
 
     sessions: int
@@ -106,10 +106,11 @@ class QueueLength(msgspec.Struct, frozen=True):
 
 
 class Backlog(msgspec.Struct, frozen=True):
-    """Measures of unfinished work and of storage.
+    """Measures of unfinished work and storage.
 
     oldest_waiting: creation time of the oldest waiting session, or None.
-    pending_callbacks, given_up_callbacks: number of callbacks that are still to be sent, and that were given up.
+    pending_callbacks: number of callbacks that are still to be sent.
+    given_up_callbacks: number of callbacks that are no longer retried.
     stored_bytes: size of all finished groups, without images.
     """
 
@@ -120,15 +121,15 @@ class Backlog(msgspec.Struct, frozen=True):
 
 
 class PolicyRow(msgspec.Struct, frozen=True):
-    """The policy version that a trainer has set last. `weights` is the location of its weights, or None if the engines
-    loaded no weights."""
+    """The policy version that a trainer set last. `weights` says where its weights are stored. It is None if the
+    engines loaded no weights."""
 
     version: int
     weights: str | None = None
 
 
 class PackedResult(NamedTuple):
-    """A session's result as stored, and the id of the session's group. `result_from` decodes `packed`."""
+    """A session's encoded result, and the id of its group. `result_from` decodes `packed`."""
 
     group_id: str
     packed: bytes
@@ -162,12 +163,13 @@ class EventKind(StrEnum):
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the outbox: a finished group that must still be sent to its callback URL, next at `next_try`.
+    """A row of the outbox: a finished group whose result must still be sent to its callback URL.
 
-    since: the time since which the delivery has been due.
+    next_try: time of the next try.
+    since: when the group was done, or when a given-up delivery was last made due again.
     tries: number of failed tries.
-    fault: the reason of the last failure.
-    given_up: the time at which the delivery was given up. After this, it is retried only on request.
+    fault: why the last try failed.
+    given_up: when the service gave up. The delivery is then retried only on request.
     receiver: host and port of the callback URL.
     url: empty if the store lacks the key that encrypted the URL.
     """
@@ -191,8 +193,8 @@ def receiver_of(url: str) -> str:
 
 
 def stored_key(tenant: str, idempotency_key: str) -> str:
-    """Return the value of the column `idempotency_key`, which is unique over all tenants. Names of tenants contain no
-    slash, so two different pairs never give the same value."""
+    """Return TENANT/KEY, the value of the column `idempotency_key`. Two tenants never get the same value, because their
+    names contain no slash."""
     return f"{tenant}/{idempotency_key}"
 
 
@@ -209,7 +211,7 @@ def turn_from(packed: bytes) -> Turn:
 
 
 class StoredTurns(msgspec.Struct, frozen=True):
-    """The encoded turns of an attempt in the order of their index. Images in the turns have no bytes."""
+    """An attempt's turns, encoded, in order of index. Their images have no bytes."""
 
     packed: Sequence[bytes]
 
@@ -224,8 +226,7 @@ result_from = msgspec.msgpack.Decoder(SessionResult).decode
 
 
 def columns_of(row: type[msgspec.Struct]) -> str:
-    """Return the columns of a row for a SELECT. The columns have the names of the struct's fields, in the same
-    order."""
+    """Return the columns for a SELECT of this struct. Each column has the name of a field."""
     return ", ".join(row.__struct_fields__)
 
 
@@ -242,12 +243,11 @@ UNPACKED: Mapping[str, Callable[[Any], Any]] = {
     "last_error": msgspec.msgpack.Decoder(ErrorRecord).decode,
     "result": result_from,
 }
-"""Functions that convert a column's value to the field's value, by column name. All other columns need no
-conversion."""
+"""Decoders for columns that are stored in an encoded form, by column name. Other columns need no decoding."""
 
 
 def row_from(kind: type[R], row: Row) -> R:
-    """Build a struct from the values of the columns that `columns_of` names."""
+    """Build a struct from a row that was selected with `columns_of`."""
     fields = dict(zip(kind.__struct_fields__, row, strict=True))
     for name in UNPACKED.keys() & fields.keys():
         if fields[name] is not None:

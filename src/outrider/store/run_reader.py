@@ -1,7 +1,7 @@
-"""Reads the store for the index of runs (`run_index/`): the changes since an event, or all groups in pages.
+"""Reads the store for the index of runs (`run_index/`): the changes after an event, or all groups in pages.
 
-Invariant: every change of a group or a session has an event, except removals, which the caller of `Removals.hide`
-reports.
+Invariant: every change of a group or session has an event. Only removals have none: the caller of `Removals.hide`
+reports them to the index.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.store.removals import REMOVED
 from outrider.store.rows import EventKind, GroupRow, SessionRow
 
 AT_ONCE = 100
-"""Number of ids in one statement."""
+"""Maximum number of ids in one SQL statement."""
 
 
 class Retry(msgspec.Struct, frozen=True):
@@ -31,8 +31,8 @@ class Retry(msgspec.Struct, frozen=True):
 
 
 class RunChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups and sessions in their current state, and retries. `cursor` is the last event that was read, and `at` its
-    time. `more` is True if there may be more changes."""
+    """Groups and sessions in their current state, and retries. `cursor` belongs to the last event that was read, and
+    `at` is the time of this event. `more` is True if more changes may follow."""
 
     groups: list[GroupRow] = []
     sessions: list[SessionRow] = []
@@ -43,15 +43,14 @@ class RunChanges(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunReader:
-    """Reads groups with their sessions. The store opens and closes the database. Every method raises ServiceError when
-    the database fails."""
+    """Reads groups and sessions from the store's database. Methods raise ServiceError when the database fails."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
     async def changes(self, after: int, limit: int) -> RunChanges:
-        """Return the groups and sessions that the next `limit` events after a cursor are about. Hidden groups are left
-        out."""
+        """Read the next `limit` events after a cursor. Return their groups and sessions, except those of hidden
+        groups."""
         sql = "SELECT cursor, at, kind, group_id, session_id, data FROM events WHERE cursor > ? ORDER BY cursor LIMIT ?"
 
         async def body(tx: Connection) -> RunChanges:
@@ -77,8 +76,8 @@ class RunReader:
         return await self._db.read(body)
 
     async def page(self, after: tuple[float, str] | None, limit: int) -> RunChanges:
-        """Return up to `limit` groups with their sessions, oldest first. `after` is the time of creation and the id of
-        the last group of the page before."""
+        """Return up to `limit` groups with their sessions, oldest first. `after` has the creation time and id of the
+        last group of the previous page."""
         where, values = ("", ()) if after is None else (" AND (created, id) > (?, ?)", after)
         sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE state <> ?{where} ORDER BY created, id LIMIT ?"
 
@@ -90,8 +89,7 @@ class RunReader:
         return await self._db.read(body)
 
     async def retries(self, after: int, limit: int) -> tuple[list[Retry], int]:
-        """Return up to `limit` retries after a cursor. Also returns the cursor of the last one, or 0 if there are no
-        more."""
+        """Return up to `limit` retries after a cursor, and the cursor of the last one (0 if no more retries follow)."""
         sql = """SELECT cursor, at, kind, group_id, session_id, data FROM events WHERE kind = ? AND cursor > ?
             ORDER BY cursor LIMIT ?"""
         found = await self._db.read(lambda tx: tx.fetch(sql, (EventKind.SESSION_RETRY.value, after, limit)))
@@ -103,13 +101,13 @@ class RunReader:
         return {row[0] for row in await self._db.read(lambda tx: tx.fetch(sql, (REMOVED,)))}
 
     async def event_at(self, cursor: int) -> float | None:
-        """Return the time of an event, None for an event that is not stored."""
+        """Return the time of the event with this cursor, or None if it is not stored."""
         found = await self._db.read(lambda tx: tx.fetch("SELECT at FROM events WHERE cursor = ?", (cursor,)))
         return float(found[0][0]) if found else None
 
     async def packed_turns(self, attempts: Sequence[tuple[str, int]]) -> list[list[tuple[str, bytes]]]:
-        """Return the encoded turns of several attempts, each given by its session's id and its number. Each turn comes
-        with its model (empty for the policy), in the order of the index."""
+        """Return the encoded turns of several attempts (session id and number). Each turn comes with its model (empty
+        for the policy), in order of index."""
         own = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
         frozen = "SELECT model, turn FROM frozen_turns WHERE session_id = ? AND attempt = ? ORDER BY model, turn_index"
 
@@ -123,12 +121,12 @@ class RunReader:
         return await self._db.read(body)
 
     async def sessions(self, ids: Sequence[str]) -> list[SessionRow]:
-        """Return sessions in the order of `ids`. Sessions that were removed are left out."""
+        """Return sessions in the order of `ids`, without those that were removed."""
         found = {row.id: row for row in await self._db.read(lambda tx: _sessions(tx, "id", ids))}
         return [found[id] for id in ids if id in found]
 
     async def groups(self, ids: Sequence[str]) -> list[GroupRow]:
-        """Return groups in the order of `ids`, without callback URLs. Groups that were removed are left out."""
+        """Return groups in the order of `ids`, without those that were removed. Their callback URLs are left out."""
         found = {row.id: row for row in await self._db.read(lambda tx: _groups(tx, ids))}
         return [msgspec.structs.replace(found[id], callback_url=None) for id in ids if id in found]
 
@@ -155,8 +153,8 @@ async def _sessions(tx: Connection, column: str, ids: Sequence[str]) -> list[Ses
 
 
 def _chunks(ids: Sequence[str]) -> list[tuple[Sequence[str], str]]:
-    """Split the ids into chunks. Returns each chunk with its placeholders. All chunks have the same length, so that the
-    database prepares only one statement; the last chunk is filled with copies of its last id."""
+    """Split the ids into chunks. Returns each chunk with its `?` placeholders. All chunks have the same length, so that
+    the database prepares only one statement. Copies of the last id fill up the last chunk."""
     found: list[tuple[Sequence[str], str]] = []
     for start in range(0, len(ids), AT_ONCE):
         some = list(ids[start : start + AT_ONCE])

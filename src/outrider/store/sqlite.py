@@ -1,14 +1,14 @@
-"""Implements `Database` over SQLite. One thread writes and commits in batches. Reader threads never wait for the
-writer.
+"""Implements `Database` over SQLite. One thread writes, and commits several writes together. Reader threads never wait
+for it.
 
-Writes that arrive during a commit share the next commit and its cost. A separate thread moves SQLite's write-ahead log
+Writes that arrive during a commit share the next commit and its cost. Another thread moves SQLite's write-ahead log
 into the database file. Every commit survives the end of the process.
 
-If a batch has a non-volatile write, its commit waits for the disk (synchronous=FULL). This commit and all earlier
-commits then survive a loss of power. The commit of an all-volatile batch does not wait (synchronous=NORMAL). A loss of
-power may undo the volatile commits of the last seconds, but never half of a commit.
+A commit with a non-volatile write waits for the disk (synchronous=FULL). This commit and all earlier ones then survive
+a loss of power. A commit with only volatile writes does not wait (synchronous=NORMAL). A loss of power may undo such
+commits of the last seconds, but never a part of a commit.
 
-Invariant: a failing body undoes only its own changes, never those of another body in the batch.
+Invariant: if a body fails, only its own changes are undone.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ MAX_BATCH = 256
 """Maximum number of writes in one commit."""
 READERS = 2
 BUSY_SECONDS = 5.0
-"""Seconds to wait for a lock that another process holds on the file."""
+"""How long to wait while another process locks the file, in seconds."""
 CHECKPOINT_SECONDS = 1.0
 CHECKPOINTS = "checkpoints of the database"
-"""Name of the checkpoints in the list of failures."""
+"""Name under which failed checkpoints appear in the list of failures."""
 CHECKPOINT_PAGES = 16_384
-"""Length of the write-ahead log in pages (64 MiB). At this length, the writer itself moves the log into the file, so
-that the log cannot grow without limit."""
+"""At this length of the write-ahead log in pages (64 MiB), the writer itself moves the log into the file. This limits
+the log."""
 
 NORMAL, FULL = 1, 2
-"""Two values of SQLite's setting `synchronous`. In WAL mode, a commit waits for the disk only with FULL."""
+"""Values of SQLite's setting `synchronous`. In WAL mode, only a commit with FULL waits for the disk."""
 
 INCREMENTAL = 2
-"""The value of SQLite's setting `auto_vacuum` with which `shrink` can free pages."""
+"""Value of SQLite's setting `auto_vacuum` that lets `shrink` free pages."""
 SHRINK_PAGES = 64
-"""Maximum number of pages (256 KiB) that one call of `shrink` frees. The call occupies the writer for a few
+"""Maximum number of pages (256 KiB) that one call of `shrink` frees. It keeps the writer busy for a few
 milliseconds."""
 SPARE = 10
-"""`shrink` leaves a tenth of the file's pages free, because writes are slower in a file that shrinks and grows again
-and again."""
+"""`shrink` keeps 1/SPARE of the file's pages free. A file that shrinks and grows again and again would make writes
+slower."""
 
 HINTS: dict[int, str] = {
     sqlite3.SQLITE_BUSY: "another program holds the database: is a second service using the same data folder?",
@@ -72,7 +72,7 @@ GONE = "put the data folder back where it was, or restart the service: until the
 
 def sqlite_store(path: Path | None, failures: Failures | None = None, *, key: KeySource | None = None) -> Store:
     """Return a store in the SQLite file at `path`, whose folder must exist. If `path` is None, the store is in memory,
-    for tests. Failed checkpoints are reported to `failures`. Without `key`, the key that encrypts tasks is in a file in
+    for tests. Failed checkpoints are reported to `failures`. `key` encrypts the tasks. By default, it is in a file in
     the same folder."""
     if key is None and path is not None:
         key = KeyFile(path.with_name(KEY_FILE))
@@ -80,8 +80,8 @@ def sqlite_store(path: Path | None, failures: Failures | None = None, *, key: Ke
 
 
 class SqliteDatabase:
-    """`Database` over one SQLite file, or in memory. In memory, the writer thread also reads, because a second
-    connection would open another, empty database."""
+    """Implements `Database` over one SQLite file, or in memory. In memory, the writer thread also reads, because a
+    second connection would open a separate, empty database."""
 
     types: Mapping[str, str] = {"blob": "BLOB", "serial": "INTEGER PRIMARY KEY AUTOINCREMENT"}
 
@@ -96,10 +96,10 @@ class SqliteDatabase:
         """Device and inode of the open file, once something was written."""
 
     async def open(self) -> None:
-        """Start the threads. Raises ServiceError when the file cannot be opened."""
+        """Start the threads. Raises ServiceError if the file cannot be opened."""
         writes = reads = _Jobs("BEGIN IMMEDIATE", MAX_BATCH, self._check_file, self.commits)
         try:
-            # The writer opens first and alone, because it may have to create the file.
+            # The writer opens the file before the other threads, because it may have to create the file.
             await self._start("writer", writes.serve, writes.stop).opened
             if self._path is not None:
                 reads = _Jobs("BEGIN", 1)
@@ -107,7 +107,7 @@ class SqliteDatabase:
                 threads = [self._start(f"reader-{n}", reads.serve, reads.stop) for n in range(READERS)]
                 threads.append(self._start("checkpoints", self._checkpointing(stopping), stopping.set))
                 await asyncio.gather(*(thread.opened for thread in threads))
-        except BaseException:  # also after a cancellation, the started threads must end
+        except BaseException:  # the started threads must end after a cancellation, too
             await self.close()
             raise
         self._writes, self._reads = writes, reads
@@ -115,8 +115,8 @@ class SqliteDatabase:
     async def close(self) -> None:
         self._writes = self._reads = self._file = None
         threads, self._threads = self._threads, []
-        # The threads end one by one, because only the last connection that closes removes the log. If several
-        # connections close at the same time, each may find another one still open, and the log is not removed.
+        # The threads end one after another, because only the connection that closes last removes the write-ahead log.
+        # If several close at once, each may see another one still open, and the log stays.
         for thread in threads:
             thread.stop()
             await thread.ended()
@@ -129,21 +129,21 @@ class SqliteDatabase:
 
     async def shrink(self) -> bool:
         async def body(tx: Connection) -> bool:
-            # A file that was created without this setting cannot be shrunk in steps. Only VACUUM would shrink it, and
+            # A file that was created without INCREMENTAL cannot be shrunk in steps. Only VACUUM would shrink it, and
             # VACUUM blocks for minutes.
             if (await tx.fetch("PRAGMA auto_vacuum"))[0][0] != INCREMENTAL:
                 return False
             pages, free = [(await tx.fetch(f"PRAGMA {name}"))[0][0] for name in ("page_count", "freelist_count")]
             excess: int = free - pages // SPARE
             for _ in range(min(excess, SHRINK_PAGES)):
-                await tx.execute("PRAGMA incremental_vacuum(1)")  # sqlite3 frees only one page per statement
+                await tx.execute("PRAGMA incremental_vacuum(1)")  # in sqlite3, each execution frees only one page
             return excess > SHRINK_PAGES
 
         return await self.write(body, volatile=True)
 
     def _check_file(self) -> None:
-        """Raise ServiceError if the file was removed or replaced. SQLite would continue with the removed file, and
-        later commits would be lost at the end of the process."""
+        """Raise ServiceError if the file was removed or replaced. SQLite would go on writing to the removed file, and
+        these commits would be lost when the process ends."""
         if self._path is None:
             return
         try:
@@ -159,7 +159,7 @@ class SqliteDatabase:
         loop, failures = asyncio.get_running_loop(), self._failures
 
         def serve(raw: sqlite3.Connection) -> None:
-            """Move the log into the database file every second, so that commits do not have to wait for the disk."""
+            """Move the write-ahead log into the database file every second, so that commits need not wait for this."""
             while not stopping.wait(CHECKPOINT_SECONDS):
                 try:
                     raw.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
@@ -179,7 +179,7 @@ class SqliteDatabase:
         target = ":memory:" if self._path is None else self._path
         raw = sqlite3.connect(target, timeout=BUSY_SECONDS, isolation_level=None)
         try:
-            raw.execute(f"PRAGMA auto_vacuum={INCREMENTAL}")  # has an effect only while the file is empty
+            raw.execute(f"PRAGMA auto_vacuum={INCREMENTAL}")  # takes effect only in an empty file
             raw.execute("PRAGMA journal_mode=WAL").fetchall()
             raw.execute(f"PRAGMA synchronous={NORMAL}")
             raw.execute("PRAGMA foreign_keys=ON")
@@ -203,7 +203,8 @@ class _Outcome(NamedTuple):
 
 
 class _Connection:
-    """`Connection` over a sqlite3 connection. Its methods never suspend, but block the store's own threads."""
+    """Implements `Connection` over a sqlite3 connection. Its methods never suspend; they block the thread that calls
+    them."""
 
     def __init__(self, raw: sqlite3.Connection) -> None:
         self._raw = raw
@@ -219,8 +220,8 @@ class _Connection:
 
 
 class _Jobs:
-    """Queue of bodies to run, served by one or more threads. The queue needs no bound, because a caller waits for each
-    entry."""
+    """Queue of bodies that one or more threads run. The queue needs no limit, because each caller waits for its own
+    body."""
 
     def __init__(
         self,
@@ -242,7 +243,7 @@ class _Jobs:
         return future
 
     def stop(self) -> None:
-        """Make every serving thread return once all earlier jobs are done."""
+        """Make every serving thread return after all jobs that are already queued."""
         self._waiting.put(None)
 
     def serve(self, raw: sqlite3.Connection) -> None:
@@ -250,7 +251,8 @@ class _Jobs:
             self._loop.call_soon_threadsafe(_deliver, self._settle(raw, batch))
 
     def _next(self) -> list[_Job]:
-        """Wait for a job, then take all waiting jobs up to the batch size. Returns an empty list after `stop`."""
+        """Wait for a job, then take the jobs that are waiting, up to the batch size. Returns an empty list after
+        `stop`."""
         batch: list[_Job] = []
         job = self._waiting.get()
         while job is not None:
@@ -261,25 +263,25 @@ class _Jobs:
                 job = self._waiting.get_nowait()
             except Empty:
                 return batch
-        self._waiting.put(None)  # the next call and the other threads must stop, too
+        self._waiting.put(None)  # the next call and the other threads must find this None, too
         return batch
 
     def _settle(self, raw: sqlite3.Connection, batch: Sequence[_Job]) -> list[_Outcome]:
-        """Run the batch in one transaction. If a body fails, each half of the batch is run again in its own
-        transaction. In the end, only the caller of the failing body gets the error. Savepoints would avoid the
-        repetition, but would make every batch slower."""
+        """Run a batch of jobs in one transaction. If a job fails, each half of the batch is run in its own transaction,
+        and so on. In the end, only the caller of the failing job gets the error. Savepoints would avoid the repetition,
+        but slow down every batch."""
         began = time.perf_counter()
         try:
             self._check_file()
             raw.execute(f"PRAGMA synchronous={NORMAL if all(job.volatile for job in batch) else FULL}")
             raw.execute(self._begin)
-        except (sqlite3.Error, ServiceError, MemoryError) as error:  # a raised error would end the thread
+        except (sqlite3.Error, ServiceError, MemoryError) as error:  # an error that is raised would end the thread
             return [_Outcome(job.future, None, _translated(error)) for job in batch]
         try:
             connection = _Connection(raw)
             outcomes = [_Outcome(job.future, _run(job.body, connection), None) for job in batch]
             raw.execute("COMMIT")
-            if self._commits is not None:  # only the writer's thread adds durations
+            if self._commits is not None:  # only the writer has a histogram
                 self._commits.add(time.perf_counter() - began)
             return outcomes
         except Exception as error:  # a body may raise any exception.
@@ -292,10 +294,10 @@ class _Jobs:
 
 
 class _Thread:
-    """A thread that opens its own connection, and calls `serve` with the connection. `stop` makes `serve` return.
+    """A thread that opens a connection and passes it to `serve`. `stop` makes `serve` return.
 
-    The future `opened` is resolved once the connection is open. If the connection cannot be opened, the future fails
-    with ServiceError.
+    The future `opened` is done once the connection is open. It fails with ServiceError if the connection cannot be
+    opened.
     """
 
     def __init__(
@@ -315,9 +317,9 @@ class _Thread:
         self._thread.start()
 
     async def ended(self) -> None:
-        """Wait until `serve` has returned and the connection is closed."""
+        """Wait until `serve` has returned and its connection is closed."""
         await asyncio.shield(self._closed)
-        self._thread.join()  # does not block: the thread has nothing left to do
+        self._thread.join()  # does not block, because the thread has nothing left to do
 
     def _run(self) -> None:
         try:
@@ -338,8 +340,8 @@ class _Thread:
 
 
 def _run(body: Body[T], connection: _Connection) -> T:
-    """Run a body without an event loop. The body awaits only its connection, which never suspends, so one step
-    completes the body. Raises TypeError if the body awaits anything else."""
+    """Run a body without an event loop. One step completes the body, because its connection never suspends. Raises
+    TypeError if the body awaits anything else."""
     coroutine = body(connection)
     try:
         coroutine.send(None)
@@ -359,7 +361,7 @@ async def _result(jobs: _Jobs | None, body: Body[T], *, volatile: bool) -> T:
 def _deliver(outcomes: Sequence[_Outcome]) -> None:
     for future, value, error in outcomes:
         if future.done():
-            continue  # the caller of the body was cancelled
+            continue  # the future is done because its caller was cancelled
         if error is None:
             future.set_result(value)
         else:
@@ -367,7 +369,7 @@ def _deliver(outcomes: Sequence[_Outcome]) -> None:
 
 
 def _translated(error: Exception) -> Exception:
-    if isinstance(error, MemoryError):  # raised by Python, or by sqlite3 for SQLITE_NOMEM
+    if isinstance(error, MemoryError):  # raised by Python, or by sqlite3 when SQLite has no memory (SQLITE_NOMEM)
         return ServiceError(
             "the database failed: out of memory", hint="the machine, or this process, has no memory left"
         )

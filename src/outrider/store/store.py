@@ -1,10 +1,10 @@
 """Stores the durable state of a service: groups, sessions, attempts, turns, results and events.
 
-All SQL statements and transactions of Outrider are in this folder. Each public method makes its changes in one
-transaction. The caller decides which sessions are started, retried or cancelled.
+All SQL and all transactions of Outrider are in this folder. Each public method makes its changes in one transaction.
+The caller decides which sessions to start, retry or cancel.
 
-Invariants: only the newest attempt of a session can write, and only while it is under way; any other write raises
-Conflict. The result of a session is stored in one transaction with the changes that follow from it: the group's state,
+Invariants: only the newest attempt of a session can write, and only while it is in progress; other writes raise
+Conflict. A session's result is stored in the same transaction as the changes that follow from it: the group's state,
 cursor, event and outbox row.
 """
 
@@ -59,21 +59,22 @@ GROUPS_LISTED = "`outrider status` lists the newest groups, and `outrider show S
 SESSIONS_LISTED = (
     "a session's id ends with its number, as in s-0019a4e2b6c1f3d2-0; `outrider status GROUP` lists those of a group"
 )
-"""Hints for errors about unknown ids."""
+"""Hints for NotFound errors."""
 EXTERNAL_KEY = f"{KEY_PREFIX}x_"
-"""Prefix of the credentials of sessions whose agents run elsewhere."""
+"""Prefix of the credentials of sessions whose agents run outside Outrider."""
 MOST_PACES = 1000
-"""Maximum number of engines whose usual call durations are stored. Without this limit, engines that no longer exist
-would accumulate."""
+"""Maximum number of engines whose usual call durations are stored. Without a limit, records of old engines would
+accumulate."""
 MOST_REFUSED = 10_000
-"""Maximum number of idempotency keys of a tenant that are refused at a time."""
+"""Maximum number of refused idempotency keys of one tenant (see `Store.refuse_key`)."""
 MOST_VALUES = 500
-"""Maximum number of values in one statement, because databases limit this number."""
+"""Maximum number of values in one SQL statement. Databases limit this number."""
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
-"""States that `set_state` refuses. Only `requeue`, `recover`, `start_attempt` and `finish` lead to these states."""
+"""States that `set_state` refuses, because other methods set them: `requeue`, `recover`, `start_attempt` and
+`finish`."""
 
-# One statement checks the attempt and inserts the turn, because a model call waits for it. `lease_until` is set exactly
-# while an attempt is under way. If nothing was inserted, a second statement finds the reason.
+# A model call waits for this write, so one statement both checks the attempt and inserts the turn. `lease_until` is set
+# only while an attempt is in progress. If no row was inserted, a second statement finds out why.
 ADD_TURN = """INSERT INTO turns (session_id, attempt, turn_index, turn)
     SELECT id, attempt, ?, ? FROM sessions WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL
     ON CONFLICT DO NOTHING"""
@@ -104,12 +105,12 @@ REVIVE = """UPDATE outbox SET given_up = NULL, tries = 0, since = ?, next_try = 
 
 
 class MoreTurns(Exception):
-    """Raised by `Store.finish` if the attempt has stored turns that the result does not count. The caller must read the
-    turns again."""
+    """`Store.finish` was called with a result that does not include all stored turns of the attempt. The caller must
+    read the turns again."""
 
 
 class AddedTurn(NamedTuple):
-    """A stored turn of an attempt. `model` is the frozen model that sampled the turn, None for the policy."""
+    """A turn that was just stored. `model` is the frozen model that sampled it, or None for the policy."""
 
     session_id: str
     attempt: int
@@ -118,18 +119,18 @@ class AddedTurn(NamedTuple):
 
 
 class Store:
-    """Durable state in a database. `async with` opens and closes the store. Specs and callback URLs are stored
-    encrypted.
+    """Durable state in a database. `async with` opens and closes the store. Specs and callback URLs are encrypted.
 
     Every method raises ServiceError when the database fails, and NotFound for unknown ids. Methods that write for an
-    `attempt` of a session raise Conflict if the session is done or the attempt is not the newest.
+    `attempt` raise Conflict if the session is done or has a newer attempt.
 
-    A method with a `tenant` sees only the rows of this tenant, or all rows if `tenant` is None.
+    With a `tenant`, a method sees only this tenant's rows. If `tenant` is None, it sees all rows.
 
-    A session has `ending` set if it was cancelled, has expired or is not needed any more. It leaves the queue at once:
-    `queued` does not list it, and `start_attempt` refuses it. It becomes done when the caller calls `finish` with the
-    reason in `ending`. If its attempt ends earlier by `requeue` or `recover`, the session's state is QUEUED until then.
-    `to_end` lists the sessions that the caller must still finish, for instance after a crash.
+    A session that was cancelled, has expired or is not needed any more has `ending` set:
+    - It leaves the queue at once: `queued` skips it, and `start_attempt` refuses it.
+    - It becomes done when the caller passes the reason in `ending` to `finish`.
+    - If its attempt ends before that by `requeue` or `recover`, its state is QUEUED in the meantime.
+    - `to_end` lists the sessions that the caller must still finish, for instance after a crash.
     """
 
     def __init__(
@@ -140,8 +141,8 @@ class Store:
         clock: Callable[[], float] = time.time,
         migrations: Migrations = MIGRATIONS,
     ) -> None:
-        """`key` loads or makes the key that encrypts tasks. Without `key`, a new key is used, and the tasks are
-        unreadable once this store is closed."""
+        """`key` loads or makes the key that encrypts tasks. If it is None, a new key is used, and the tasks cannot be
+        read once this store is closed."""
         self._db = database
         self._key_source = key or TaskKey.new()
         self._clock = clock
@@ -155,19 +156,19 @@ class Store:
         """Publishes each turn of a model call when the turn is stored."""
 
     async def __aenter__(self) -> Self:
-        """Open the database, and apply new migrations of the schema. Raises ServiceError."""
+        """Open the database, and apply missing migrations of the schema. Raises ServiceError."""
         await self._db.open()
         try:
             await self._db.write(lambda tx: migrate(tx, self._db.types, self._clock(), self._migrations))
             key = await asyncio.to_thread(self._key_source.load)
             if key is None:
-                # A lost key must not be replaced by a new one, because queued tasks could not be run any more.
+                # If the key is lost, do not make a new one: the tasks in the queue could not be decrypted with it.
                 any_group = "SELECT 1 FROM groups WHERE state <> ? LIMIT 1"
                 if await self._db.read(lambda tx: tx.fetch(any_group, (REMOVED,))):
                     raise self._key_source.missing()
                 key = await asyncio.to_thread(self._key_source.make)
             self._key = key
-        except BaseException:  # also after a cancellation, the database's threads must end
+        except BaseException:  # the threads of the database must end after a cancellation, too
             await self._db.close()
             raise
         return self
@@ -176,14 +177,14 @@ class Store:
         await self._db.close()
 
     async def probe(self) -> None:
-        """Change a row, to check that the database accepts writes. Raises ServiceError if the write fails, possibly
-        after retries."""
+        """Update a row to check that the database accepts writes. Raises ServiceError if it does not, possibly after
+        retries."""
         now = self._clock()
         await self._db.write(lambda tx: tx.execute("UPDATE probe SET at = ?", (now,)), volatile=True)
 
     def _group(self, row: Row) -> GroupRow:
-        """Build a group from the values of GROUP_COLUMNS. `callback_url` is None if the URL was encrypted with another
-        key."""
+        """Build a group from a row with GROUP_COLUMNS. If the callback URL was encrypted with another key,
+        `callback_url` is None."""
         group = rows.row_from(GroupRow, row)
         url = None if group.callback_url is None else self._opened_url(group.callback_url, group.id)
         return msgspec.structs.replace(group, callback_url=url)
@@ -208,14 +209,18 @@ class Store:
         quota: int | None = None,
         external: bool = False,
     ) -> GroupRow:
-        """Store a group with its queued sessions and the event of its creation. `spec` is the JSON of a GroupSpec.
-        `external` is True if the group's agents run elsewhere. If a session's first attempt has not started by the time
-        `expires`, `expire` ends the session.
+        """Store a group, its queued sessions and the event of its creation.
 
-        The stored group is active and not cancelled, whatever the state in `group`. If the tenant already has a group
-        with this idempotency key and exactly this spec, the existing group is returned. Raises Conflict if the specs
-        differ, if the key is refused (`refuse_key`), or if an id is in use. Raises QuotaExceeded if the submitter would
-        have more than `quota` sessions queued or running.
+        spec: JSON of a GroupSpec.
+        expires: `expire` ends each session that has not started by this time.
+        quota: maximum number of sessions that the submitter may have queued or running.
+        external: True if the group's agents run outside Outrider.
+
+        The stored group is active and not cancelled, whatever `group` says. If the tenant has already used this
+        idempotency key for a group with exactly this spec, that group is returned.
+
+        Raises QuotaExceeded. Raises Conflict if the key was used with another spec, if the key is refused
+        (`refuse_key`), or if an id is already in use.
         """
         if not session_ids or len(session_ids) != group.n:
             raise ValueError(f"group {group.id} of {group.n} sessions came with {len(session_ids)} session ids")
@@ -330,8 +335,8 @@ class Store:
     ) -> list[GroupRow]:
         """List up to `limit` groups, newest first.
 
-        before: only groups older than the group with this id. Raises NotFound if the id is unknown.
-        harness: only groups with this harness.
+        before: only groups that are older than the group with this id. Raises NotFound for an unknown id.
+        harness: only groups that use this harness.
         since: only groups created at this time or later.
         """
 
@@ -350,7 +355,7 @@ class Store:
         return [self._group(row) for row in await self._db.read(body)]
 
     async def to_end(self, group_id: str | None = None) -> list[SessionRow]:
-        """List the sessions that have `ending` set and are not done, in sample order. `group_id` limits the list to one
+        """List the sessions that have `ending` set but are not done, in sample order. `group_id` limits the list to one
         group."""
         where, values = ("", ()) if group_id is None else ("AND group_id = ?", (group_id,))
         where = f"ending IS NOT NULL AND state <> 'done' {where} ORDER BY group_id, sample_index"
@@ -376,8 +381,8 @@ class Store:
         skip: Collection[str] = (),
         kind: queue.QueueKind | None = None,
     ) -> list[SessionRow]:
-        """Return the next queued sessions that are due, in the order of the queue (`queue.py`). For the arguments, see
-        `queue.QueuePass`."""
+        """Return the next queued sessions that are due, in the order of the queue (`queue.py`). The arguments are
+        explained at `queue.QueuePass`."""
 
         async def body(tx: Connection) -> queue.Picked:
             reading = queue.QueuePass(tx, now=now, latest=latest, under_way=under_way, skip=skip, kind=kind)
@@ -389,13 +394,13 @@ class Store:
         return picked.sessions
 
     async def expire(self, *, now: float) -> bool:
-        """Set `ending` to EXPIRED for all waiting sessions whose first attempt has not started in time. Sessions that a
-        pause holds do not expire. Returns True if a session was changed."""
+        """Set `ending` to EXPIRED for waiting sessions that have not started in time. Sessions that a pause holds do
+        not expire. Returns True if a session was changed."""
         sql = "UPDATE sessions SET ending = ?, waiting = 0 WHERE waiting = 1 AND expires IS NOT NULL AND expires <= ?"
         return bool(await self._db.write(lambda tx: tx.execute(sql, (StopReason.EXPIRED.value, now))))
 
     async def next_due(self, *, after: float) -> float | None:
-        """Return the earliest time later than `after` at which a waiting session is due or expires, or None."""
+        """Return the next time, later than `after`, at which a waiting session becomes due or expires, or None."""
 
         async def body(tx: Connection) -> float | None:
             due = await tx.fetch("SELECT MIN(due) FROM sessions WHERE waiting = 1 AND due > 0 AND due > ?", (after,))
@@ -406,8 +411,8 @@ class Store:
         return await self._db.read(body)
 
     async def queue_length(self) -> QueueLength:
-        """Count the waiting sessions and the sessions that a pause holds. Also count the buckets and tenants with
-        waiting sessions. Reads the whole queue."""
+        """Count the sessions that wait or are held by a pause, and the buckets and tenants with waiting sessions. Reads
+        the whole queue."""
 
         async def body(tx: Connection) -> QueueLength:
             sessions = await tx.fetch(
@@ -421,8 +426,8 @@ class Store:
         return await self._db.read(body)
 
     async def backlog(self) -> Backlog:
-        """Return measures of the queue, the outbox and the stored bytes. Reads the whole queue and the outbox, but only
-        their indexes."""
+        """Return measures of the queue, the callbacks and the stored bytes. Reads the indexes of the whole queue and
+        the outbox."""
 
         async def body(tx: Connection) -> Backlog:
             ((oldest,),) = await tx.fetch("SELECT MIN(created) FROM sessions WHERE waiting = 1")
@@ -434,12 +439,12 @@ class Store:
         return await self._db.read(body)
 
     def commit_seconds(self) -> Distribution:
-        """Return the durations of the committed writes since the start, as a histogram with the buckets `SECONDS`."""
+        """Return a histogram of how long committed writes took since the start. Its buckets are `SECONDS`."""
         return self._db.commits.read()
 
     async def waiting(self, tenant: str, labels: Mapping[str, str] | None = None, *, most: int) -> int:
-        """Count the waiting sessions of the tenant, up to `most`. With `labels`, count only the bucket of groups with
-        these labels."""
+        """Count the tenant's waiting sessions, up to `most`. With `labels`, count only the bucket to which groups with
+        these labels belong."""
         column, value = ("tenant", tenant) if labels is None else ("bucket", queue.bucket_of(tenant, labels))
         sql = queue.COUNT_WAITING.format(column=column)
         found: int = (await self._db.read(lambda tx: tx.fetch(sql, (value, most))))[0][0]
@@ -457,7 +462,7 @@ class Store:
         return self._group(found[0]) if found else None
 
     async def add_label(self, group_id: str, name: str, value: str) -> None:
-        """Add a label to a stored group, or replace the label's value. The group keeps its place in the queue."""
+        """Set a label of a stored group. The group's position in the queue does not change."""
 
         async def body(tx: Connection) -> None:
             group = await self._find_group(tx, group_id)
@@ -467,7 +472,7 @@ class Store:
         await self._db.write(body)
 
     async def states_of(self, group_ids: Sequence[str]) -> dict[SessionState, int]:
-        """Count the sessions of these groups by state, in one transaction. Unknown groups have no sessions."""
+        """Count the sessions of several groups by state, in one transaction. Unknown groups are ignored."""
 
         async def body(tx: Connection) -> Counter[SessionState]:
             counted: Counter[SessionState] = Counter()
@@ -484,9 +489,11 @@ class Store:
     async def translated_groups(
         self, tenant: str, translator: str, *, since: float = -inf, before: tuple[float, str] | None = None, limit: int
     ) -> list[GroupRow]:
-        """List up to `limit` of the tenant's groups that clients of the rollout system `translator` submitted, newest
-        first. `since` is the earliest creation time. `before` is the creation time and the id of the last group of the
-        previous page."""
+        """List up to `limit` groups that the tenant submitted through the API of another rollout system, `translator`.
+        The newest group comes first.
+
+        since: earliest creation time.
+        before: creation time and id of the last group on the previous page."""
         page, values = ("", ()) if before is None else (" AND (created, id) < (?, ?)", before)
         sql = f"""SELECT {rows.GROUP_COLUMNS} FROM groups
             WHERE tenant = ? AND state <> ? AND translator = ? AND created >= ?{page}
@@ -495,9 +502,9 @@ class Store:
         return [self._group(row) for row in await self._db.read(lambda tx: tx.fetch(sql, wanted))]
 
     async def refuse_key(self, tenant: str, idempotency_key: str, *, until: float) -> GroupRow | None:
-        """Refuse new groups of the tenant with this idempotency key until the time `until`. If the tenant already has a
-        group with this key, nothing is changed, and this group is returned. Raises QuotaExceeded if the tenant already
-        has MOST_REFUSED refused keys."""
+        """Refuse new groups of the tenant with this idempotency key until the time `until`. If the tenant already has
+        such a group, change nothing and return the group. Raises QuotaExceeded if MOST_REFUSED keys of the tenant are
+        already refused."""
         key = rows.stored_key(tenant, idempotency_key)
 
         async def body(tx: Connection) -> GroupRow | None:
@@ -517,13 +524,13 @@ class Store:
         return await self._db.write(body)
 
     async def is_refused(self, tenant: str, idempotency_key: str) -> bool:
-        """Return True if new groups of the tenant with this idempotency key are refused now."""
+        """Return True if new groups of the tenant with this idempotency key are currently refused."""
         sql = "SELECT 1 FROM refused_keys WHERE idempotency_key = ? AND until > ?"
         wanted = (rows.stored_key(tenant, idempotency_key), self._clock())
         return bool(await self._db.read(lambda tx: tx.fetch(sql, wanted)))
 
     async def drained_nodes(self) -> set[str]:
-        """Return the names of the nodes on which no new sessions are placed."""
+        """Return the names of the nodes that get no new sessions."""
         return {row[0] for row in await self._db.read(lambda tx: tx.fetch("SELECT name FROM drained_nodes"))}
 
     async def set_drained(self, node: str, drained: bool) -> None:
@@ -533,13 +540,13 @@ class Store:
         await self._db.write(lambda tx: tx.execute(sql, (node,)))
 
     async def counts(self, *, tenant: str | None = None) -> dict[SessionState, int]:
-        """Count the sessions of all groups, or of the tenant's groups, by state."""
+        """Count sessions by state: the tenant's, or all if `tenant` is None."""
         live = [state.value for state in SessionState if state is not SessionState.DONE]
         sql = f"SELECT state, COUNT(*) FROM sessions WHERE state IN ({', '.join('?' * len(live))}) GROUP BY state"
         own = of_tenant(tenant)
         if tenant is not None:
-            # Only active groups have sessions that are not done. The condition is `<>` and not a list of states: with a
-            # list, the database would use the index of all tenants' sessions by state.
+            # Sessions that are not done belong to active groups. `<> 'done'` is used instead of a list of states. With
+            # a list, the database would use the index by state, which covers all tenants' sessions.
             sql = f"""SELECT sessions.state, COUNT(*) FROM groups JOIN sessions ON sessions.group_id = groups.id
                 WHERE groups.state = 'active' AND sessions.state <> 'done'{own.sql} GROUP BY sessions.state"""
             live = []
@@ -564,10 +571,13 @@ class Store:
         policy_version: int | None = 0,
         continues_turns: bool = False,
     ) -> int:
-        """Move a queued session to INITIALIZING under a lease. Returns the number of the new attempt. The group's first
-        attempt stores `policy_version` as the version at which the group began. `policy_version` is None if the attempt
-        does not use the policy. `continues_turns` moves the turns of the earlier attempts to the new attempt. Raises
-        Conflict if the session is not queued or is to end."""
+        """Start a new attempt: move a queued session to INITIALIZING, with a lease. Returns the attempt's number.
+
+        policy_version: stored as the version at which the group began, if this is its first attempt. None if the
+            attempt does not use the policy.
+        continues_turns: move the turns of earlier attempts to this attempt.
+
+        Raises Conflict if the session is not queued, has `ending` set, or is held by a pause."""
 
         async def body(tx: Connection) -> int:
             session = await _find_session(tx, session_id)
@@ -597,8 +607,8 @@ class Store:
         return await self._db.write(body)
 
     async def adopt_turns(self, session_id: str, attempt: int, of: str) -> SessionRow:
-        """Copy the turns of the done session `of` to an attempt under way of another session. Returns the session `of`.
-        Repeating the call changes nothing. Raises Conflict if the session `of` is not done."""
+        """Copy the turns of another session, `of`, to an attempt in progress. Returns the session `of`. Repeating the
+        call changes nothing. Raises Conflict if `of` is not done."""
 
         async def body(tx: Connection) -> SessionRow:
             await _under_way(tx, session_id, attempt)
@@ -613,8 +623,8 @@ class Store:
         return await self._db.write(body)
 
     async def drop_earlier_turns(self, session_id: str, attempt: int) -> None:
-        """Delete the turns, the report and the failed calls of the session's earlier attempts. The agent of this
-        attempt starts from the beginning."""
+        """Delete the turns, the report and the failed calls of earlier attempts, because the agent of this attempt
+        starts from the beginning."""
 
         async def body(tx: Connection) -> None:
             await _under_way(tx, session_id, attempt)
@@ -626,7 +636,7 @@ class Store:
         await self._db.write(body)
 
     async def drop_turns(self, session_id: str, attempt: int) -> None:
-        """Delete the turns and the failed calls of an attempt under way, because its agent starts over. Raises Conflict
+        """Delete the turns and failed calls of an attempt in progress, because its agent starts over. Raises Conflict
         if a report has already completed the session."""
 
         async def body(tx: Connection) -> None:
@@ -646,9 +656,9 @@ class Store:
         await self._db.write(body)
 
     async def keep_failed_calls(self, session_id: str, attempt: int, calls: bytes, *, model: str | None = None) -> None:
-        """Store one model's failed calls that no later call has made up for (see `FailedCalls`). `calls` is a JSON
-        array of `FailedCall`. It replaces the array that is stored for this session and model. `model` is None for the
-        policy. Raises Conflict if the attempt is not under way."""
+        """Store one model's failed calls that no later call has replaced (see `FailedCalls`). `calls` is a JSON array
+        of `FailedCall`, and replaces the stored array for this session and model. `model` is None for the policy.
+        Raises Conflict if the attempt has ended."""
         sql = """INSERT INTO failed_calls (session_id, model, calls) VALUES (?, ?, ?)
             ON CONFLICT (session_id, model) DO UPDATE SET calls = excluded.calls"""
 
@@ -659,14 +669,16 @@ class Store:
         await self._db.write(body)
 
     async def failed_calls(self, session_id: str) -> dict[str | None, bytes]:
-        """Return the session's stored failed calls by model, with None for the policy (see `keep_failed_calls`)."""
+        """Return the failed calls that `keep_failed_calls` has stored for the session, by model (None for the
+        policy)."""
         sql = "SELECT model, calls FROM failed_calls WHERE session_id = ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (session_id,)))
         return {model or None: bytes(calls) for model, calls in found}
 
     async def keep_remote_run(self, session_id: str, attempt: int, name: str, run: str) -> None:
-        """Store that an external agent service has given the id `run` to our run `name` of the session. It replaces the
-        id of an earlier run. Raises Conflict if the attempt is not under way."""
+        """Store the id of the session's run at an external agent service. `name` is the run's name in Outrider, and
+        `run` the id that the service chose. It replaces the id of an earlier run. Raises Conflict if the attempt has
+        ended."""
         sql = """INSERT INTO remote_runs (session_id, name, run) VALUES (?, ?, ?)
             ON CONFLICT (session_id) DO UPDATE SET name = excluded.name, run = excluded.run"""
 
@@ -677,14 +689,14 @@ class Store:
         await self._db.write(body)
 
     async def remote_run(self, session_id: str, name: str) -> str | None:
-        """Return the id that the agent service has given to our run `name` of the session, or None."""
+        """Return the id that `keep_remote_run` has stored for the session's run `name`, or None."""
         sql = "SELECT run FROM remote_runs WHERE session_id = ? AND name = ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (session_id, name)))
         return str(found[0][0]) if found else None
 
     async def add_report(self, session_id: str, report: bytes, *, tenant: str | None = None) -> None:
-        """Store the report (JSON) that completes a session. Repeating the call with equal content changes nothing.
-        Raises Conflict if the session was completed with another report, or is done without a report."""
+        """Store the report (JSON) with which a client completes a session. An equal report may be sent again. Raises
+        Conflict if the session already has another report, or is done without one."""
 
         async def body(tx: Connection) -> None:
             session = await _find_session(tx, session_id, tenant)
@@ -705,37 +717,37 @@ class Store:
         await self._db.write(body)
 
     async def report(self, session_id: str) -> bytes | None:
-        """Return the report that completes a session, or None."""
+        """Return the report that completed the session, or None."""
         sql = "SELECT report FROM session_reports WHERE session_id = ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (session_id,)))
         return bytes(found[0][0]) if found else None
 
     def mark_of(self, text: str) -> str:
-        """Return a digest of a text of a task: 16 hexadecimal digits. Without the store's key, nobody can guess the
-        text by comparing digests."""
+        """Return a digest of a text: 16 hexadecimal digits. Without the store's key, nobody can test a guess of the
+        text."""
         return hashlib.sha256(self._key.mark(f"the text {text}").encode()).hexdigest()[:16]
 
     def credential_of(self, session_id: str) -> str:
-        """Return the credential of an external session. It is computed from the store's key and is not stored, so it
-        stays valid when the service restarts."""
+        """Return the credential of a session whose agent runs outside Outrider. It is derived from the store's key
+        instead of being stored, so it stays valid after a restart."""
         return f"{EXTERNAL_KEY}{session_id}_{self._key.mark(_key_of(session_id))}"
 
     def session_of_credential(self, credential: str) -> str | None:
-        """Return the id of the external session with this credential, or None."""
+        """Return the id of the session with this credential, or None. Its agent runs outside Outrider."""
         if not credential.startswith(EXTERNAL_KEY):
             return None
         session_id = credential[len(EXTERNAL_KEY) : -MARK_LENGTH - 1]
         return session_id if compare_digest(self.credential_of(session_id).encode(), credential.encode()) else None
 
     async def began_before(self, version: int) -> list[str]:
-        """Return the ids of the groups that began at a lower policy version and are neither done nor cancelled, oldest
-        first."""
+        """Return the ids of groups that began at a lower policy version than `version` and are neither done nor
+        cancelled, oldest first."""
         sql = "SELECT id FROM groups WHERE state = ? AND cancelled = 0 AND began_version < ? ORDER BY created, id"
         values = (GroupState.ACTIVE.value, version)
         return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql, values))]
 
     async def policy(self) -> PolicyRow | None:
-        """Return the stored policy, or None."""
+        """Return the policy version that was stored last, or None."""
         found = await self._db.read(lambda tx: tx.fetch("SELECT version, weights FROM policy"))
         return PolicyRow(*found[0]) if found else None
 
@@ -745,23 +757,24 @@ class Store:
         await self._db.write(lambda tx: tx.execute(sql, (version, weights)))
 
     async def position(self, reader: str) -> int | None:
-        """Return the position in the events that `keep_position` has stored for `reader`, or None."""
+        """Return the cursor that `keep_position` stored for `reader`, or None."""
         sql = "SELECT cursor FROM positions WHERE reader = ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (reader,)))
         return found[0][0] if found else None
 
     async def keep_position(self, reader: str, cursor: int) -> None:
-        """Store the position in the events of `reader`, a part of the service."""
+        """Store the cursor up to which `reader`, a part of the service, has read the events."""
         sql = """INSERT INTO positions (reader, cursor) VALUES (?, ?)
                  ON CONFLICT (reader) DO UPDATE SET cursor = excluded.cursor"""
         await self._db.write(lambda tx: tx.execute(sql, (reader, cursor)), volatile=True)
 
     async def engine_paces(self) -> dict[str, str]:
-        """Return the stored JSON of engines' usual call durations (`RememberedPace`), by engine name."""
+        """Return the usual call durations of the engines as JSON (`RememberedPace`), by engine name."""
         return dict(await self._db.read(lambda tx: tx.fetch("SELECT engine, pace FROM engine_paces")))
 
     async def keep_engine_paces(self, paces: Mapping[str, str]) -> None:
-        """Store the paces of these engines. Only the MOST_PACES newest of all stored paces are kept."""
+        """Store how long these engines' calls usually take. Only the MOST_PACES newest records in the store are
+        kept."""
         now = self._clock()
         sql = """INSERT INTO engine_paces (engine, pace, kept) VALUES (?, ?, ?)
                  ON CONFLICT (engine) DO UPDATE SET pace = excluded.pace, kept = excluded.kept"""
@@ -774,8 +787,8 @@ class Store:
         await self._db.write(body)
 
     async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None:
-        """Move a session to `state`. Raises Conflict if lifecycle.MOVES does not have this move, or if the state has a
-        method of its own (MOVES_WITH_A_METHOD)."""
+        """Move a session to `state`. Raises Conflict if lifecycle.MOVES does not allow it, or if another method sets
+        this state (MOVES_WITH_A_METHOD)."""
 
         async def body(tx: Connection) -> None:
             session = await _unfinished(tx, session_id, attempt)
@@ -791,18 +804,18 @@ class Store:
         await self._db.write(body)
 
     async def renew_leases(self, attempts: Mapping[str, int], lease_until: float) -> None:
-        """Set the ends of the leases of these attempts, given as attempt numbers by session id. Attempts that have
-        ended are skipped."""
+        """Set the ends of the leases of attempts in progress. `attempts` has attempt numbers by session id. Attempts
+        that have ended are skipped."""
         sql = "UPDATE sessions SET lease_until = ? WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL"
         values = [(lease_until, id, attempt) for id, attempt in attempts.items()]
         await self._db.write(lambda tx: tx.execute_many(sql, values), volatile=True)
 
     async def add_turn(self, session_id: str, attempt: int, turn: Turn, *, model: str | None = None) -> None:
-        """Store a turn of an attempt under way. Raises Conflict if the attempt is not under way, or already has a turn
-        with this index.
+        """Store a turn of an attempt in progress. Raises Conflict if the attempt has ended, or already has a turn with
+        this index.
 
-        `model` is the frozen model that sampled the turn, or None for the policy. The turns of each model are numbered
-        from 0. The bytes of images are stored apart from the turn, once for each digest over all sessions.
+        `model` is the frozen model that sampled the turn, or None for the policy. Each model's turns are numbered from
+        0. The bytes of images are stored outside the turn, once for each digest.
         """
         taken = split(turn)
         packed = rows.pack(taken.turn)
@@ -816,16 +829,16 @@ class Store:
                 raise Conflict(f"session {session_id} already has a turn {turn.index} in attempt {attempt}")
             await insert_images(tx, session_id, taken.images)
 
-        # The write is volatile, because the agent's call waits for it. A loss of power that undoes the write also ends
-        # the attempt, and the session runs again from its task. Once an attempt's end is stored, all its turns are
-        # stored, too.
+        # The write is volatile, because the agent waits for it. If a loss of power undoes the write, the attempt has
+        # ended, too, and the session starts again from its task. Once the end of an attempt is stored, so are all its
+        # turns.
         await self._db.write(body, volatile=True)
         self.turns_added.publish(AddedTurn(session_id, attempt, turn, model))
 
     async def add_timeline(self, parts: Sequence[TimelinePart]) -> None:
-        """Store parts of timelines, encrypted, because commands of the task may hold secrets. A part is skipped if it
-        is stored already, if its session is unknown or removed, or if its attempt has not begun. A session that is done
-        still gets the last parts of its attempts."""
+        """Store parts of timelines. They are encrypted, because a task's commands may contain secrets. A part is
+        skipped if it is already stored, if its session is unknown or removed, or if its attempt has not begun. Parts
+        may arrive after the session is done."""
         sealed = [self._key.seal(part.entries, _part_of(part.session_id, part.attempt, part.part)) for part in parts]
         values = [
             (part.attempt, part.part, entries, part.session_id, REMOVED, part.attempt)
@@ -836,8 +849,8 @@ class Store:
     async def timeline(
         self, session_id: str, attempt: int | None = None, *, tenant: str | None = None
     ) -> tuple[int, list[bytes]]:
-        """Return the number of an attempt (default: the newest), and the parts of its timeline in order. Each part is
-        the MessagePack of a list of `Entry`. Parts that were encrypted with another key are left out."""
+        """Return the number of an attempt (default: the newest) and the parts of its timeline in order. Each part is a
+        list of `Entry` as MessagePack. Parts that were encrypted with another key are left out."""
 
         async def body(tx: Connection) -> tuple[int, list[bytes]]:
             number = (await _find_session(tx, session_id, tenant)).attempt if attempt is None else attempt
@@ -862,15 +875,15 @@ class Store:
     async def turns(
         self, session_id: str, attempt: int | None = None, *, images: bool = False, tenant: str | None = None
     ) -> list[Turn]:
-        """Return the turns of one attempt (default: the newest) in the order of their index. Images have their bytes
-        only with `images`."""
+        """Return the turns of an attempt (default: the newest), in order of index. With `images`, the images include
+        their bytes."""
         stored = await self._db.read(lambda tx: _rows_of_attempt(tx, TURNS, session_id, attempt, tenant))
         found = [rows.turn_from(packed) for (packed,) in stored]
         return await self._db.read(lambda tx: restore(tx, found)) if images else found
 
     async def turns_of(self, attempts: Sequence[tuple[str, int]]) -> list[StoredTurns]:
-        """Return the turns of several attempts, given by session id and attempt number, in one transaction. Raises
-        NotFound for an unknown session."""
+        """Return the turns of several attempts (session id and number), in one transaction. Raises NotFound if a
+        session is unknown."""
 
         async def body(tx: Connection) -> list[StoredTurns]:
             found = [await _rows_of_attempt(tx, TURNS, id, attempt, None) for id, attempt in attempts]
@@ -879,8 +892,8 @@ class Store:
         return await self._db.read(body)
 
     async def packed_results(self, group_ids: Sequence[str], first: int, count: int) -> list[PackedResult]:
-        """Return the encoded results of the groups' done sessions with sample indexes from `first` to `first + count -
-        1`. The caller decodes them (`rows.result_from`), because many results take long to decode."""
+        """Return the encoded results of these groups' done sessions with sample indexes from `first` to `first + count
+        - 1`. The caller decodes the results (`rows.result_from`), because this may take long."""
         if not group_ids:
             return []
         sql = f"""SELECT group_id, result FROM sessions WHERE group_id IN ({", ".join("?" * len(group_ids))})
@@ -890,15 +903,15 @@ class Store:
         return [PackedResult(*row) for row in await self._db.read(lambda tx: tx.fetch(sql, values))]
 
     async def packed_turns(self, session_id: str, attempt: int, *, limit: int) -> list[bytes]:
-        """Return the first `limit` turns of an attempt, encoded, in the order of their index (see `rows.turn_from`).
-        The list is empty for an unknown session."""
+        """Return the first `limit` turns of an attempt in order of index, encoded (see `rows.turn_from`). For an
+        unknown session, the list is empty."""
         sql = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index LIMIT ?"
         return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql, (session_id, attempt, limit)))]
 
     async def frozen_turns(
         self, session_id: str, attempt: int | None = None, *, tenant: str | None = None
     ) -> dict[str, list[Turn]]:
-        """Return the turns of frozen models in one attempt (default: the newest), by model, in the order of their
+        """Return the turns that frozen models sampled in an attempt (default: the newest), by model and in order of
         index."""
         sql = "SELECT model, turn FROM frozen_turns WHERE session_id = ? AND attempt = ? ORDER BY model, turn_index"
         stored = await self._db.read(lambda tx: _rows_of_attempt(tx, sql, session_id, attempt, tenant))
@@ -908,13 +921,12 @@ class Store:
         return found
 
     async def image(self, digest: str, *, tenant: str | None = None) -> Image:
-        """Return an image of a stored turn, with its bytes. If equal bytes were sent with several media types, the
-        first media type is returned."""
+        """Return an image and its bytes. If the same bytes were sent with different media types, the first media type
+        is returned."""
         return await self._db.read(lambda tx: find_image(tx, digest, tenant))
 
     async def requeue(self, session_id: str, attempt: int, error: ErrorRecord, *, due: float = 0.0) -> None:
-        """End an attempt that failed, and queue the session again. The next attempt starts at the time `due` or
-        later."""
+        """End a failed attempt, and queue the session again. The next attempt does not start before the time `due`."""
 
         async def body(tx: Connection) -> None:
             await self._requeue(tx, await _under_way(tx, session_id, attempt), error, due=due)
@@ -930,16 +942,16 @@ class Store:
         under_way: bool = False,
         of_all_turns: bool = False,
     ) -> bool:
-        """Store the result of a session, which is then done. Returns True if the group is now done, too.
+        """Store the result of a session. The session is then done. Returns True if its group is now done, too.
 
-        A group is done when its last session is done. It then gets a cursor, an event and, if it has a callback, an
-        outbox row. If `min_usable` sessions are usable before that, `ending` is set for the group's other sessions. A
-        queued session can be finished, too, for example because it was cancelled; `attempt` is then its last attempt.
+        A group is done when all its sessions are. It then gets a cursor, an event and, if it has a callback URL, an
+        outbox row. If enough sessions are usable before that (`min_usable`), `ending` is set for the others. A queued
+        session may be finished, too, for example after a cancellation; `attempt` is then its last attempt.
 
-        under_way: set by an attempt that ends its own session. Raises Conflict if the attempt is no longer under way,
-            for example because its lease has lapsed.
-        of_all_turns: set if the result was made from turns that were read while the attempt could still add turns.
-            Raises MoreTurns if a turn was added since.
+        under_way: set by an attempt that ends its own session. Raises Conflict if the attempt has already ended, for
+            example with its lease.
+        of_all_turns: set if `result` was computed while the attempt could still add turns. Raises MoreTurns if a turn
+            was added since.
         """
         packed = rows.pack(result)
         check = _under_way if under_way else _unfinished
@@ -994,7 +1006,7 @@ class Store:
                 if usable >= group.min_usable and await tx.execute(END_OTHERS, others):
                     await self._add_event(tx, EventKind.GROUP_ENOUGH, group.id, None, {"usable": usable})
                 return False
-            # Cursors become visible in rising order, because the row of `totals` is locked from here to the commit.
+            # The row of `totals` is locked from here to the commit, so cursors become visible in rising order.
             await tx.execute(
                 """UPDATE totals SET cursor = cursor + 1, sessions = sessions + (SELECT n FROM groups WHERE id = ?),
                        bytes = bytes + (SELECT bytes FROM groups WHERE id = ?)""",
@@ -1006,7 +1018,7 @@ class Store:
             data = {"cursor": group.cursor, "cancelled": group.cancelled}
             await self._add_event(tx, EventKind.GROUP_DONE, group.id, None, data)
             ((url,),) = await tx.fetch("SELECT callback_url FROM groups WHERE id = ?", (group.id,))
-            if url is not None:  # the URL is copied encrypted, so no key is needed
+            if url is not None:  # the encrypted URL is copied, so no key is needed
                 await tx.execute(
                     """INSERT INTO outbox (group_id, url, receiver, tries, next_try, since, tenant)
                        VALUES (?, ?, ?, 0, ?, ?, ?)""",
@@ -1017,7 +1029,7 @@ class Store:
         return await self._db.write(body)
 
     async def cancel_group(self, group_id: str, *, tenant: str | None = None) -> list[SessionRow]:
-        """Mark a group cancelled. Returns its sessions that are not done, which the caller must now end."""
+        """Mark a group as cancelled. Returns the sessions that are not done; the caller must end them."""
 
         async def body(tx: Connection) -> list[SessionRow]:
             group = await self._find_group(tx, group_id, tenant)
@@ -1030,8 +1042,8 @@ class Store:
         return await self._db.write(body)
 
     async def cancel_session(self, session_id: str, *, tenant: str | None = None) -> SessionRow:
-        """Set `ending` of one session to CANCELLED. Returns the session, which the caller must now end unless it is
-        done. The other sessions of its group continue."""
+        """Set `ending` of a session to CANCELLED. Returns the session; the caller must end it unless it is done. Other
+        sessions of the group continue."""
 
         sql = """UPDATE sessions SET ending = ?, waiting = 0, held = 0
             WHERE id = ? AND ending IS NULL AND state <> 'done'"""
@@ -1045,10 +1057,10 @@ class Store:
         return await self._db.write(body)
 
     async def recover(self, *, now: float, held: Container[str] = (), due: float = 0.0) -> list[SessionRow]:
-        """Requeue every session whose lease ended before `now`, because its node is lost. Sessions in `held` are
-        skipped. The attempt is counted as recovered. The next attempt starts at `due` or later.
+        """Queue sessions again whose attempts were lost with their nodes: their leases ended before `now`. Such an
+        attempt counts as recovered. The next attempt does not start before `due`.
 
-        Returns the requeued sessions in their new state, including sessions with `ending` set.
+        Sessions in `held` are skipped. Returns the sessions that were queued again, including those with `ending` set.
         """
 
         async def body(tx: Connection) -> list[SessionRow]:
@@ -1068,26 +1080,26 @@ class Store:
         return await self._db.write(body)
 
     async def results(self, *, after: int, limit: int, tenant: str | None = None) -> list[GroupRow]:
-        """List done groups with a cursor greater than `after`, in cursor order. All tenants share one sequence of
-        cursors."""
+        """List done groups whose cursor is greater than `after`, in order of cursor. The cursors of all tenants form
+        one sequence."""
         own = of_tenant(tenant)
         sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE cursor > ?{own.sql} ORDER BY cursor LIMIT ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (after, *own.values, limit)))
         return [self._group(row) for row in found]
 
     async def last_cursor(self, *, tenant: str | None = None) -> int:
-        """Return the newest cursor given to a result; 0 before the first result."""
+        """Return the newest cursor that was given to a done group, or 0."""
         return await self._db.read(lambda tx: total(tx, "cursor", tenant))
 
     async def events(self, *, after: int, limit: int, tenant: str | None = None) -> list[EventView]:
-        """List events with a cursor greater than `after`, in order."""
+        """List events whose cursor is greater than `after`, in order."""
         own = of_tenant(tenant)
         sql = f"SELECT {rows.EVENT_COLUMNS} FROM events WHERE cursor > ?{own.sql} ORDER BY cursor LIMIT ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (after, *own.values, limit)))
         return [rows.row_from(EventView, row) for row in found]
 
     async def tokens(self) -> list[TokenRow]:
-        """List every token of the control API, including expired and revoked tokens, oldest first."""
+        """List all tokens of the control API, including expired and revoked ones, oldest first."""
         sql = f"SELECT {rows.TOKEN_COLUMNS} FROM tokens ORDER BY created, name"
         return [rows.row_from(TokenRow, row) for row in await self._db.read(lambda tx: tx.fetch(sql))]
 
@@ -1101,8 +1113,8 @@ class Store:
         return rows.row_from(TokenRow, found[0]) if found else None
 
     async def add_token(self, token: TokenRow, *, joins: bool = True) -> None:
-        """Store a token. Raises Conflict if a token has or had the same name, because groups and the audit log refer to
-        tokens by name. Without `joins`, also raises Conflict if another token has the same tenant."""
+        """Store a token. Raises Conflict if its name was ever used, because groups and the audit log refer to tokens by
+        name. Without `joins`, also raises Conflict if another token has the same tenant."""
         sql = f"INSERT INTO tokens ({rows.TOKEN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
 
         async def body(tx: Connection) -> None:
@@ -1121,7 +1133,7 @@ class Store:
         await self._db.write(body)
 
     async def revoke_token(self, name: str) -> TokenRow:
-        """Revoke a token. A token that is already revoked keeps its time of revocation. Raises NotFound."""
+        """Revoke a token. If it is already revoked, its time of revocation stays. Raises NotFound."""
 
         async def body(tx: Connection) -> TokenRow:
             await tx.execute("UPDATE tokens SET revoked = ? WHERE name = ? AND revoked IS NULL", (self._clock(), name))
@@ -1133,16 +1145,16 @@ class Store:
         return await self._db.write(body)
 
     async def last_event(self, *, tenant: str | None = None) -> int:
-        """Return the cursor of the newest event, even if that event has been removed; 0 if there was no event yet."""
+        """Return the cursor of the newest event, or 0 if there was none. Events that have been removed count, too."""
         return await self._db.read(lambda tx: newest_event(tx, tenant))
 
     async def deliveries(
         self, *, now: float, limit: int, latest: float = inf, busy: Collection[str] = ()
     ) -> list[Delivery]:
-        """List deliveries that are due for a try, except deliveries to `busy` receivers.
+        """List callbacks that are due for a try, except those to the receivers in `busy`.
 
-        A delivery whose next try is after `latest` is due, too. No delivery is postponed for so long, so the system
-        clock must have been set back after the next try was scheduled.
+        A callback whose next try is later than `latest` is due, too. Tries are never delayed for so long, so the system
+        clock must have been set back.
         """
         others = f" AND receiver NOT IN ({', '.join('?' * len(busy))})" if busy else ""
         sql = f"SELECT {rows.DELIVERY_COLUMNS} FROM outbox WHERE given_up IS NULL AND next_try"
@@ -1155,16 +1167,17 @@ class Store:
         return [self._delivery(row) for row in await self._db.read(body)]
 
     async def delivered(self, group_id: str) -> None:
-        """Remove a group's delivery from the outbox. Raises NotFound if there is no such delivery."""
+        """Remove a delivered callback from the outbox. Raises NotFound if the group has no callback there."""
         await self._change_outbox("DELETE FROM outbox WHERE group_id = ?", group_id)
 
     async def delivery_failed(self, group_id: str, *, next_try: float, fault: str | None = None) -> None:
-        """Count a failed try, and set the time of the next try."""
+        """Count a failed try of a group's callback, and set the time of the next try."""
         sql = "UPDATE outbox SET tries = tries + 1, next_try = ?, fault = ? WHERE group_id = ?"
         await self._change_outbox(sql, next_try, fault, group_id)
 
     async def give_up_delivery(self, group_id: str, *, fault: str) -> None:
-        """Count a failed try, and make the delivery a dead letter, which is retried only on request."""
+        """Count a failed try of a callback, and stop trying. The callback is then a dead letter, which is retried only
+        on request."""
 
         async def body(tx: Connection) -> None:
             sql = "UPDATE outbox SET tries = tries + 1, given_up = ?, fault = ? WHERE group_id = ?"
@@ -1176,7 +1189,7 @@ class Store:
         await self._db.write(body)
 
     async def dead_deliveries(self, *, limit: int, tenant: str | None = None) -> list[Delivery]:
-        """List dead letters, newest first."""
+        """List dead letters (given-up callbacks), newest first."""
         own = of_tenant(tenant)
         sql = f"""SELECT {rows.DELIVERY_COLUMNS} FROM outbox WHERE given_up IS NOT NULL{own.sql}
             ORDER BY given_up DESC, group_id DESC LIMIT ?"""
@@ -1184,18 +1197,18 @@ class Store:
         return [self._delivery(row) for row in found]
 
     async def redeliver(self, group_id: str) -> None:
-        """Make a dead letter due, as if it had never been tried. Raises NotFound if there is no such dead letter."""
+        """Make a dead letter due again, as if it were new. Raises NotFound if there is no such dead letter."""
         now = self._clock()
         await self._change_outbox(f"{REVIVE} AND group_id = ?", now, now, group_id)
 
     async def redeliver_some(self, limit: int) -> int:
-        """Make up to `limit` dead letters due, as if they had never been tried. Returns their number."""
+        """Make up to `limit` dead letters due again, oldest first, as if they were new. Returns their number."""
         oldest = "SELECT group_id FROM outbox WHERE given_up IS NOT NULL ORDER BY given_up, group_id LIMIT ?"
         now = self._clock()
         return await self._db.write(lambda tx: tx.execute(f"{REVIVE} AND group_id IN ({oldest})", (now, now, limit)))
 
     async def discard_delivery(self, group_id: str) -> None:
-        """Remove a dead letter from the outbox. Raises NotFound if there is no such dead letter."""
+        """Delete a dead letter. Raises NotFound if there is no such dead letter."""
         await self._change_outbox("DELETE FROM outbox WHERE given_up IS NOT NULL AND group_id = ?", group_id)
 
     async def _find_group(self, tx: Connection, group_id: str, tenant: str | None = None) -> GroupRow:
@@ -1207,8 +1220,8 @@ class Store:
         return self._group(found[0])
 
     async def _change_outbox(self, sql: str, *values: Any) -> None:
-        """Run a statement that changes one outbox row. The last of `values` must be the group's id. Raises NotFound if
-        there is no such row."""
+        """Run a statement that changes one row of the outbox. The last of `values` must be the group's id. Raises
+        NotFound if no row was changed."""
 
         async def body(tx: Connection) -> None:
             if not await tx.execute(sql, values):
@@ -1255,7 +1268,7 @@ def _no_delivery(group_id: str) -> NotFound:
 
 
 def _spec_of(group_id: str) -> str:
-    """Return the name under which a group's spec is encrypted (see `task_key.py`)."""
+    """Return the name for which a group's spec is encrypted (see `place` in `task_key.py`)."""
     return f"the task of group {group_id}"
 
 
@@ -1272,7 +1285,7 @@ def _url_of(group_id: str) -> str:
 
 
 async def _count_trained(tx: Connection, group_id: str) -> int:
-    """Count the group's sessions that have a verdict and tokens to train on."""
+    """Count the group's sessions that have both a verdict and tokens to train on."""
     results = [session.result for session in await _find_sessions(tx, "group_id = ? AND state = 'done'", group_id)]
     return sum(result is not None and result.verdict is not None and result.tokens.trained > 0 for result in results)
 
@@ -1295,8 +1308,7 @@ async def _find_session(tx: Connection, session_id: str, tenant: str | None = No
 async def _rows_of_attempt(
     tx: Connection, sql: str, session_id: str, attempt: int | None, tenant: str | None
 ) -> list[Row]:
-    """Return the rows of a query with the placeholders `session_id` and `attempt`, by default for the newest
-    attempt."""
+    """Run a query whose placeholders are `session_id` and `attempt` (default: the newest), and return its rows."""
     own = session_of_tenant(tenant)
     newest = f"SELECT attempt FROM sessions WHERE state <> ? AND id = ?{own.sql}"
     found = await tx.fetch(newest, (REMOVED, session_id, *own.values))
@@ -1311,7 +1323,7 @@ async def _find_sessions(tx: Connection, where: str, *values: Any) -> list[Sessi
 
 
 async def _unfinished(tx: Connection, session_id: str, attempt: int) -> SessionRow:
-    """Return the session. Raises Conflict if the session is done, or if `attempt` is not its newest attempt."""
+    """Return the session. Raises Conflict if it is done or `attempt` is not its newest attempt."""
     session = await _find_session(tx, session_id)
     if session.attempt != attempt:
         raise Conflict(f"session {session_id} is at attempt {session.attempt}, not {attempt}")
@@ -1321,9 +1333,8 @@ async def _unfinished(tx: Connection, session_id: str, attempt: int) -> SessionR
 
 
 async def _continue_turns(tx: Connection, session_id: str, attempt: int) -> None:
-    """Move the turns of a session's earlier attempts to the attempt that starts. At most one earlier attempt has turns.
-    If a turn is missing, because the service was lost before the turn was stored, the later turns get new numbers
-    without a gap."""
+    """Move the turns of earlier attempts to the attempt that starts. At most one earlier attempt has turns. A turn may
+    be missing if the service was lost before it was stored. The later turns are then renumbered, without a gap."""
     for table in TURN_TABLES:
         sql = f"UPDATE {table} SET attempt = ? WHERE session_id = ? AND attempt < ?"
         await tx.execute(sql, (attempt, session_id, attempt))
@@ -1337,7 +1348,7 @@ async def _continue_turns(tx: Connection, session_id: str, attempt: int) -> None
 
 
 async def _under_way(tx: Connection, session_id: str, attempt: int) -> SessionRow:
-    """Return the session. Raises Conflict unless `attempt` is under way."""
+    """Return the session. Raises Conflict unless `attempt` is in progress."""
     session = await _unfinished(tx, session_id, attempt)
     if session.state is SessionState.QUEUED:
         raise Conflict(f"session {session_id} waits in the queue: attempt {attempt} has ended")

@@ -1,8 +1,8 @@
-"""Encrypts tasks before they are stored in the database, because the environments of tasks may contain secrets.
+"""Encrypts tasks before they are stored, because the environment variables of a task may contain secrets.
 
-The key is not in the database, so a copy of the database reveals no secrets. To seal data is to encrypt it for one
-place in the database, such as `the task of group GROUP`. Invariant: data sealed for one place cannot be opened as the
-data of another place.
+The key is not in the database, so a copy of the database reveals no secrets. Data is sealed (encrypted) for a named
+place in the database, such as `the task of group GROUP`. Invariant: data that was sealed for one place cannot be opened
+for another.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from outrider.errors import InvalidField, ServiceError, UnreadableTask
 KEY_FILE = "task.key"
 KEY_BYTES, ID_BYTES, NONCE_BYTES = 32, 8, 12
 MARK_BYTES, MARK_LENGTH = 24, 32
-"""Length of a `mark` (a keyed digest) in bytes, and in characters of base64."""
+"""Length of a keyed digest (see `TaskKey.mark`), in bytes and in base64 characters."""
 SEALED = b"\0sealed1"
-"""Prefix of sealed bytes, which no JSON has. After it come the key's id, the nonce and the output of AES-256-GCM."""
+"""Prefix of sealed (encrypted) bytes. No JSON begins like this. The key's id, the nonce and the output of AES-256-GCM
+follow."""
 SEALED_URL = "sealed1:"
-"""Prefix of a sealed URL. After it come the receiver (host and port), a blank, and sealed bytes in base64."""
+"""Prefix of a sealed URL. The receiver (host and port), a space, and the sealed bytes in base64 follow."""
 HINT = (
     "bring back the key with which the service ran before: the file task.key of its data folder, or OUTRIDER_TASK_KEY"
 )
@@ -42,20 +43,20 @@ class KeySource(Protocol):
     """Loads the key that encrypts tasks, or makes a new key."""
 
     def load(self) -> TaskKey | None:
-        """Return the key, or None if no key was made yet. Raises ServiceError for a key that cannot be read."""
+        """Return the key, or None if none was ever made. Raises ServiceError if the key cannot be read."""
         ...
 
     def make(self) -> TaskKey:
-        """Make a key, and store it. Raises ServiceError if the key cannot be stored."""
+        """Make a new key and store it. Raises ServiceError if it cannot be stored."""
         ...
 
     def missing(self) -> ServiceError:
-        """Return the error for a database with sealed tasks whose key is missing."""
+        """Return the error to raise if the database has sealed tasks but the key is missing."""
         ...
 
 
 class TaskKey:
-    """Seals and opens data with one key. A `TaskKey` is also a `KeySource` that returns itself."""
+    """Seals (encrypts) and opens data with one key. It is also a `KeySource` that returns itself."""
 
     def __init__(self, key: bytes) -> None:
         if len(key) != KEY_BYTES:
@@ -70,7 +71,7 @@ class TaskKey:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a key of KEY_BYTES bytes in base64. Raises ValueError for any other text."""
+        """Read a key of KEY_BYTES bytes from base64. Raises ValueError if the text is not such a key."""
         try:
             return cls(base64.b64decode(text.strip(), validate=True))
         except binascii.Error as error:
@@ -90,21 +91,21 @@ class TaskKey:
         return b"".join((SEALED, self._id, nonce, self._cipher.encrypt(nonce, data, place.encode())))
 
     def open(self, sealed: bytes, place: str) -> bytes:
-        """Decrypt data sealed for `place`. Raises UnreadableTask if the data was sealed with another key or for another
-        place, or is damaged."""
+        """Decrypt data that was sealed for `place`. Raises UnreadableTask if it is damaged, or was sealed with another
+        key or for another place."""
         head, body = len(SEALED) + ID_BYTES, len(SEALED) + ID_BYTES + NONCE_BYTES
         if not sealed.startswith(SEALED) or sealed[len(SEALED) : head] != self._id:
             raise UnreadableTask(f"{place} is encrypted with another key than this service has", hint=HINT)
         try:
             return self._cipher.decrypt(sealed[head:body], sealed[body:], place.encode())
-        except (InvalidTag, ValueError) as error:  # ValueError: the data is truncated
+        except (InvalidTag, ValueError) as error:  # ValueError means that the data is truncated
             hint = "restore the database from a copy, or submit the task again"
             raise UnreadableTask(
                 f"{place} is damaged, or was changed by somebody without the key", hint=hint
             ) from error
 
     def mark(self, place: str) -> str:
-        """Return a digest of `place`, MARK_LENGTH characters, that only the owner of the key can compute."""
+        """Return a digest of `place` with MARK_LENGTH characters. Nobody can compute it without the key."""
         found = hmac.digest(self._marks, place.encode(), hashlib.sha256)[:MARK_BYTES]
         return base64.urlsafe_b64encode(found).decode()
 
@@ -112,7 +113,7 @@ class TaskKey:
         return f"{SEALED_URL}{receiver} {base64.b64encode(self.seal(url.encode(), place)).decode()}"
 
     def open_url(self, sealed: str, place: str) -> str:
-        """Decrypt a URL sealed for `place`. Raises UnreadableTask, as `open` does."""
+        """Decrypt a URL that was sealed for `place`. Raises UnreadableTask, as `open` does."""
         try:
             return self.open(base64.b64decode(sealed.rpartition(" ")[2]), place).decode()
         except binascii.Error as error:
@@ -144,7 +145,7 @@ class KeyFile:
             new.replace(self._path)
             folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                os.fsync(folder)  # if a loss of power undid the rename, no task could be read again
+                os.fsync(folder)  # no task could be read again if a loss of power undid the rename
             finally:
                 os.close(folder)
         except OSError as error:
@@ -161,12 +162,12 @@ class KeyFile:
 
 
 def receiver_of_sealed(url: str) -> str:
-    """Return the host and port in a sealed URL. No key is needed."""
+    """Return the host and port of a sealed URL. This needs no key."""
     return url.removeprefix(SEALED_URL).partition(" ")[0]
 
 
 def given_key(text: str) -> TaskKey:
-    """Return the key in a setting. Raises InvalidField for text that is not a key."""
+    """Read the key from a setting. Raises InvalidField if the text is not a key."""
     try:
         return TaskKey.parse(text)
     except ValueError as error:

@@ -1,9 +1,10 @@
-"""Limits reads to the rows of one tenant, and maintains the totals of each tenant. A tenant is an owner of groups.
+"""Limits reads to the rows of one tenant, and keeps totals for each tenant. A tenant is an owner of groups.
 
-Each token belongs to a tenant, and several tokens may share one (see docs/security.md). A group belongs to the tenant
-of the token that submitted it. A read for a client has a parameter `tenant`; None stands for all tenants, and is only
-for admins and the service itself. The functions run in the caller's transaction. Invariant: a tenant's reads do not
-depend on rows of other tenants.
+Each token belongs to a tenant, and a tenant may have several tokens (see docs/security.md). A group belongs to the
+tenant of the token that submitted it. Methods that read for a client have a parameter `tenant`. None means all tenants;
+only admins and the service itself may use it.
+
+The functions run in the caller's transaction. Invariant: what a tenant reads does not depend on rows of other tenants.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from outrider.store.database import Connection
 
 
 class Condition(NamedTuple):
-    """An addition to a WHERE clause, and the values of its placeholders."""
+    """A condition to append to a WHERE clause, and the values of its placeholders."""
 
     sql: str
     values: tuple[str, ...]
@@ -24,12 +25,12 @@ EVERYBODY = Condition("", ())
 
 
 def of_tenant(tenant: str | None) -> Condition:
-    """Return the condition for tables with a `tenant` column."""
+    """Return the condition for a table that has a column `tenant`."""
     return EVERYBODY if tenant is None else Condition(" AND tenant = ?", (tenant,))
 
 
 def session_of_tenant(tenant: str | None) -> Condition:
-    """Return the condition for `sessions`. A session's tenant is the tenant of its group."""
+    """Return the condition for `sessions`, which has no column `tenant`. A session belongs to its group's tenant."""
     if tenant is None:
         return EVERYBODY
     sql = " AND EXISTS (SELECT 1 FROM groups WHERE groups.id = sessions.group_id AND groups.tenant = ?)"
@@ -37,7 +38,7 @@ def session_of_tenant(tenant: str | None) -> Condition:
 
 
 async def note_done(tx: Connection, group_id: str) -> None:
-    """Add a group to the totals of its tenant. The group must already have its cursor."""
+    """Add a done group to the totals of its tenant. The group must already have its cursor."""
     await tx.execute(
         """INSERT INTO tenants (name, cursor, sessions, removed_event)
            SELECT tenant, cursor, n, 0 FROM groups WHERE id = ?
@@ -48,13 +49,13 @@ async def note_done(tx: Connection, group_id: str) -> None:
 
 
 async def note_hidden(tx: Connection, group_id: str, sessions: int) -> None:
-    """Subtract the sessions of a hidden group from the totals of the group's tenant."""
+    """Subtract a hidden group's sessions from the totals of its tenant."""
     sql = "UPDATE tenants SET sessions = sessions - ? WHERE name = (SELECT tenant FROM groups WHERE id = ?)"
     await tx.execute(sql, (sessions, group_id))
 
 
 async def note_erased_events(tx: Connection, group_id: str, last: int) -> None:
-    """Record in the tenant's totals that a group's events up to the cursor `last` are removed."""
+    """Record that events of a group were removed. `last` is the greatest cursor of these events."""
     await tx.execute(
         """UPDATE tenants SET removed_event = ?
            WHERE removed_event < ? AND name = (SELECT tenant FROM groups WHERE id = ?)""",
@@ -63,8 +64,11 @@ async def note_erased_events(tx: Connection, group_id: str, last: int) -> None:
 
 
 async def total(tx: Connection, column: Literal["cursor", "sessions", "removed_event"], tenant: str | None) -> int:
-    """Return a total of the tenant, 0 if there is none yet. `cursor` is the newest cursor given to a result, `sessions`
-    the number of sessions in done groups, and `removed_event` the newest cursor of a removed event."""
+    """Return one of a tenant's totals, or 0 if there is none yet.
+
+    cursor: the newest cursor given to a done group.
+    sessions: number of sessions in done groups.
+    removed_event: the newest cursor of a removed event."""
     if tenant is None:
         found = await tx.fetch(f"SELECT {column} FROM totals")
     else:
@@ -73,7 +77,7 @@ async def total(tx: Connection, column: Literal["cursor", "sessions", "removed_e
 
 
 async def newest_event(tx: Connection, tenant: str | None) -> int:
-    """Return the newest cursor given to an event of the tenant, including removed events; 0 before the first event."""
+    """Return the cursor of the tenant's newest event, or 0 if there was none. Removed events count, too."""
     where, values = ("", ()) if tenant is None else (" WHERE tenant = ?", (tenant,))
     ((stored,),) = await tx.fetch(f"SELECT COALESCE(MAX(cursor), 0) FROM events{where}", values)
     return max(int(stored), await total(tx, "removed_event", tenant))

@@ -1,6 +1,6 @@
-"""Stores the durations of a trainer's phases: one record for each step of each epoch. Each tenant has its own records.
+"""Stores how long the phases of a trainer's steps took. There is one record per tenant, epoch and step.
 
-Invariant: a tenant has at most MOST_TIMINGS records. The oldest records are dropped to make room for new ones.
+Invariant: a tenant has at most MOST_TIMINGS records. When a new record exceeds this number, the oldest is dropped.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ MOST_TIMINGS = 5_000
 
 
 class TrainingTimings:
-    """The timings in a store. The store opens and closes the database. Every method raises ServiceError when the
-    database fails. Records are JSON objects, as bytes."""
+    """Reads and writes the records in the store's database. Methods raise ServiceError when the database fails. Each
+    record is a JSON object, as bytes."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._db = database
         self._clock = clock
 
     async def keep(self, tenant: str, epoch: int, step: int, record: bytes) -> None:
-        """Store the record of a step. It replaces an earlier record of the same step, and keeps the earlier record's
-        age."""
+        """Store the record of a step. An earlier record of the same step is replaced, and its age stays the same."""
         put = """INSERT INTO training_timings (tenant, epoch, step, record, stored) VALUES (?, ?, ?, ?, ?)
             ON CONFLICT (tenant, epoch, step) DO UPDATE SET record = excluded.record"""
         drop = "DELETE FROM training_timings WHERE tenant = ? AND epoch = ? AND step = ?"
@@ -38,12 +37,12 @@ class TrainingTimings:
         await self._db.write(body)
 
     async def find(self, tenant: str, epoch: int, step: int) -> bytes | None:
-        """Return the record of a step, None if there is none."""
+        """Return the record of a step, or None."""
         sql = "SELECT record FROM training_timings WHERE tenant = ? AND epoch = ? AND step = ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (tenant, epoch, step)))
         return bytes(found[0][0]) if found else None
 
     async def all(self, tenant: str) -> list[bytes]:
-        """Return the tenant's records, in the order of epoch and step."""
+        """Return the tenant's records in order of epoch and step."""
         sql = "SELECT record FROM training_timings WHERE tenant = ? ORDER BY epoch, step"
         return [bytes(row[0]) for row in await self._db.read(lambda tx: tx.fetch(sql, (tenant,)))]

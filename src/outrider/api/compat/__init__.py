@@ -1,7 +1,6 @@
-"""The HTTP interfaces of other rollout systems, translated to Outrider's own: one module for each system.
+"""Offers the HTTP interfaces of other rollout systems, translated to Outrider's own. Each system has a module.
 
-A client of such a system needs only another URL. Harbor's run API is served together with `verl`, because verl's recipe
-uses it. The modules have no scheduler and no store of their own: they call `Service`. A request that cannot be
-translated is refused, and the error names the field. `routes.py`, `endings.py`, `waiting.py` and `gateway_call.py` are
-shared by the systems.
+A client of another system needs only a new URL. Harbor's run API belongs to `verl`, because verl's recipe uses it. The
+modules have no scheduler or store: they call `Service`. A request that cannot be translated is refused with an error
+that names the field. All systems use `routes.py`, `endings.py`, `waiting.py` and `gateway_call.py`.
 """

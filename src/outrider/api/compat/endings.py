@@ -1,6 +1,6 @@
-"""Describes the endings of sessions for other systems: which endings are timeouts, and why a verdict is missing.
+"""Describes to other systems how a session ended: whether it timed out, and why it has no verdict.
 
-Pure. Invariant: a session without a verdict is never `completed`.
+Pure functions. Invariant: a session without a verdict is never `completed`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from outrider.redaction import redacted
 from outrider.trajectory import SessionResult
 
 TIMEOUTS = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT})
-"""Stop reasons of sessions that a time limit ended while they ran."""
+"""Stop reasons of sessions that reached a time limit while they ran."""
 UNGRADED_TIMEOUTS = frozenset({StopReason.SESSION_TIMEOUT, StopReason.EXPIRED})
-"""Stop reasons of sessions that a time limit ended before they were graded."""
+"""Stop reasons of sessions that reached a time limit before they were graded."""
 UNGRADED: Mapping[StopReason, str] = {
     StopReason.CANCELLED: "cancelled: the {run} was cancelled",
     StopReason.EARLY_STOP: "early_stop: enough other sessions of the task are usable",
     StopReason.EXPIRED: "expired: the {run} waited too long for its start",
     StopReason.SESSION_TIMEOUT: "session_timeout: the time of the {run} was over before the grading",
 }
-"""Reasons why a session without an error has no verdict, by stop reason. `{run}` is replaced by the system's word for a
-session."""
+"""Texts that say why a session without an error has no verdict, by stop reason. `{run}` stands for the other system's
+word for a session."""
 
 Ending = Literal["completed", "failed", "timeout"]
 
@@ -36,8 +36,7 @@ def ending_of(result: SessionResult) -> Ending:
 
 
 def why_ungraded(result: SessionResult, *, run: str) -> str | None:
-    """Return the reason why a session has no verdict, or None if it has a verdict. `run` is the system's word for a
-    session."""
+    """Return why a session has no verdict, or None if it has one. `run` is the other system's word for a session."""
     if result.verdict is not None:
         return None
     if (error := result.error) is not None:

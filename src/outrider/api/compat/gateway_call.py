@@ -1,4 +1,4 @@
-"""Passes model calls that arrive on the routes of another system to the model gateway."""
+"""Forwards model calls from other systems' routes to the model gateway."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from outrider.wire.http_server import Message, Receive, Scope, Send
 
 
 class GatewayCall(Response):
-    """A reply that the model gateway makes. The gateway handles the client's call as if it were sent to `path`. `body`
-    is the call's body if the route has already read it."""
+    """A reply that comes from the model gateway. The gateway handles the call as if the client had sent it to `path`.
+    `body` is the call's body, if the route has already read it."""
 
     def __init__(self, gateway: Gateway, path: str, body: bytes | None) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Reads the multipart body of Harbor's run API, and unpacks the task archive.
+"""Parses the multipart body of Harbor's run API, and unpacks the task archive in it.
 
-Invariants: unpacking writes nothing outside of the given folder, and no more than MAX_UNPACKED bytes and MAX_ENTRIES
-files and folders; a malformed body or archive raises InvalidField or TooLarge.
+Invariants: unpacking writes only into the given folder, at most MAX_UNPACKED bytes and MAX_ENTRIES files and folders. A
+malformed body or archive raises InvalidField or TooLarge.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from outrider.sandbox.rootfs.unpack import UNREADABLE, ArchiveMember
 from outrider.tasks.harbor.tasks import TASK_TOML
 
 METADATA, ARCHIVE = "metadata", "task_archive"
-"""Names of the parts of the multipart body."""
+"""Names of the two parts of the multipart body."""
 MAX_PARTS = 16
 MAX_HEADERS = 16 << 10
-"""Maximum bytes of the headers of one part."""
+"""Maximum size of the headers of one part, in bytes."""
 MAX_UNPACKED = 64 << 20
-"""Maximum bytes of a task's files. Files that are sent along with a task, such as its tests, have lower limits
-(`tasks/harbor/files.py`)."""
+"""Maximum size of a task's files, in bytes. `tasks/harbor/files.py` has lower limits for files that are sent into the
+sandbox, such as tests."""
 RATIO, ANY_RATIO_BYTES = 100, 1 << 20
-"""RATIO is the maximum ratio of unpacked bytes to archived bytes. Up to ANY_RATIO_BYTES unpacked bytes may have any
-ratio."""
+"""Unpacking may increase the size by at most the factor RATIO. Archives with up to ANY_RATIO_BYTES unpacked bytes may
+exceed this factor."""
 MAX_CONFIG = 1 << 20
-"""Maximum bytes of a task.toml, because parsing it is slow."""
+"""Maximum size of a task.toml in bytes. Parsing a large one is slow."""
 MAX_ENTRIES = 4096
 MAX_DEPTH = 32
 COPY_BYTES = 1 << 18
 BOUNDARY = re.compile(r'boundary=(?:"([^"\r\n]{1,200})"|([^;\s"]{1,200}))', re.IGNORECASE)
 PART_NAME = re.compile(rb'(?:^|[;\s])name=(?:"([^"\r\n]*)"|([^;\s"]+))', re.IGNORECASE)
 NAMES_AT_FAULT = frozenset({errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ})
-"""Error numbers of the file system that a bad name in the archive causes."""
+"""`errno` values that a bad file name in the archive can cause."""
 
 
 def parts_of(content_type: str, body: bytes) -> Mapping[str, bytes]:
-    """Return the parts `metadata` and `task_archive` of a multipart body. Raises InvalidField, which names the part."""
+    """Return the parts `metadata` and `task_archive` of a multipart body. Raises InvalidField with the name of the
+    faulty part."""
     found = BOUNDARY.search(content_type)
     if not content_type.lower().startswith("multipart/form-data") or found is None:
         raise InvalidField(
@@ -72,7 +73,7 @@ def parts_of(content_type: str, body: bytes) -> Mapping[str, bytes]:
 
 
 def _name(head: bytes) -> str:
-    """Return the name of a part with these headers. Raises InvalidField for a part without a name."""
+    """Return the name of a part from its headers. Raises InvalidField if it has none."""
     for line in head.split(b"\r\n"):
         title, _, value = line.partition(b":")
         named = PART_NAME.search(value) if title.strip().lower() == b"content-disposition" else None
@@ -82,7 +83,7 @@ def _name(head: bytes) -> str:
 
 
 class _Limited(io.RawIOBase):
-    """A stream of an archive's unpacked bytes. Raises TooLarge beyond the limits of `check_size`."""
+    """Stream of an archive's unpacked bytes. Raises TooLarge if they exceed the limits of `check_size`."""
 
     def __init__(self, archive: bytes) -> None:
         self._unpacked = gzip.GzipFile(fileobj=io.BytesIO(archive))
@@ -100,7 +101,7 @@ class _Limited(io.RawIOBase):
 
 
 def check_size(size: int, archived: int) -> None:
-    """Raise TooLarge if `size` bytes are too many for a task, or for an archive of `archived` bytes."""
+    """Raise TooLarge if `size` unpacked bytes are too many for a task, or for an archive of `archived` bytes."""
     if size > MAX_UNPACKED:
         raise TooLarge(
             f"the task has more than {MAX_UNPACKED >> 20} MiB",
@@ -114,8 +115,8 @@ def check_size(size: int, archived: int) -> None:
 
 
 def unpack_task(archive: bytes, into: Path) -> Path:
-    """Unpack a task archive into an empty folder. Returns the task's folder: `into` itself, or the one folder at the
-    top of the archive. Blocks. Raises InvalidField and TooLarge."""
+    """Unpack a task archive into an empty folder, and return the task's folder. This is `into` itself, or the only
+    folder at the top of the archive. Blocks. Raises InvalidField and TooLarge."""
     try:
         with tarfile.open(fileobj=cast(BinaryIO, _Limited(archive)), mode="r|", tarinfo=ArchiveMember) as tar:
             for number, member in enumerate(tar):
@@ -123,7 +124,7 @@ def unpack_task(archive: bytes, into: Path) -> Path:
                     raise TooLarge(f"the archive has more than {MAX_ENTRIES} files and folders", field=ARCHIVE)
                 check_size(member.size, len(archive))
                 _write(tar, member, into)
-    except (*UNREADABLE, OSError) as error:  # gzip raises OSError
+    except (*UNREADABLE, OSError) as error:  # gzip raises OSError for damaged data
         if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile) and error.errno is not None:
             raise
         raise InvalidField(
@@ -158,7 +159,7 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, into: Path) -> None:
             return
         (into / name).parent.mkdir(parents=True, exist_ok=True)
         source = tar.extractfile(member)
-        assert source is not None  # a regular file
+        assert source is not None  # not None for a regular file
         with (into / name).open("xb") as file:
             while data := source.read(COPY_BYTES):
                 file.write(data)

@@ -1,8 +1,8 @@
-"""The request of Harbor's run API, and its translation to a group of one session.
+"""Parses a request to Harbor's run API, and translates it to a group of one session.
 
-Every model refuses unknown fields. If a field cannot be translated, the request is refused, and the error names the
-field (docs/compat/harbor.md has the table). Invariants: equal requests with equal archives give equal groups; a task
-gets no variable of the service's environment.
+Every model refuses unknown fields. If a field cannot be translated, the request is refused with an error that names the
+field (the table is in docs/compat/harbor.md). Invariants: equal requests with equal archives give equal groups; no
+environment variable of the service gets into a task.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from outrider.tasks.harbor.schema import NO_NETWORK
 from outrider.tasks.harbor.tasks import AGENT_SECONDS, PREPARING_SECONDS, SESSION_SECONDS, HarborFolder
 
 SYSTEM = "harbor"
-"""Harbor's name in the store and in labels."""
+"""Name of the system Harbor in the store and in labels."""
 JOB_LABEL, TASK_LABEL, AGENT_LABEL, MODEL_LABEL, BOUND_LABEL, UNGRADED_LABEL = (
     f"{SYSTEM}.{name}" for name in ("job_id", "task_id", "agent", "model", "session", "ungraded")
 )
-"""Labels of a run's group. With BOUND_LABEL, the run's turns belong to a session of verl's session proxy (`verl.py`).
-With UNGRADED_LABEL, the run has no verifier."""
+"""Labels of the group that runs a task for Harbor. BOUND_LABEL: the turns belong to a session of verl's session proxy
+(`verl.py`). UNGRADED_LABEL: the task has no verifier."""
 PROXY_KWARGS = ("model_base_url", "api_base")
-"""Settings of an agent that contain the URL of the model proxy."""
+"""Names of agent settings that may contain the URL of the model proxy."""
 
 RunText = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(without_nul)]
 ProxyUrl = Annotated[str, StringConstraints(min_length=1, max_length=2048), AfterValidator(without_nul)]
 
 
 class HarborServedAgent(HarborRunAgent):
-    """The agent of a run: either the `name` of an agent program, or the `import_path` (`module:Class`) of an agent
+    """The agent that runs a task: the `name` of an agent program, or the `import_path` (`module:Class`) of an agent
     class for Outrider."""
 
     name: RunText | None = None
@@ -65,7 +65,7 @@ class HarborServedAgent(HarborRunAgent):
 
 
 class HarborRunRequest(Spec):
-    """The part `metadata` of the request's body. `task_path` has no effect, because the task is in the archive."""
+    """The JSON in the part `metadata` of the body. `task_path` is ignored, because the task is in the archive."""
 
     job_id: RunText
     task_id: RunText
@@ -80,7 +80,7 @@ class HarborRunRequest(Spec):
 
     @property
     def proxy(self) -> str | None:
-        """The model proxy for the run. Raises InvalidField if the request names different proxies."""
+        """URL of the model proxy for the agent, or None. Raises InvalidField if two fields have different URLs."""
         named = {
             "llm_proxy_url": self.llm_proxy_url,
             "agent.llm_proxy_url": self.agent.llm_proxy_url,
@@ -99,7 +99,7 @@ class HarborRunRequest(Spec):
 
 
 WITHOUT_EFFECT = ("api_key", "session_id")
-"""Settings of an agent that have no effect, because Outrider gives each agent the credential of its session."""
+"""Names of agent settings that are ignored, because Outrider gives each agent the credential of its session."""
 AGENTS: Mapping[str, str] = {
     "claude-code": "claude-code",
     "codex": "codex",
@@ -112,17 +112,17 @@ AGENTS: Mapping[str, str] = {
     "pi": "pi",
     "mini-swe-agent": "mini-swe-agent",
 }
-"""Our preset for each of Harbor's agents. An agent that is missing here is refused."""
+"""Outrider's preset for each agent of Harbor. Other agents are refused."""
 WITHOUT_MODEL = ("oracle", "nop")
-"""Harbor's agents that call no model."""
+"""Harbor's agents that make no model calls."""
 SAMPLING = ("temperature", "top_p")
 TURNS = ("max_turns", "max_iterations", "step_limit")
-"""Names by which agent programs call their limit of model calls."""
+"""Settings with which agent programs limit their number of model calls."""
 ENV_KWARGS = ("extra_env", "sandbox_env_vars")
 RESOURCES = {"cpus": "cpus", "memory_mb": "memory_mb", "storage_mb": "disk_mb", "gpus": "gpus"}
 OVERRIDES = (*RESOURCES, *(f"override_{name}" for name in RESOURCES), "docker_image", "workdir", "env", "network_mode")
-"""The accepted keys of `environment_overrides`: fields of the table [environment] in task.toml, and Harbor's names for
-overriding these fields, such as `override_cpus`."""
+"""Keys that `environment_overrides` may have: the fields of [environment] in task.toml, and Harbor's alternative names,
+such as `override_cpus`."""
 
 FIELDS = (
     ("task.harness.preset", "agent.name"),
@@ -142,21 +142,20 @@ FIELDS = (
     ("task.labels", "task_id"),
     ("task", ARCHIVE),
 )
-"""Each pair has a field of our group, and the field of the request from which it is made. An error about the group's
-field then names the request's field. The first matching pair counts."""
+"""Maps fields of Outrider's group to the fields of Harbor's request from which they are made, so that an error about
+the group names the request's field. The first matching pair is used."""
 
 
 harbor_fields = partial(renamed_fields, FIELDS, whole=(ARCHIVE,))
-"""Returns a context manager. In its block, an error about a field of the group names the field of the request
-instead."""
+"""Context manager in which errors about a field of the group name the field of the request instead."""
 
 
 def run_group(
     asked: HarborRunRequest, folder: Path, *, session: str | None = None, idempotency_key: str | None = None
 ) -> StoredGroupSpec:
-    """Return the group that runs the task in an unpacked folder. `session` is the id of a session of verl's session
-    proxy, if the run's turns belong to it. Blocks. If the request or the folder cannot be translated, raises
-    InvalidField with the request's field, or TooLarge."""
+    """Return the group that runs the task in an unpacked folder. If its turns belong to a session of verl's session
+    proxy, `session` is the id of that session. Blocks. If something cannot be translated, raises TooLarge, or
+    InvalidField with the field of the request."""
     overrides = _overrides(asked)
     task = _task(folder, image=overrides.pop("image"), offline=overrides.pop("offline"))
     harness, sampling, turns = _harness(asked.agent)
@@ -188,9 +187,10 @@ def run_group(
 
 
 def _task(folder: Path, *, image: str | None, offline: bool) -> dict[str, Any]:
-    """Return the task in a folder, without a harness. Errors name paths in the archive."""
+    """Return the task in a folder, without a harness. Errors name files by their paths in the archive."""
     try:
-        # Variables ${NAME} of a task are not replaced by the service's environment variables, which may hold secrets.
+        # The empty mapping keeps variables ${NAME} in a task from being replaced by the service's environment
+        # variables, which may be secret.
         return HarborFolder(folder, {}, image, offline=offline).example(folder.name).task
     except OutriderError as error:
         hint = error.hint or ""
@@ -202,7 +202,7 @@ def _task(folder: Path, *, image: str | None, offline: bool) -> dict[str, Any]:
 
 
 def _harness(agent: HarborServedAgent) -> tuple[dict[str, Any], dict[str, Any], int | None]:
-    """Return the harness, the sampling and the limit of turns from the agent's settings."""
+    """Translate the agent's settings. Returns the harness, the sampling parameters and the maximum number of turns."""
     settings = {name: each for name, each in agent.kwargs.items() if name not in (*PROXY_KWARGS, *WITHOUT_EFFECT)}
     sampling = {name: settings.pop(name) for name in SAMPLING if settings.get(name) is not None}
     env = _env(settings.pop("extra_env", None), "agent.kwargs.extra_env")
@@ -226,9 +226,10 @@ def _harness(agent: HarborServedAgent) -> tuple[dict[str, Any], dict[str, Any], 
 
 
 def _set_limits(task: dict[str, Any], asked: HarborRunRequest, turns: int | None) -> None:
-    """Set the time limits of the agent and the verifier for every step. As in Harbor, a limit is the request's
-    override, or else the task's own limit. It is reduced to the request's maximum, and then multiplied by the request's
-    multiplier."""
+    """Set the time limits of agent and verifier in all steps, as Harbor does. For each limit:
+    1. Take the request's override or, if there is none, the task's own limit.
+    2. Reduce it to the request's maximum.
+    3. Multiply it by the request's `timeout_multiplier`."""
     agent, verifier, times = asked.agent, asked.verifier, asked.timeout_multiplier
 
     def seconds(own: float, override: float | None, most: float | None) -> float:
@@ -256,9 +257,8 @@ def _set_limits(task: dict[str, Any], asked: HarborRunRequest, turns: int | None
 
 
 def _overrides(asked: HarborRunRequest) -> dict[str, Any]:
-    """Return the fields of the sandbox's spec that the request overrides. The result also has `image`,
-    `memory_limit_multiplier` and `offline`. With `offline`, the task gets no network even if its task.toml requests
-    one."""
+    """Return the fields of the sandbox's spec that the request overrides, and `image`, `memory_limit_multiplier` and
+    `offline`. If `offline` is true, the task gets no network, whatever its task.toml says."""
     given = dict(asked.environment_overrides or {})
     if strange := sorted(given.keys() - set(OVERRIDES)):
         raise InvalidField(

@@ -1,8 +1,8 @@
-"""Harbor's run API: a run is a group of one session, made from an uploaded task folder.
+"""Serves Harbor's run API. A run executes an uploaded task folder; it is a group of one session.
 
-A run's id is its group's id, so the run can be found after its caller has disconnected and after a restart. If a run's
-model proxy is a session of verl's session proxy (`verl.py`), the run's turns belong to this session (`verl_runs.py`).
-Invariants: a run is stored before its id is returned; a run without a verdict has no rewards.
+The id of a run is the id of its group. So clients can find their runs after they have disconnected, or after a restart.
+If the run's model proxy is a session of verl's session proxy (`verl.py`), its turns belong to that session
+(`verl_runs.py`). Invariants: a run is stored before its id is returned; a run without a verdict has no rewards.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ if TYPE_CHECKING:
 
 RUNS = "/api/v1/runs"
 IDEMPOTENCY_HEADER = "Idempotency-Key"
-"""Optional header of a submission. If the same request is sent again with the same key, no second run is made."""
+"""Optional header of a submission. A repeated request with the same key starts no second run."""
 MOST_UNPACKED = 2
-"""Maximum number of archives that are unpacked at once."""
+"""Maximum number of archives that are unpacked at the same time."""
 STEP_METRIC = "step"
-"""Prefix in the names of the metrics of a single step of a task (`sessions/step_verdicts.py`)."""
+"""Names of metrics that describe one step of a task begin like this (`sessions/step_verdicts.py`)."""
 
 RunObject = dict[str, Any]
-"""An object in Harbor's format. Columns of numbers may be numpy arrays, which orjson encodes as lists."""
+"""A JSON object in Harbor's format. It may contain numpy arrays, which orjson encodes as lists."""
 
 
 class HarborRunApi:
-    """The handlers of the run API. A caller sees only runs of its own tenant. `find` returns a session of verl's
-    session proxy (`verl.py`), given the id that the client has chosen. It raises NotFound."""
+    """Handlers of the run API. A caller sees only runs of its own tenant. `find` returns the session of verl's session
+    proxy (`verl.py`) with an id that a client chose. It raises NotFound."""
 
     def __init__(
         self, service: Service, bound: BoundRuns, find: Callable[[str, Principal], Awaitable[SessionRow]]
@@ -79,7 +79,7 @@ class HarborRunApi:
         ]
 
     async def run(self, request: Request, caller: Principal) -> Response:
-        """Run a task, and reply with the result. If the caller disconnects, the run continues."""
+        """Run a task, and reply with the result. The run continues if the caller disconnects."""
         group_id = await self._submitted(request, caller)
         release_body(request)
         await done_group(self._service, request, group_id, caller)
@@ -105,7 +105,7 @@ class HarborRunApi:
         return await large_reply(self._service, lambda: run_response(run_id, session, turns, graded=graded))
 
     async def _run(self, run_id: str, caller: Principal) -> tuple[SessionRow, bool]:
-        """Return a run's session, and whether the run is graded. Raises NotFound."""
+        """Return a run's session, and whether it is graded. Raises NotFound."""
         try:
             row = await self._service.store.group(run_id, tenant=caller.sees)
         except NotFound as error:
@@ -116,7 +116,7 @@ class HarborRunApi:
         return session, UNGRADED_LABEL not in row.labels
 
     async def _submitted(self, request: Request, caller: Principal) -> str:
-        """Store the run that a request describes, and return the run's id."""
+        """Store the run that is described by a request. Returns the run's id."""
         body = await whole_body(request)
         parts = await asyncio.to_thread(parts_of, request.headers.get("content-type", ""), body)
         del body
@@ -150,13 +150,14 @@ class HarborRunApi:
                 hint="reset the session before its next run" if sid else "use a new key for a new run",
             ) from error
         request.scope[CREATED].update(group_id=group.id)
-        if sid is not None and (await self._service.store.session(session.id)).over:  # closed since the check above
+        # the session was closed after `_bindable` checked it
+        if sid is not None and (await self._service.store.session(session.id)).over:
             await self._service.cancel(group.id, caller)
         return group.id
 
     async def _bindable(self, sid: str, caller: Principal) -> SessionRow:
-        """Return the session of verl's session proxy to which a run is bound. Raises RequestError if this service has
-        no such session, and Conflict if the session is closed or already has turns."""
+        """Return the session of verl's session proxy to which the new run is to be bound. Raises RequestError if this
+        service does not have the session. Raises Conflict if it is closed or already has turns."""
         try:
             session = await self._find(sid, caller)
         except NotFound as error:
@@ -174,7 +175,7 @@ class HarborRunApi:
 
 
 def _session_in(proxy: str) -> str:
-    """Return the session's id from the URL of a model proxy: `…/SID` or `…/SID/v1`. Raises RequestError."""
+    """Return the session id at the end of a model proxy's URL, such as `…/SID` or `…/SID/v1`. Raises RequestError."""
     try:
         parts = urlsplit(proxy)
     except ValueError as error:
@@ -194,7 +195,7 @@ def _session_in(proxy: str) -> str:
 
 
 def status_of(session: SessionRow, *, graded: bool) -> RunObject:
-    """Return the status of a run: `pending` or `running`, or how it has ended."""
+    """Return a run's status: `pending`, `running`, or how the run ended."""
     result = session.result
     if result is None:
         return {"status": "pending" if session.state is SessionState.QUEUED else "running"}
@@ -202,7 +203,7 @@ def status_of(session: SessionRow, *, graded: bool) -> RunObject:
 
 
 def rewards_of(result: SessionResult, *, graded: bool) -> dict[str, float] | None:
-    """Return the rewards by name, as test.sh wrote them, or None without a verdict."""
+    """Return the rewards that test.sh wrote, by name. Returns None without a verdict."""
     verdict = result.verdict
     if verdict is None or not graded:
         return None
@@ -224,7 +225,7 @@ def error_of_run(result: SessionResult) -> str | None:
 
 
 def run_response(run_id: str, session: SessionRow, turns: Sequence[Turn], *, graded: bool) -> RunObject:
-    """Return the AgentRunResponse of a run that has ended. `turns[i].index` must be `i`."""
+    """Return the AgentRunResponse of a finished run. `turns[i].index` must be `i`."""
     result = session.result
     assert result is not None
     cached = [turn.cached_tokens for turn in turns]
@@ -250,10 +251,11 @@ def run_response(run_id: str, session: SessionRow, turns: Sequence[Turn], *, gra
 
 
 def rollout_details(turns: Sequence[Turn]) -> list[RunObject]:
-    """Return the token ids of the turns, as one object for each conversation, in the order in which the conversations
-    began. A turn belongs to the conversation whose last turn it continues. If two turns continue the same turn, the
-    second one begins a new conversation with its whole prompt. Replies that the agent did not use are left out, because
-    trainers that read Harbor's format train on every reply. The result is empty if the ids of a turn are unknown."""
+    """Return the token ids of the turns: one object per conversation, in the order in which the conversations began.
+
+    A turn belongs to the conversation whose last turn it continues. If two turns continue the same turn, the second one
+    starts a new conversation that repeats the whole prompt. Replies that the agent did not use are left out, because
+    trainers that read this format train on every reply. If the ids of a turn are unknown, the list is empty."""
     if any(turn.mode is TokenMode.TEXT for turn in turns):
         return []
     details: list[RunObject] = []

@@ -1,8 +1,10 @@
-"""The HTTP interface of Polar's rollout server. `polar_gateway.py` has the interface of Polar's gateway.
+"""Serves the HTTP interface of Polar's rollout server. (`polar_gateway.py` serves that of Polar's gateway.)
 
-A task of Polar is a group of Outrider, found by its idempotency key and labels (`polar_request.py`). `polar_results.py`
-makes the replies, and `polar_events.py` the events. The service runs its sessions itself, so Polar's gateways cannot
-register. Invariant: before the reply is sent, a submitted task is stored; so is the cancellation of a task that is not
+A Polar task is a group of Outrider, which is found by its idempotency key and labels (`polar_request.py`).
+`polar_results.py` creates the replies, and `polar_events.py` the events. The service runs the sessions itself, so
+Polar's gateways cannot register here.
+
+Invariant: a submitted task is stored before the reply is sent, and so is the cancellation of a task that is not
 submitted yet.
 """
 
@@ -50,24 +52,24 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 REFUSED_SECONDS = 300.0
-"""If a task is cancelled before its submission, it cannot be submitted for this many seconds."""
+"""A task that is cancelled before it is submitted cannot be submitted for this many seconds."""
 SUBMIT_STATUSES = {400: 422, 413: 422, 429: 503, 501: 503}
-"""Replacements for the HTTP status of a refused submission, by the status of Outrider's error. Polar's clients handle
-409, 422 and 503."""
+"""Maps HTTP statuses of Outrider's errors to the statuses of refused submissions that Polar's clients handle: 409, 422
+and 503."""
 TASK_STATUSES = ("running", "completed", "failed", "cancelling", "cancelled")
 TASK_ID = TypeAdapter(TaskId)
 REFUSED_PATHS = ("/nodes/register", "/nodes/{node_id}/heartbeat", "/callbacks/session_result")
 
 
 def routes(service: Service) -> list[CompatRoute]:
-    """Return Polar's routes. Also makes the service send the callbacks of Polar's tasks in Polar's format."""
+    """Return Polar's routes. Also make the service send the callbacks for Polar's tasks in Polar's format."""
     reader = PolarReader(service)
     service.translate_callbacks(SYSTEM, reader.callback)
     return [*PolarServer(service, reader).routes(), *PolarGateway(service, reader).routes()]
 
 
 class PolarServer:
-    """The handlers of Polar's rollout server. A caller sees only tasks of its own tenant."""
+    """Handlers of Polar's rollout server. A caller sees only tasks of its own tenant."""
 
     def __init__(self, service: Service, reader: PolarReader) -> None:
         self._service = service
@@ -93,7 +95,7 @@ class PolarServer:
         return {"status": "ok", "nodes": len(self._service.nodes().nodes)}
 
     async def submit(self, request: Request, caller: Principal) -> PolarObject:
-        """Store a task's group. If the same request is sent again, no second task is made."""
+        """Store a task as a group. A repeated request returns the same task."""
         asked = await self._service.parse(PolarTaskRequest, await whole_body(request), caller)
         spec = await asyncio.to_thread(group_of, asked, files=self._service.config.files)
         try:
@@ -117,7 +119,7 @@ class PolarServer:
         return await self._task_status(_found(row, task_id))
 
     async def cancel(self, request: Request, caller: Principal) -> Response:
-        """Cancel a task. With `register_if_missing`, a task that is not submitted yet cannot be submitted for
+        """Cancel a task. With `register_if_missing`, a task that is not submitted yet is refused for
         REFUSED_SECONDS."""
         task_id, store = _named(request), self._service.store
         if boolean_of(request, "register_if_missing"):
@@ -164,7 +166,7 @@ class PolarServer:
         )
         summaries = []
         for row in rows:
-            with suppress(NotFound):  # the group was removed meanwhile
+            with suppress(NotFound):  # the group was just removed
                 summaries.append(await self._reader.summary(row))
         return {"tasks": summaries}
 
@@ -181,7 +183,7 @@ class PolarServer:
         return self._node(request)
 
     async def drain_node(self, request: Request, caller: Principal) -> PolarObject:
-        """Place no more sessions on a node. The setting survives a restart."""
+        """Start no more sessions on a node, even after a restart of the service."""
         await self._service.drain_node(request.path_params["node_id"])
         return self._node(request)
 
@@ -203,13 +205,13 @@ class PolarServer:
 
 
 def _never_submitted(task_id: str) -> PolarObject:
-    """Return the TaskStatus of a task that was cancelled before its submission."""
+    """Return the TaskStatus of a task that was cancelled before it was submitted."""
     result = {"task_id": task_id, "status": "cancelled", "results": [], "result_paths": []}
     return {**result, "total_sessions": 0, "completed_sessions": 0}
 
 
 def _named(request: Request) -> str:
-    """Return the task id in the path. Raises NotFound if the text cannot be a task id."""
+    """Return the task id in the path. Raises NotFound if it is not a possible task id."""
     task_id: str = request.path_params["task_id"]
     try:
         return TASK_ID.validate_python(task_id)

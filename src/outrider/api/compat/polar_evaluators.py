@@ -1,7 +1,7 @@
-"""Translates Polar's evaluators to specs of our evaluators that grade in the same way.
+"""Translates the evaluators of Polar's requests to specs of Outrider's evaluators, which grade in the same way.
 
-Nothing here runs an evaluator. Invariant: if a key of a `config` cannot be translated, the request is refused, and the
-error names the key.
+No evaluator runs here. Invariant: if a key of a `config` cannot be translated, the request is refused with an error
+that names it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from outrider.spec import Environment, Name, Spec
 
 CONFIG = "evaluator.config"
 REPOSITORY = "/testbed"
-"""The repository's folder if the config names none."""
+"""Default folder of the repository."""
 APPLY_SECONDS, TEST_SECONDS = 60.0, 1200.0
-"""Polar's default time limits for applying the agent's changes, and for the tests."""
+"""Polar's default time limits, in seconds: for applying the agent's changes, and for running the tests."""
 HARBOR_SECONDS = 120.0
 STARTING_SECONDS = 300.0
-"""Extra seconds of a grading, for restoring the tests' files and reading the log."""
+"""Additional seconds for a grading, to restore the tests' files and to read the log."""
 REPOSITORY_KEYS = frozenset({"repo_dir", "patch_command", "apply_timeout", "test_timeout", "exclude_patterns"})
 COLUMNS = {"FAIL_TO_PASS": "fail_to_pass", "PASS_TO_PASS": "pass_to_pass"}
-"""Columns of SWE-bench's rows whose names differ from our options."""
+"""Maps columns of SWE-bench to options of Outrider's evaluator, where the names differ."""
 OPTIONS = frozenset(
     ("instance_id", "fail_to_pass", "pass_to_pass", "test_patch", "test_command", "eval_script", "log_parser", "repo")
 ) | {"version", "eval_type", "pytest"}
 
 
 class PolarEvaluator(Spec):
-    """The evaluator in a request of Polar. With `refresh_runtime`, it grades in a fresh sandbox."""
+    """The evaluator in a request. With `refresh_runtime`, it grades in a new sandbox."""
 
     strategy: Name
     config: Annotated[dict[str, Any], Field(max_length=256)] = Field(default_factory=dict)
@@ -43,16 +43,16 @@ class PolarEvaluator(Spec):
 
 
 class Strategy(NamedTuple):
-    """One of Polar's kinds of evaluators: the keys that its config may have, and the function that makes the spec of
-    our evaluator."""
+    """A kind of evaluator in Polar: the keys that `config` may have, and a function that creates the spec for
+    Outrider's evaluator."""
 
     keys: frozenset[str]
     spec: Callable[[PolarEvaluator, str], dict[str, Any]]
 
 
 def evaluator_of(asked: PolarEvaluator | None, task_id: str) -> dict[str, Any]:
-    """Return the spec of our evaluator. A task without an evaluator gets `completed`, whose reward is left out of the
-    results. Raises InvalidField."""
+    """Translate an evaluator to the spec for Outrider's evaluator. A task without an evaluator gets the evaluator
+    `completed`; its reward does not appear in results. Raises InvalidField."""
     if asked is None:
         return {"kind": "completed"}
     if ":" in asked.strategy:
@@ -91,8 +91,8 @@ def _harbor(asked: PolarEvaluator, task_id: str) -> dict[str, Any]:
 
 
 def _test_on_output(asked: PolarEvaluator, task_id: str) -> dict[str, Any]:
-    """Return the spec for an evaluator that runs a repository's tests. Each test must have exactly its expected status.
-    Our evaluator is `swebench` with the option `expected`."""
+    """Return the spec for running a repository's tests and comparing the status of each test with the expected status.
+    It uses Outrider's evaluator `swebench` with the option `expected`."""
     config = asked.config
     command = config.get("test_command")
     if not isinstance(command, str) or not command.strip():
@@ -110,7 +110,7 @@ def _test_on_output(asked: PolarEvaluator, task_id: str) -> dict[str, Any]:
 
 
 def _swebench(asked: PolarEvaluator, task_id: str) -> dict[str, Any]:
-    """Return the spec for SWE-bench's grading. The config has the columns of a SWE-bench row, or the options of our
+    """Return the spec for grading like SWE-bench. `config` has the columns of a SWE-bench row, or options of Outrider's
     evaluator `swebench`."""
     config = asked.config
     options: dict[str, Any] = {"instance_id": task_id}
@@ -190,4 +190,4 @@ STRATEGIES = {
     "swebench_harness": Strategy(REPOSITORY_KEYS | OPTIONS | COLUMNS.keys(), _swebench),
     "harbor": Strategy(frozenset({"tests", "alone", "timeout"}), _harbor),
 }
-"""The supported evaluators of Polar, by name."""
+"""Polar's evaluators that are supported, by name."""

@@ -1,7 +1,7 @@
-"""Streams events about Polar's tasks, as server-sent events in Polar's format. They are made from the service's event
-log.
+"""Streams events about Polar's tasks in Polar's format, as server-sent events. They are translated from the service's
+event log.
 
-Invariant: an event has the id of its log entry, so a client that sends `Last-Event-ID` gets every later event.
+Invariant: an event has the id of its log entry, so a client that reconnects with `Last-Event-ID` misses nothing.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 AT_ONCE = 500
 PAUSE = 0.25
-"""Seconds between two reads of the log."""
+"""Seconds between two reads of the event log."""
 PING_SECONDS = 15.0
 REMEMBERED = 4096
-"""Maximum number of groups whose task ids a stream remembers."""
+"""For this many groups, a stream remembers the task id."""
 LAST_EVENT_ID = "Last-Event-ID"
 OF_TASK = {
     EventKind.GROUP_CREATED: "task.created",
@@ -46,15 +46,15 @@ OF_SESSION = frozenset({EventKind.SESSION_STATE, EventKind.SESSION_RETRY, EventK
 async def event_stream(
     service: Service, request: Request, caller: Principal, *, sessions_only: bool = False
 ) -> StreamingResponse:
-    """Return the stream of events for a client. Raises InvalidField for a wrong Last-Event-ID."""
+    """Return the stream of events for a client. Raises InvalidField if the header Last-Event-ID is malformed."""
     after = await _last_event_of(service, request, caller)
     events = _events(service, after, caller, sessions_only=sessions_only)
     return StreamingResponse(events, media_type="text/event-stream")
 
 
 async def _last_event_of(service: Service, request: Request, caller: Principal) -> int:
-    """Return the cursor after which a client's stream begins: the last cursor that the client has received, or the
-    newest cursor if the client sends none."""
+    """Return the cursor after which a client's stream starts: the cursor in its header Last-Event-ID or, without this
+    header, the newest cursor."""
     given = request.headers.get(LAST_EVENT_ID)
     if given is None:
         return await service.store.last_event(tenant=caller.tenant)
@@ -66,8 +66,8 @@ async def _last_event_of(service: Service, request: Request, caller: Principal) 
 async def _events(
     service: Service, after: int, caller: Principal, *, sessions_only: bool = False
 ) -> AsyncIterator[bytes]:
-    """Yield the events after a cursor, without end. With `sessions_only`, the events of tasks are left out. Even an
-    admin gets only the events of its own tenant, because task ids are unique only within a tenant."""
+    """Yield the events after a cursor, without end. With `sessions_only`, leave out events about tasks. Task ids are
+    unique only within a tenant, so even an admin gets only the events of its own tenant."""
     tasks = _TaskNames(service, caller)
     quiet = 0.0
     yield _event("hello", {"type": "hello", "after": after})
@@ -93,15 +93,14 @@ def _event(name: str, data: PolarObject, cursor: int | None = None) -> bytes:
 
 
 class _Named(NamedTuple):
-    """The task id of a group. `session_id` is set only if the group is a session that was made without a task."""
+    """The task id of a group. If the group is a session that was created without a task, `session_id` is set, too."""
 
     task_id: str
     session_id: str | None
 
 
 class _TaskNames:
-    """Finds the `_Named` of a group, or None for a group that no client of Polar has submitted. Remembers the last
-    REMEMBERED groups that were read from the store."""
+    """Finds the `_Named` of a group. Remembers the last REMEMBERED groups that it read from the store."""
 
     def __init__(self, service: Service, caller: Principal) -> None:
         self._service = service
@@ -109,7 +108,7 @@ class _TaskNames:
         self._known: OrderedDict[str, _Named | None] = OrderedDict()
 
     async def of(self, group_id: str) -> _Named | None:
-        """Return the names, or None for a group that was removed or that no client of Polar has submitted."""
+        """Return the ids of a group, or None. None means that it was removed, or not submitted by a client of Polar."""
         if group_id not in self._known:
             try:
                 row = await self._service.store.group(group_id, tenant=self._caller.tenant)
@@ -123,8 +122,8 @@ class _TaskNames:
 
 
 async def _translated(service: Service, entry: EventView, tasks: _TaskNames) -> list[tuple[str, PolarObject]]:
-    """Return Polar's events for a log entry, as pairs of name and data. An event about a task, or about the end of a
-    session, has the status that is stored now. Other events have the status at the time of the entry."""
+    """Translate a log entry to Polar's events, as pairs of name and data. Events about tasks and about the end of a
+    session show the current status. Other events show the status at the time of the log entry."""
     named = await tasks.of(entry.group_id)
     if named is None:
         return []
@@ -134,7 +133,7 @@ async def _translated(service: Service, entry: EventView, tasks: _TaskNames) -> 
     if (name := OF_TASK.get(kind)) is not None and not alone:
         try:
             status = status_of_task(await service.store.group(entry.group_id))
-        except NotFound:  # the group was removed meanwhile
+        except NotFound:  # the group was just removed
             return []
         return [(name, {"type": name, **common, "status": status})]
     if kind not in OF_SESSION or entry.session_id is None:

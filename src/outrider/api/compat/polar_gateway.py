@@ -1,8 +1,8 @@
-"""The HTTP interface of Polar's gateway. Its routes are below `/gateway`, and at the root beside the routes of Polar's
+"""Serves the HTTP interface of Polar's gateway. Its routes are at `/gateway`, and at the root beside those of Polar's
 rollout server.
 
-A client can make a session without a task. The session is then a group of one session, found by its idempotency key.
-Invariant: one id gives one session; a model call reaches only a session whose agent runs elsewhere.
+A client can create a session without a task. This is a group of one session, which is found by its idempotency key.
+Invariant: an id belongs to one session; model calls reach only sessions whose agents run outside Outrider.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 SESSION_STATUSES = {422: 400, 413: 400, 429: 503, 501: 503}
-"""Replacements for the HTTP status if a session cannot be created, by the status of Outrider's error. Polar's clients
-handle 400 and 409."""
+"""Maps HTTP statuses of Outrider's errors to the statuses of refused sessions that Polar's clients handle, such as 400
+and 503."""
 OPEN_SECONDS = 5.0
-"""The reply to `POST /sessions` waits at most this many seconds until the new session takes model calls."""
+"""How long `POST /sessions` waits until the new session accepts model calls, in seconds."""
 PROXY_SESSION = "_proxy_session_id"
-"""The field of a model call's body that names the session."""
+"""Field in the body of a model call that names the session."""
 KNOWN_SESSION_STATUSES = (*STATES.values(), *ENDINGS.values())
 SESSION_ID = re.compile(SESSION_PATTERN)
 PAUSE_SECONDS = 300.0
-"""Default seconds for which a pause waits until running generations have ended."""
+"""How long a pause waits by default until running generations have ended, in seconds."""
 MOST_PAUSE_SECONDS = 3600.0
 TOO_LATE = 504
-"""The HTTP status of the reply to a pause request if running generations did not end in time."""
+"""HTTP status if running generations have not ended in time for a pause."""
 METRICS = (
     "init_queue_depth",
     "init_inflight",
@@ -84,7 +84,8 @@ METRICS = (
     "postrun_queue_depth",
     "postrun_inflight",
 )
-"""Polar's names for a node's numbers of sessions that wait for a lane (`depth`) or occupy one (`inflight`)."""
+"""Polar's names for a node's session counts: `depth` for sessions that wait for a lane (the slots for one stage),
+`inflight` for sessions in it."""
 VENDOR_PATHS = (
     "/v1/messages",
     "/v1/messages/count_tokens",
@@ -96,7 +97,7 @@ VENDOR_PATHS = (
 
 
 class _TokenizeRequest(Spec):
-    """The body of `POST /v1/tokenize`. Other fields are ignored."""
+    """Body of `POST /v1/tokenize`. Unknown fields are ignored."""
 
     model_config = ConfigDict(**{**Spec.model_config, "extra": "ignore"})
 
@@ -105,7 +106,7 @@ class _TokenizeRequest(Spec):
 
 
 class PolarGateway:
-    """The handlers of the gateway's routes. A caller sees only sessions of its own tenant."""
+    """Handlers of the gateway's routes. A caller sees only sessions of its own tenant."""
 
     def __init__(self, service: Service, reader: PolarReader) -> None:
         self._service = service
@@ -196,8 +197,7 @@ class PolarGateway:
         return self._inference()
 
     async def pause(self, request: Request, caller: Principal) -> Any:
-        """Pause the policy once running generations have ended. If they do not end in time, the policy is not
-        paused."""
+        """Pause the policy after running generations have ended. If they do not end in time, do not pause."""
         seconds = number_of(request, "timeout_seconds", PAUSE_SECONDS, least=0.001, most=MOST_PAUSE_SECONDS)
         try:
             async with asyncio.timeout(seconds):
@@ -223,7 +223,7 @@ class PolarGateway:
         )
         found: list[PolarObject] = []
         for row in rows:
-            with suppress(NotFound):  # the group was removed meanwhile
+            with suppress(NotFound):  # the group was just removed
                 for session in await self._service.store.sessions(row.id):
                     if len(found) < limit and wanted in (None, status_of_session(session)):
                         found.append(await self._listed(row, session))
@@ -266,20 +266,20 @@ class PolarGateway:
         return await large_reply(self._service, shown)
 
     async def cancel_session(self, request: Request, caller: Principal) -> PolarObject:
-        """Cancel one session. Its model calls stay stored until the task is removed."""
+        """Cancel one session. The model calls stay stored until the session's task is removed."""
         row, session = await self._session(request, caller)
         await self._service.cancel_session(session.id, caller)
         return {"session_id": _id_of(row, session), "deleted": True, "messages_deleted": 0}
 
     async def _session(self, request: Request, caller: Principal) -> tuple[GroupRow, SessionRow]:
-        """Return the group and the session that the path names."""
+        """Return the session that the path names, and its group."""
         session_id = request.path_params["session_id"]
         if not SESSION_ID.fullmatch(session_id):
             raise RequestError("a session's id has at most 128 letters, digits, '.', '_' and '-'", field="session_id")
         return await self._found_session(session_id, caller)
 
     async def _found_session(self, session_id: str, caller: Principal) -> tuple[GroupRow, SessionRow]:
-        """Return the group and the session with the client's id or with Outrider's id. Raises NotFound."""
+        """Find a session by the client's id or by Outrider's id. Returns the group and the session. Raises NotFound."""
         store = self._service.store
         row = await store.keyed_group(caller.tenant, session_idempotency_key(session_id))
         if row is not None and row.translator == SYSTEM:
@@ -291,8 +291,8 @@ class PolarGateway:
         return row, session
 
     async def make_session(self, request: Request, caller: Principal) -> PolarObject:
-        """Make a session without a task. If the request has an agent, this service runs it; otherwise the client starts
-        the agent itself."""
+        """Create a session without a task. If the request describes an agent, the service runs it. Otherwise the client
+        runs the agent."""
         body = await whole_body(request)
         if await self._service.reader.offload(partial(_field_of, body, "agent")) is not None:
             asked = await self._service.parse(PolarDispatchRequest, body, caller)
@@ -326,9 +326,11 @@ class PolarGateway:
         return await store.group(group.id), await store.session(group.sessions[0].id)
 
     async def model_call(self, request: Request, caller: Principal) -> Response:
-        """Pass a vendor's model call to the model gateway, which replies in the vendor's format. The session's id is in
-        the header X-Session-Id, in the query (`session_id` or `key`), in the API key, or in the body's field
-        PROXY_SESSION. The status is 401 if the session is unknown, or if this service has started its agent."""
+        """Forward a vendor's model call to the model gateway, which replies in the vendor's format.
+
+        The session's id is in the header X-Session-Id, in the query (`session_id` or `key`), in the API key, or in the
+        field PROXY_SESSION of the body. The status is 401 if the session is unknown, or if its agent runs in this
+        service."""
         path: str = request.scope["path"]
         body: bytes | None = None
         headers, query = request.headers, request.query_params
@@ -343,7 +345,7 @@ class PolarGateway:
         return GatewayCall(self._gateway, f"/s/{credential or 'unknown'}{path[path.index('/v1') :]}", body)
 
     async def _credential_of(self, names: Sequence[str], caller: Principal) -> str | None:
-        """Return the credential of the first session among `names` whose agent runs elsewhere."""
+        """Return the credential of the first session in `names` whose agent runs outside Outrider, or None."""
         for name in names:
             if SESSION_ID.fullmatch(name):
                 with suppress(NotFound):
@@ -354,12 +356,12 @@ class PolarGateway:
 
 
 def nodes_of(service: Service, request: Request) -> list[PolarObject]:
-    """Return the nodes. Each has the address that the client has called."""
+    """Return the nodes in Polar's format. Each has the address to which this request was sent."""
     return [_node(node, _url_of(request)) for node in service.nodes().nodes]
 
 
 def _url_of(request: Request) -> str:
-    """Return the address that the client has called."""
+    """Return the base URL to which the request was sent."""
     return f"{request.url.scheme}://{request.url.netloc}"
 
 
@@ -384,7 +386,7 @@ def _node(node: NodeStats, url: str) -> PolarObject:
 
 
 def _id_of(row: GroupRow, session: SessionRow) -> str:
-    """Return the id under which a client sees a session."""
+    """Return the id by which clients know a session."""
     return row.labels.get(ALONE_LABEL, session.id)
 
 
@@ -399,7 +401,7 @@ def _session_object(row: GroupRow, session: SessionRow, turns: Sequence[Turn]) -
 
 
 def _field_of(body: bytes, name: str) -> Any:
-    """Return a field of a JSON object, or None if the body has no such field."""
+    """Return a field of a JSON object. If the body has no such field, return None."""
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -408,8 +410,8 @@ def _field_of(body: bytes, name: str) -> Any:
 
 
 def _without_field(body: bytes, name: str) -> tuple[Any, bytes]:
-    """Return a field of a JSON object, and the object without this field. All other values keep their bytes. Without
-    the field, returns None and the unchanged body."""
+    """Remove a field from a JSON object. Returns its value and the new body, in which other values keep their bytes. If
+    the field is missing, returns None and the same body."""
     if name.encode() not in body or (found := _field_of(body, name)) is None:
         return None, body
     try:

@@ -1,4 +1,5 @@
-"""Reads the query parameters of Polar's requests. Every function raises InvalidField, which names the parameter."""
+"""Parses the query parameters of Polar's requests. The functions raise InvalidField with the name of a wrong
+parameter."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The requests of Polar's clients, and their translation to our groups.
+"""Parses the requests of Polar's clients, and translates them to groups.
 
-Every model refuses unknown fields. If a field cannot be translated, the request is refused, and the error names the
-field. Some fields have no effect in any translation and are accepted (docs/compat/polar.md has the table). Nothing here
-reads the file system, imports plugins, or stores anything. Invariant: equal requests give equal groups, so a repeated
-submission is recognised.
+Every model refuses unknown fields. If a field cannot be translated, the request is refused with an error that names the
+field. Some known fields are accepted but ignored (the table is in docs/compat/polar.md). The module reads no files,
+imports no plugins, and stores nothing. Invariant: equal requests give equal groups, so that a repeated submission is
+recognized.
 """
 
 from __future__ import annotations
@@ -40,25 +40,23 @@ from outrider.spec import (
 )
 
 SYSTEM = "polar"
-"""Polar's name in the settings, in the store, and in paths."""
+"""Name of the system Polar in settings, in the store, and in paths."""
 OWN_METADATA = "outrider"
-"""The entry of a result's metadata for values that have no field in Polar's format. Requests must not use this
-entry."""
+"""Key in the metadata of results. It holds what Polar's format has no field for, so requests must not use it."""
 TASK_LABEL, HARNESS_LABEL, MODEL_LABEL, BUILDER_LABEL, ALONE_LABEL, UNGRADED_LABEL = (
     f"{SYSTEM}.{name}" for name in ("task_id", "harness", "model", "builder", "session_id", "ungraded")
 )
-"""Labels of a group. Lists show them without reading the stored request. With ALONE_LABEL, the group is a session that
-was made without a task. With UNGRADED_LABEL, the group has no evaluator, so lists show no rewards."""
+"""Labels of a group, which lists show without reading the stored request. ALONE_LABEL: the group is a session that was
+created without a task. UNGRADED_LABEL: the group has no evaluator, so lists show no rewards."""
 SESSION_DIR = "/tmp/polar-session"
-"""The folder of a session in its sandbox. Polar's own folder is /polar/session, but a sandbox's root folder may be
-read-only."""
+"""Folder of a session in its sandbox. Polar uses /polar/session, but the root folder of a sandbox may be read-only."""
 FOLDERS = {"ARTIFACTS_DIR": "artifacts", "LOGS_DIR": "logs", "AGENT_LOG_DIR": "logs/agent"}
-"""Folders below SESSION_DIR, by the environment variables that contain their paths."""
+"""Folders below SESSION_DIR. Each key is the environment variable that holds the path."""
 MOST_PREPARE_SECONDS = 3600.0
-"""Maximum seconds for the preparation of a sandbox. If a task's `timeout_seconds` is lower, it is the limit."""
+"""Maximum time for preparing a sandbox, in seconds. A task's `timeout_seconds` may lower it."""
 
 MANUAL_SECONDS = 86_400.0
-"""Maximum seconds of a session whose agent the client starts itself."""
+"""Maximum duration of a session whose agent the client runs, in seconds."""
 
 TaskId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:@+=,~-]{1,200}$")]
 SESSION_PATTERN = "[A-Za-z0-9._-]{1,128}"
@@ -83,7 +81,8 @@ class PolarExec(Spec):
 
 
 class PolarUpload(Spec):
-    """A file or folder to copy to `target`. `source` is below the service's folder `files`."""
+    """A file or folder to copy to `target` in the sandbox. `source` is a path below the folder in the operator's
+    setting `files`."""
 
     type: Literal["upload_file", "upload_dir"]
     source: Annotated[Name, AfterValidator(without_nul)]
@@ -106,8 +105,8 @@ PrepareAction = Annotated[PolarExec | PolarUpload, Field(discriminator="type")]
 
 
 class PolarRuntime(Spec):
-    """A sandbox. `import_path` names a class of sandbox as `module:Class`. `kwargs` may have `volumes`, and `kind` with
-    the name of one of Outrider's kinds of sandbox."""
+    """The sandbox. `import_path` names a sandbox class as `module:Class`. `kwargs` may have two keys: `volumes`, and
+    `kind`, which names one of Outrider's kinds of sandbox."""
 
     backend: Literal["docker", "apptainer"] = "docker"
     image: Name | None = None
@@ -128,7 +127,7 @@ class PolarRuntime(Spec):
 
 
 class PolarMcpServer(Spec):
-    """An MCP server for the agent."""
+    """An MCP server that the agent can use."""
 
     name: Name
     transport: Literal["stdio", "sse", "streamable-http"]
@@ -138,7 +137,7 @@ class PolarMcpServer(Spec):
 
 
 class PolarShell(Spec):
-    """The command of the harness `shell`, run by `bash -lc`."""
+    """The command that the harness `shell` runs with `bash -lc`."""
 
     command: Command
     cwd: TargetPath | None = None
@@ -146,7 +145,7 @@ class PolarShell(Spec):
 
 
 class PolarAgent(Spec):
-    """The agent: a `harness` by name, or the `import_path` of an agent class as `module:Class`."""
+    """The agent: the name of a `harness`, or the `import_path` of an agent class (`module:Class`)."""
 
     harness: Name | None = None
     import_path: Name | None = None
@@ -167,13 +166,13 @@ class PolarAgent(Spec):
 
     @property
     def called(self) -> str:
-        """The agent's name in lists."""
+        """The agent's name, as shown in lists."""
         return self.harness or self.import_path or ""
 
 
 class PolarBuilder(Spec):
-    """The builder, which makes traces from model calls. The `config` of prefix_merging has no effect: the traces have
-    the ids that the engine sampled, so no end token must be found and no text is tokenised again."""
+    """The builder, which turns model calls into traces (training data). `config` of prefix_merging is ignored. It is
+    about finding end tokens and tokenizing text again, but these traces use the token ids that the engine sampled."""
 
     strategy: Literal["per_request", "prefix_merging"] = "per_request"
     config: dict[str, Any] = Field(default_factory=dict)
@@ -187,7 +186,7 @@ class PolarBuilder(Spec):
 
 
 class PolarWork(Spec):
-    """The common fields of a task and of a session that is submitted without a task."""
+    """The fields that a task and a session without a task have in common."""
 
     task_id: TaskId
     instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
@@ -215,7 +214,7 @@ class PolarWork(Spec):
 
 
 class PolarTaskRequest(PolarWork):
-    """The body of `POST /rollout/task/submit`."""
+    """Body of `POST /rollout/task/submit`."""
 
     num_samples: Annotated[int, Field(ge=1, le=MAX_GROUP)] = 1
     early_stop_min_usable_sessions: Annotated[int, Field(ge=1)] | None = None
@@ -230,40 +229,39 @@ class PolarTaskRequest(PolarWork):
 
 
 class PolarDispatchRequest(PolarWork):
-    """The body of `POST /sessions` with an agent: a session that is submitted without a task, under an id that the
-    client chooses."""
+    """Body of `POST /sessions` with an agent. It submits a session without a task, and chooses the session's id."""
 
     session_id: SessionId
     remaining_timeout_seconds: Seconds = 600
 
 
 class PolarSessionRequest(Spec):
-    """The body of `POST /sessions` without an agent: a session whose agent the client starts itself."""
+    """Body of `POST /sessions` without an agent. It creates a session whose agent the client runs."""
 
     task_id: TaskId | None = None
     session_id: SessionId | None = None
 
 
 def task_idempotency_key(task_id: str) -> str:
-    """Return the idempotency key of a task's group."""
+    """Return the idempotency key of the group that runs a task."""
     return f"{SYSTEM}:{task_id}"
 
 
 def session_idempotency_key(session_id: str) -> str:
-    """Return the idempotency key of the group of a session that was made without a task."""
+    """Return the idempotency key of the group for a session that was created without a task."""
     return f"{SYSTEM}-session:{session_id}"
 
 
 def dispatched_group(asked: PolarDispatchRequest, *, files: Path | None) -> StoredGroupSpec:
-    """Return the group of a session that is submitted without a task. Raises the errors of `group_of`."""
+    """Return the group for a session that was submitted without a task. Raises the errors of `group_of`."""
     common = {name: getattr(asked, name) for name in PolarWork.model_fields}
     group = group_of(PolarTaskRequest(**common, timeout_seconds=asked.remaining_timeout_seconds), files=files)
     return _alone(group, asked.session_id)
 
 
 def manual_group(session_id: str, task_id: str) -> StoredGroupSpec:
-    """Return the group of a session whose agent the client starts itself. The session takes model calls until it is
-    deleted, for at most MANUAL_SECONDS."""
+    """Return the group for a session whose agent the client runs. It accepts model calls until it is deleted, but for
+    at most MANUAL_SECONDS."""
     task = {
         "instruction": "An agent runs elsewhere.",
         "harness": {"external": {"idle_seconds": MANUAL_SECONDS}},
@@ -302,7 +300,7 @@ PRESETS: Mapping[str, str] = {
     "hermes": "hermes",
     "openclaw": "openclaw",
 }
-"""Our preset for each of Polar's harnesses. Two are missing: `shell` is a command, and `swe_agent` is refused."""
+"""Outrider's preset for each harness of Polar, except for two: `shell` is a command, and `swe_agent` is refused."""
 SETTINGS: Mapping[str, Mapping[str, str]] = {
     "claude_code": {"max_turns": "limits.turns", "disallowed_tools": "options.disallowed_tools"},
     "openhands_sdk": {
@@ -312,8 +310,8 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     },
     "mini_swe_agent": {"step_limit": "limits.turns"},
 }
-"""The field of our task for each of Polar's settings, by harness: `max_turns` sets `limits.turns`. Any other setting is
-an option of our preset, which refuses unknown options by name."""
+"""Maps Polar's agent settings to fields of the task, by harness: `max_turns` sets `limits.turns`. Other settings become
+options of Outrider's preset, which refuses unknown options."""
 
 FIELDS = (
     ("task.harness.env", "agent.env"),
@@ -344,23 +342,22 @@ FIELDS = (
     ("n", "num_samples"),
     ("idempotency_key", "task_id"),
 )
-"""Each pair has a field of our group, and Polar's field from which it is made. An error about the group's field then
-names Polar's field. The first matching pair counts."""
+"""Maps fields of Outrider's group to the fields of Polar's request from which they are made, so that an error about the
+group names Polar's field. The first matching pair is used."""
 
 
 polar_fields = partial(renamed_fields, FIELDS)
-"""Returns a context manager. In its block, an error about a field of the group names the field of Polar's request
-instead."""
+"""Context manager in which errors about a field of the group name the field of Polar's request instead."""
 
 
 def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
-    """Return the group that runs a task. `files` is the folder from which tasks may upload. If the request cannot be
-    translated, raises InvalidField with Polar's field."""
+    """Return the group that runs a task. Tasks may upload files from the folder `files`. If a field cannot be
+    translated, raises InvalidField with Polar's name of the field."""
     seconds = asked.timeout_seconds
     harness, more = _harness(asked)
     runtime = _runtime(asked.runtime or PolarRuntime(), seconds, files)
     if asked.runtime is None:
-        del runtime["kind"]  # without a kind, the task gets the node's default kind
+        del runtime["kind"]  # the node then uses its default kind of sandbox
     if "agent" not in harness:
         folders = " ".join(f"{SESSION_DIR}/{folder}" for folder in FOLDERS.values())
         runtime["prepare"].insert(0, {"run": f"mkdir -p {folders}", "seconds": 60})
@@ -412,7 +409,7 @@ def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
 
 
 def _harness(asked: PolarTaskRequest) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the harness, and the other parts of the task that the agent's settings set."""
+    """Translate the agent. Returns the harness, and other fields of the task that the agent's settings determine."""
     agent = asked.agent
     given: dict[str, Any] = {}
     if agent.mcp_servers:
@@ -520,7 +517,7 @@ def _mount(volume: Any, at: int) -> dict[str, Any]:
 
 
 def _check_replayed(asked: PolarRuntime) -> None:
-    """Raise InvalidField if the request prepares the sandbox for grading differently from the agent's sandbox."""
+    """Raise InvalidField if the sandbox for grading is to be prepared differently from the agent's sandbox."""
     if asked.eval_prepare is not None and asked.eval_prepare != asked.prepare:
         raise InvalidField(
             "the sandbox in which a repository's changes are graded is prepared by the steps of `prepare`",
@@ -530,9 +527,10 @@ def _check_replayed(asked: PolarRuntime) -> None:
 
 
 def _agent_seconds(metadata: Mapping[str, Any], seconds: float) -> float:
-    """Return the time limit of the agent's run in seconds, from the request's `metadata`. `seconds` is the time limit
-    of the session. An agent that reaches its limit is still graded; a session that reaches its limit is not. If the
-    agent's limit is not below `seconds`, returns MAX_SECONDS, so that the session's limit is reached first."""
+    """Return the agent's time limit in seconds, from the request's `metadata`. `seconds` is the session's time limit.
+
+    If the agent reaches its limit, the session is still graded. If the session's limit is reached, it is not. So an
+    agent's limit of `seconds` or more is replaced by MAX_SECONDS, to let the session's limit come first."""
     given = metadata.get("agent_timeout", MAX_SECONDS)
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
         raise InvalidField("must be a number of seconds above 0", field="metadata.agent_timeout")

@@ -1,8 +1,8 @@
-"""Makes replies in Polar's format from the store's rows: statuses, results, traces and completions.
+"""Creates replies in Polar's format from the store's rows: statuses, results, traces and completions.
 
-Traces depend only on a session's turns and result. A token trains in a trace exactly if it trains in Outrider's own
-training rows (`tokens/samples.py`). Invariants: a session that failed, but not through its agent, has the status ERROR
-and no reward; nothing trains in the traces of a session without a verdict.
+Traces depend only on a session's turns and result. A trace trains exactly the tokens that Outrider's own training rows
+train (`tokens/samples.py`). Invariants: a session that failed for another reason than its agent has the status ERROR
+and no reward; traces of a session without a verdict train no tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 PolarObject = dict[str, Any]
-"""An object in Polar's format. Columns of numbers may be numpy arrays, which `encoded` turns into lists."""
+"""A JSON object in Polar's format. It may contain numpy arrays, which `encoded` turns into lists."""
 
 STATES: Mapping[SessionState, str] = {
     SessionState.QUEUED: "REGISTERED",
@@ -57,17 +57,17 @@ STATES: Mapping[SessionState, str] = {
     SessionState.RUNNING: "RUNNING",
     SessionState.EVALUATING: "EVALUATING",
 }
-"""Polar's status of a session that is not done, by the session's state."""
+"""Polar's status for each state of a session that is not done."""
 ENDINGS: Mapping[Ending, str] = {"completed": "COMPLETED", "failed": "ERROR", "timeout": "TIMEOUT"}
-"""Polar's status of a session that is done, by how it ended."""
+"""Polar's status for each way in which a session can end."""
 MOST_LISTED = 1000
-"""Maximum number of tasks or sessions in a list."""
+"""Maximum number of entries in a list of tasks or sessions."""
 MOST_SEARCHED = 10_000
-"""Maximum number of tasks that a filter examines, newest first."""
+"""A filter looks only at this many of the newest tasks."""
 
 
 def status_of_task(row: GroupRow) -> str:
-    """Return a task's status. A task has failed if all its sessions ended without a reward."""
+    """Return a task's status. A task is `failed` if it is done and no session has a reward."""
     if row.state is GroupState.ACTIVE:
         return "cancelling" if row.cancelled else "running"
     if row.cancelled:
@@ -84,13 +84,12 @@ def status_of_result(result: SessionResult) -> str:
 
 
 def error_of(result: SessionResult) -> str | None:
-    """Return the reason why a session has no reward, or None."""
+    """Return why a session has no reward, or None if it has one."""
     return why_ungraded(result, run="session")
 
 
 def timing_of(seconds: StageSeconds) -> PolarObject:
-    """Return the durations of Polar's four stages in whole milliseconds. No stage includes the time in the state
-    READY."""
+    """Return how long Polar's four stages took, in whole milliseconds. Time in the state READY is in none of them."""
     stages = {
         "register_to_init_queue_ms": seconds.queued,
         "init_ms": seconds.init,
@@ -110,21 +109,22 @@ def graded(row: GroupRow) -> bool:
 
 
 class PolarReader:
-    """Reads tasks and sessions from the service's store, in Polar's format. Raises NotFound for removed groups."""
+    """Reads tasks and sessions from the store, and returns them in Polar's format. Raises NotFound for removed
+    groups."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def callback(self, row: GroupRow) -> bytes:
-        """Return the body of a callback in JSON: the TaskResult of a task, or the SessionResult of a session that was
-        made without a task."""
+        """Return the JSON body of a group's callback. It is the TaskResult of a task, or the SessionResult of a session
+        that was created without a task."""
         alone = ALONE_LABEL in row.labels
         result = (await self._results(row))[0] if alone else await self.task_result(row)
         return await self._service.reader.offload(partial(encoded, result))
 
     async def task_result(self, row: GroupRow) -> PolarObject:
-        """Return the TaskResult of a task. It includes the sessions' results only once the task has ended, because
-        otherwise each poll would return the same traces again."""
+        """Return a task's TaskResult. It contains the sessions' results only after the task has ended. Otherwise each
+        poll would return the same traces again."""
         results = await self._results(row) if row.state is GroupState.DONE else []
         return {"task_id": task_id_of(row), "status": status_of_task(row), "results": results, "result_paths": []}
 
@@ -132,7 +132,7 @@ class PolarReader:
         return {**await self.task_result(row), "total_sessions": row.n, "completed_sessions": row.done}
 
     async def session_result(self, row: GroupRow, session: SessionRow) -> PolarObject:
-        """Return the SessionResult of a session that is done."""
+        """Return the SessionResult of a done session."""
         assert session.result is not None
         [result] = await self._results(row, [session])
         return result
@@ -143,7 +143,7 @@ class PolarReader:
         rows = await self._service.store.sessions(row.id) if sessions is None else sessions
         results = [each.result for each in rows if each.result is not None]
         build = partial(trajectory_of, request=request)
-        # A session without turns gets a trajectory, too: it has the reason why there are no traces.
+        # A session without turns gets a trajectory, too. Its metadata says why it has no traces.
         trajectories = await self._service.reader.built(results, build)
         done = [each for each in rows if each.result]
         return [result_of(each, trajectory, request) for each, trajectory in zip(done, trajectories, strict=True)]
@@ -151,7 +151,7 @@ class PolarReader:
     async def newest(
         self, caller: Principal, wanted: Callable[[GroupRow], bool], *, limit: int, since: float = -1e15
     ) -> list[GroupRow]:
-        """Return the newest tasks of the caller's tenant for which `wanted` returns True, at most `limit`."""
+        """Return up to `limit` tasks of the caller's tenant for which `wanted` is true, newest first."""
         found: list[GroupRow] = []
         before: tuple[float, str] | None = None
         for _ in range(MOST_SEARCHED // MOST_LISTED):
@@ -165,7 +165,7 @@ class PolarReader:
         return found[:limit]
 
     async def summary(self, row: GroupRow) -> PolarObject:
-        """Return a task as in the list of tasks. Means are taken over the sessions that have ended."""
+        """Return a task's entry in the list of tasks. Its means cover the sessions that have ended."""
         sessions = await self._service.store.sessions(row.id)
         done = [each.result for each in sessions if each.result is not None]
         merged = row.labels.get(BUILDER_LABEL) == "prefix_merging"
@@ -179,7 +179,7 @@ class PolarReader:
             "errored_sessions": sum(status_of_result(each) == "ERROR" for each in done),
             "mean_reward": row.reward_total / row.rewarded if row.rewarded and graded(row) else None,
             # The number of training rows is stored when a session ends. The traces of per_request would have to be
-            # built to be counted.
+            # built before they could be counted.
             "mean_traces": _mean(each.samples for each in done) if merged else None,
             "mean_completions": _mean(each.turns for each in done),
             "created_at": row.created,
@@ -189,7 +189,7 @@ class PolarReader:
 
 
 def session_summary(group: GroupRow, row: SessionRow) -> PolarObject:
-    """Return a session as in the list of a task's sessions."""
+    """Return a session's entry in the list of its task's sessions."""
     result = row.result
     verdict = result.verdict if result and graded(group) else None
     return {
@@ -233,7 +233,7 @@ def result_of(row: SessionRow, trajectory: PolarObject, request: Mapping[str, An
 
 
 def trajectory_of(turns: Sequence[Turn], result: SessionResult, *, request: Mapping[str, Any]) -> PolarObject:
-    """Build the trajectory of a session with the builder that the task names. `turns[i].index` must be `i`."""
+    """Build a session's trajectory, with the builder that the request names. `turns[i].index` must be `i`."""
     status, strategy = status_of_result(result), request["builder"]["strategy"]
     build = merged_traces if strategy == "prefix_merging" else single_traces
     traces = [] if status == "ERROR" else build(turns, result)
@@ -253,8 +253,8 @@ def trajectory_of(turns: Sequence[Turn], result: SessionResult, *, request: Mapp
 
 
 def merged_traces(turns: Sequence[Turn], result: SessionResult) -> list[PolarObject]:
-    """Build the traces of prefix_merging. Each trace is one of Outrider's training rows. Its response begins at the
-    first reply."""
+    """Build traces with the builder prefix_merging. Each trace is a training row of Outrider. Its response begins at
+    the first reply."""
     return [_merged_trace(sample, [turns[index] for index in sample.turns]) for sample in build_samples(turns, result)]
 
 
@@ -272,7 +272,7 @@ def _merged_trace(sample: Sample, path: Sequence[Turn]) -> PolarObject:
         "response_messages": response,
         "tools": list(path[0].tool_specs) or None,
         "finish_reason": finish_reason(path[-1]),
-        # If any log-probability of a trace is missing, the trace has no log-probabilities.
+        # A trace has all of its log-probabilities or none: if one is missing, all are left out.
         "response_logprobs": None if sample.logprob_kind is LogprobKind.NONE else sample.logprobs[start:],
         "reward": sample.reward,
         "metadata": {
@@ -285,8 +285,8 @@ def _merged_trace(sample: Sample, path: Sequence[Turn]) -> PolarObject:
 
 
 def single_traces(turns: Sequence[Turn], result: SessionResult) -> list[PolarObject]:
-    """Build the traces of per_request: one for each turn whose tokens train. A trace has the reward of the training row
-    with this turn. Other turns, such as calls for a title, have no trace."""
+    """Build traces with the builder per_request: one for each turn with tokens to train on. A trace has the reward of
+    the training row that contains its turn. Other turns, such as the generation of a title, have no trace."""
     traces = []
     verdict = result.verdict
     for call in model_calls(turns, {**POLICY, **result.policy}):
@@ -334,7 +334,8 @@ def _about(kind: str, label: str, depth: int, path: Sequence[Turn]) -> PolarObje
 
 
 def messages_before(path: Sequence[Turn]) -> list[PolarObject]:
-    """Return the messages in the request of the last turn. `path` has the turns from the first to this turn."""
+    """Return the messages that were sent with the last turn of `path`. `path` leads from the first turn to this
+    turn."""
     found = []
     for turn in path:
         found += [chat_message(message) for message in turn.messages]
@@ -350,8 +351,8 @@ def finish_reason(turn: Turn) -> str:
 
 
 def chat_message(message: Message) -> PolarObject:
-    """Return a message in the format of Chat Completions. Instead of an image's bytes, it has the image's address, or
-    the digest under which the image is stored."""
+    """Convert a message to the format of Chat Completions. An image is represented by its URL, or by the digest under
+    which its bytes are stored."""
     found = message_object(message)
     if any(isinstance(part, Image) for part in message.parts):
         found["content"] = [_part(part) for part in message.parts]
@@ -368,8 +369,7 @@ def _part(part: Text | Image) -> PolarObject:
 
 def completion_of(turn: Turn, turns: Sequence[Turn], model: str) -> PolarObject:
     """Return the CompletionRecord of a model call. `request` and `response` are in the format of Chat Completions,
-    whatever the dialect of the call. `original_request` is empty, because the service does not keep the client's
-    bytes."""
+    whichever API the call used. `original_request` is empty, because the service does not store the client's bytes."""
     path = path_to(turn, turns)
     count = len(turn.output_ids) // 4
     choice = {

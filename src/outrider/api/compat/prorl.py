@@ -1,8 +1,8 @@
-"""The HTTP interface of NVIDIA's ProRL Agent server.
+"""Serves the HTTP interface of NVIDIA's ProRL Agent server.
 
-A job is a group of one session, so jobs are queued, stored, retried and cancelled like all groups. Jobs are found by
-their ids, so a client that lost its connection can send the same call again. `prorl_request.py` translates requests,
-and `prorl_results.py` results. Invariant: the reply to a job is made from stored data only.
+A job is a group of one session, so it is queued, stored, retried and cancelled like any group. Jobs are found by their
+ids, so a client that lost its connection can repeat its call. `prorl_request.py` translates requests, and
+`prorl_results.py` results. Invariant: the reply to a job is made only from stored data.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound=Spec)
 
 ENGINE_PREFIX = "prorl-"
-"""Prefix of the names of the engines that `/add_llm_server` attaches."""
+"""`/add_llm_server` attaches engines, whose names begin like this."""
 MOST_JOBS = 100_000
-"""Maximum number of unfinished groups that are searched for jobs."""
+"""Jobs are searched in at most this many unfinished groups."""
 STATUSES = {501: 503, 502: 503}
-"""Replacements for the HTTP status of an error, by the status of Outrider's error. ProRL's clients get 503 if an
-engine, a sandbox or a program is not available."""
+"""Maps HTTP statuses of Outrider's errors to those that ProRL's clients expect: 503 if an engine, a sandbox or a
+program is not available."""
 
 
 def routes(service: Service) -> list[CompatRoute]:
-    """Return ProRL's routes. Raises InvalidField for a wrong handler in the settings."""
+    """Return ProRL's routes. Raises InvalidField if a handler in the settings is wrong."""
     server = ProrlServer(service)
     return [
         CompatRoute("POST", "/start", "submit", server.start, STATUSES),
@@ -84,8 +84,8 @@ def routes(service: Service) -> list[CompatRoute]:
 
 
 class ProrlServer:
-    """The handlers of ProRL's routes. Each tenant starts and stops a server of its own, which decides only whether the
-    tenant's jobs are accepted. Engines are shared by all tenants."""
+    """Handlers of ProRL's routes. Each tenant has its own "server", which can be started and stopped. It only decides
+    whether the tenant's new jobs are accepted. Engines are shared by all tenants."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -100,25 +100,25 @@ class ProrlServer:
         """The version that the policy gets with the next engine, while `/clear_llm_server` has paused the policy."""
 
     async def start(self, request: Request, caller: Principal) -> dict[str, str]:
-        """Begin to accept jobs. If the server is already running, nothing changes, and RequestError is raised."""
+        """Begin to accept jobs. Raises RequestError if the server is already running."""
         if await self._is_running(caller):
             raise RequestError("the server is already running", hint="go on: nothing was changed")
         self._started[caller.tenant] = True
         return {"status": "started"}
 
     async def stop(self, request: Request, caller: Principal) -> dict[str, str]:
-        """Accept no more jobs, and cancel the jobs under way. The callers of these jobs get the results."""
+        """Accept no new jobs, and cancel the unfinished ones. Their callers get results."""
         await self._check_running(caller)
         self._started[caller.tenant] = False
         jobs = await self._jobs(caller)
         for job in jobs:
-            with suppress(NotFound):  # the group was removed meanwhile
+            with suppress(NotFound):  # the group was just removed
                 await self._service.cancel(job.id, caller)
         return {"status": f"stopped; {len(jobs)} jobs were cancelled"}
 
     async def process(self, request: Request, caller: Principal) -> Response:
-        """Run a job, and reply with its result. If the caller disconnects, the job continues. If the caller then
-        repeats the call, the reply is the result of the same job, even if the server is stopped."""
+        """Run a job, and reply with its result. The job continues if the caller disconnects. If the caller then repeats
+        the call, it gets the result of the same job, even after `stop`."""
         group, asked = await self._submitted(request, caller)
         release_body(request)
         done = await done_group(self._service, request, group.id, caller, seconds=self._wait_seconds)
@@ -134,7 +134,8 @@ class ProrlServer:
         return await large_reply(self._service, lambda: record)
 
     async def cancel(self, request: Request, caller: Principal) -> dict[str, str]:
-        """Cancel a job in any stage. The job's caller gets its result. Raises NotFound for an unknown job."""
+        """Cancel a job in any stage. The client that waits for the job gets a result. Raises NotFound for an unknown
+        job."""
         await self._check_running(caller)
         job_id = (await self._body(CancelSpec, request, caller)).job_id
         group = await self._service.store.keyed_group(caller.tenant, f"{IDEMPOTENCY_PREFIX}{job_id}")
@@ -146,7 +147,7 @@ class ProrlServer:
         return {"status": f"job {job_id} is cancelled"}
 
     async def status(self, request: Request, caller: Principal) -> dict[str, Any]:
-        """Count the unfinished jobs of the tenant, by stage."""
+        """Count the tenant's unfinished jobs by stage."""
         await self._check_running(caller)
         jobs = await self._jobs(caller)
         states = Counter(await self._service.store.states_of([job.id for job in jobs]))
@@ -161,8 +162,9 @@ class ProrlServer:
         }
 
     async def add_llm_server(self, request: Request, caller: Principal) -> dict[str, str]:
-        """Attach an inference server as an engine of the policy, even if ProRL's server is stopped. If the address is
-        already attached, nothing changes. Raises EngineUnavailable if the inference server does not reply."""
+        """Attach an inference server as an engine of the policy. This works even while ProRL's server is stopped. If
+        the address is already attached, nothing changes. Raises EngineUnavailable if the inference server does not
+        reply."""
         address = (await self._body(AddressSpec, request, caller)).address
         name = engine_name(address)
         async with self._locks[name]:
@@ -182,9 +184,9 @@ class ProrlServer:
         return {"status": f"{address} is attached as engine {engine.name} of kind {kind}"}
 
     async def clear_llm_server(self, request: Request, caller: Principal) -> dict[str, str]:
-        """Detach the engines that `/add_llm_server` attached, once their generations have ended. Callers do this before
-        they change the weights, so later tokens have the policy's next version. If no other engine is left, the policy
-        is paused until the next engine is attached."""
+        """Detach the engines that `/add_llm_server` attached, after their generations have ended. Clients call this
+        before they change the weights, so later tokens get the policy's next version. If no other engine is left, the
+        policy is paused until an engine is attached."""
         async with self._clearing:
             policy = self._service.pool.policy
             names = [engine.name for engine in self._engines() if engine.name.startswith(ENGINE_PREFIX)]
@@ -201,8 +203,8 @@ class ProrlServer:
         return {"status": f"{len(names)} engines are detached; the policy's next version is {version}"}
 
     def _known_context(self, address: str) -> int:
-        """Return the context length from the settings. The maximum length of a reply depends on it, and ProRL's token
-        route does not report it. Raises InvalidField without this setting."""
+        """Return the model's context length from the settings. It limits the length of replies, and a server with only
+        ProRL's token route does not report it. Raises InvalidField if the setting is missing."""
         context = self._service.config.model.context_tokens
         if context is None:
             raise InvalidField(
@@ -213,15 +215,15 @@ class ProrlServer:
         return context
 
     async def _remove(self, name: str) -> None:
-        with suppress(NotFound):  # the engine was removed meanwhile
+        with suppress(NotFound):  # the engine was just removed
             await self._service.pool.remove(name)
 
     def _engines(self) -> list[EngineStatus]:
         return [engine for engine in self._service.engines() if engine.serves is None]
 
     async def _submitted(self, request: Request, caller: Principal) -> tuple[GroupRow | GroupView, Asked]:
-        """Return the group of a job, which may be stored already. Raises Conflict if the job's id was used for another
-        request. Raises ServiceStopping for a new job if the server is stopped."""
+        """Return the group of a job, stored now or earlier. Raises Conflict if the job's id was used for a different
+        request. Raises ServiceStopping for a new job if the tenant's server is stopped."""
         spec = await self._body(ProcessSpec, request, caller)
         asked = await asyncio.to_thread(asked_of, spec, spec.job_id or str(uuid.uuid4()))
         if spec.job_id is not None and (stored := await self._stored(asked, caller)) is not None:
@@ -231,7 +233,7 @@ class ProrlServer:
         group = await asyncio.to_thread(group_of, spec, asked, handler, self._backends())
         view = await self._service.submit(group, caller)
         request.scope[CREATED].update(group_id=view.id)
-        if not await self._is_running(caller):  # the server was stopped meanwhile
+        if not await self._is_running(caller):  # the server was stopped while the job was submitted
             await self._service.cancel(view.id, caller)
         return view, asked
 
@@ -247,7 +249,7 @@ class ProrlServer:
 
     async def _record(self, asked: Asked, group: GroupView) -> dict[str, Any]:
         result = group.sessions[0].result
-        assert result is not None  # the group is done
+        assert result is not None  # not None, because the group is done
         try:
             turns = await self._service.store.turns(result.session_id, result.attempt)
             samples = await self._service.reader.samples(result.session_id)
@@ -255,11 +257,11 @@ class ProrlServer:
             return await asyncio.to_thread(result_record, asked, result, turns, samples, patch)
         except OutriderError as error:
             return unreadable_record(asked, f"{error.code}: {error.message}")
-        except OSError as error:  # the artifact with the diff cannot be read
+        except OSError as error:  # raised if the artifact with the diff cannot be read
             return unreadable_record(asked, f"the agent's diff cannot be read: {error.strerror or error}")
 
     def _patch(self, result: SessionResult) -> str:
-        """Return the agent's diff that was graded, or ""."""
+        """Return the agent's diff that was graded, or "" if there is none."""
         try:
             file = self._service.artifacts.file(result.session_id, PATCH, result.attempt)
         except NotFound:
@@ -272,8 +274,8 @@ class ProrlServer:
         return [group for group in groups if JOB_LABEL in group.labels]
 
     async def _is_running(self, caller: Principal) -> bool:
-        """Return True if the tenant's server is started. After a restart of the service, it is started if jobs are
-        under way, because their callers come back for the results."""
+        """Return True if the tenant's server is started. After a restart of the service, this is so if there are
+        unfinished jobs, because their callers will ask for the results."""
         if (started := self._started.get(caller.tenant)) is not None:
             return started
         return bool(await self._jobs(caller))
@@ -283,7 +285,7 @@ class ProrlServer:
             raise ServiceStopping("the server is not running", hint="POST /start")
 
     def _backends(self) -> Backends:
-        """Return the properties of the attached engines. Raises EngineUnavailable if no engine is attached."""
+        """Return what the attached engines can do. Raises EngineUnavailable if none is attached."""
         engines = [engine for engine in self._engines() if not engine.draining]
         if not engines:
             raise EngineUnavailable(
@@ -296,7 +298,7 @@ class ProrlServer:
         )
 
     async def _body(self, kind: type[S], request: Request, caller: Principal) -> S:
-        """Return the body of a request. Any malformed body raises InvalidField, because its status is 422."""
+        """Parse the body of a request. ProRL replies 422 to every malformed body, so all of them raise InvalidField."""
         try:
             return await self._service.parse(kind, await whole_body(request), caller)
         except RequestError as error:
@@ -306,5 +308,5 @@ class ProrlServer:
 
 
 def engine_name(address: str) -> str:
-    """Return the name of the engine at an address. Addresses with and without `/v1` give the same name."""
+    """Return the name of the engine at an address. `/v1` at the end of the address makes no difference."""
     return ENGINE_PREFIX + hashlib.sha256(address.rstrip("/").removesuffix("/v1").encode()).hexdigest()[:12]

@@ -1,9 +1,9 @@
-"""The bodies of ProRL Agent's requests, and the translation of a job to a group of one session.
+"""Parses the requests of ProRL Agent's clients, and translates a job to a group of one session.
 
-The operator's handlers (`[prorl.handlers.NAME]` in the settings) make a task from an instance, which is a row of a data
-set. A handler is a task file whose placeholders are filled from the instance's columns, or the adapter of a public data
-set. Invariants: if an instance or a sampling parameter cannot be translated, the request is refused, and the error
-names it; the same request gives the same group.
+A job has an instance, which is a row of a data set. A handler in the operator's settings (`[prorl.handlers.NAME]`)
+turns it into a task. A handler is a task file whose placeholders are filled with the instance's columns, or the adapter
+for a public data set. Invariants: an instance or sampling parameter that cannot be translated is refused with an error
+that names it; equal requests give equal groups.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from outrider.tasks.drafts import example_of, whole
 from outrider.text_files import read_toml_file
 
 JOB_LABEL = "prorl.job"
-"""Label of a job's group. The value is the job's id."""
+"""Label of a job's group that holds the job's id."""
 REQUEST_LABEL = "prorl.request"
-"""Label of a job's group. The value is a digest of the request."""
+"""Label of a job's group that holds a digest of the request."""
 IDEMPOTENCY_PREFIX = "prorl:"
-"""The idempotency key of a job's group is this prefix and the job's id."""
+"""The idempotency key of a job's group consists of this prefix and the job's id."""
 THE_INSTANCE = "the instance"
 
 JobId = Annotated[str, StringConstraints(min_length=1, max_length=200)]
@@ -39,7 +39,7 @@ Count = Annotated[int, Field(ge=1, le=1 << 30)]
 
 
 class Instance(Spec):
-    """The instance of a job: a row of a data set. It may have any other columns."""
+    """The instance of a job, which is a row of a data set. It may have further columns."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -50,8 +50,8 @@ class Instance(Spec):
 
     @property
     def id(self) -> str:
-        """The instance's id, or else the id that ProRL makes from `extra_info`. Raises InvalidField if both are
-        missing."""
+        """The instance's id. If it is missing, it is computed from `extra_info`, as ProRL does. Raises InvalidField if
+        `extra_info` is missing, too."""
         if self.instance_id is not None:
             return self.instance_id
         about = self.extra_info
@@ -74,8 +74,8 @@ class Instance(Spec):
 
 
 class SamplingParameters(Spec):
-    """ProRL's sampling parameters in one flat object: parameters for the model, for the tokens, and for the agent. A
-    parameter that is null has no effect."""
+    """ProRL's sampling parameters: one flat object with parameters for the model, the tokens and the agent. Null means
+    that a parameter is not set."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -107,7 +107,7 @@ SAMPLED = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-"""Parameters that a task has under the same name and with the same meaning."""
+"""Parameters with the same name and meaning in a task's sampling parameters."""
 AGENTS_OWN: dict[str, bool] = {
     "native_tool_calling": False,
     "ensure_thinking_end_properly": True,
@@ -115,14 +115,14 @@ AGENTS_OWN: dict[str, bool] = {
     "enable_vision": True,
     "enable_a11y_tree": True,
 }
-"""Parameters of ProRL's own agent, each with a refused value: it would change that agent. The opposite value has no
-effect."""
+"""Switches for ProRL's own agent, each with the value that is refused because Outrider's agents cannot follow it. The
+opposite value is accepted and ignored."""
 REFUSABLE = (*AGENTS_OWN, "max_model_len", "token_level_generation")
-"""Parameters that a handler may list in `ignored`; it then accepts them without effect."""
+"""Parameters that a handler may list in its setting `ignored`. They are then accepted and ignored."""
 
 
 class ProcessSpec(Spec):
-    """The body of `/process`. Without `job_id` the service makes one."""
+    """Body of `/process`. If `job_id` is missing, the service chooses an id."""
 
     instance: Instance
     sampling_params: SamplingParameters
@@ -130,27 +130,27 @@ class ProcessSpec(Spec):
 
 
 class CancelSpec(Spec):
-    """The body of `/cancel`."""
+    """Body of `/cancel`."""
 
     job_id: JobId
 
 
 class AddressSpec(Spec):
-    """The body of `/add_llm_server`."""
+    """Body of `/add_llm_server`."""
 
     address: Name
 
 
 class Backends(NamedTuple):
-    """Properties of the attached engines: the length of the model's context in tokens (None if unknown), and whether
-    any engine reports token ids."""
+    """What the attached engines can do. `context_tokens` is the model's context length (None if unknown). `reports_ids`
+    says whether any engine reports token ids."""
 
     context_tokens: int | None
     reports_ids: bool
 
 
 class Asked(NamedTuple):
-    """The parts of a request that its reply repeats, and a digest of the whole request."""
+    """The parts of a request that are repeated in its reply, and a digest of the request."""
 
     job_id: str
     instance_id: str
@@ -159,22 +159,22 @@ class Asked(NamedTuple):
 
 
 def asked_of(spec: ProcessSpec, job_id: str) -> Asked:
-    """Return the parts of a request that its reply repeats, and the request's digest. Raises InvalidField for an
-    instance without an id."""
+    """Return the parts of a request that are repeated in its reply, and the request's digest. Raises InvalidField if
+    the instance has no id."""
     body = spec.model_dump(mode="json", exclude={"job_id": True, "sampling_params": {"api_key"}}, exclude_unset=True)
     digest = hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()
     return Asked(job_id, spec.instance.id, spec.instance.trajectory_id, digest)
 
 
 class Handler(NamedTuple):
-    """A handler from the settings. `table` is the content of its task file."""
+    """A handler from the settings, which makes tasks. `table` is the content of its task file."""
 
     name: str
     settings: ProrlHandlerConfig
     table: dict[str, Any]
 
     def task(self, instance: Instance) -> dict[str, Any]:
-        """Return the task for an instance. Raises InvalidField, which names the wrong column."""
+        """Return the task for an instance. Raises InvalidField with the name of a column that is wrong."""
         row, settings = instance.columns(), self.settings
         if settings.rows is None:
             return with_texts(filled(self.table, row, THE_INSTANCE), THE_INSTANCE)
@@ -183,7 +183,7 @@ class Handler(NamedTuple):
 
 
 class Handlers:
-    """The handlers from the settings, by data source. Raises InvalidField for a wrong handler."""
+    """The handlers from the settings, by data source. Raises InvalidField if a handler is wrong."""
 
     def __init__(self, config: Config) -> None:
         folder = config.read_from.parent if config.read_from is not None else None
@@ -213,8 +213,8 @@ class Handlers:
                 self._named[source] = handler
 
     def find(self, data_source: str) -> Handler:
-        """Return the handler of a data source: the handler with exactly this name, or else the handler with the longest
-        matching name that ends with `*`. Raises RequestError, with all known names."""
+        """Return the handler for a data source: the one with exactly this name, or else the one with the longest name
+        that ends with `*` and matches the beginning. Raises RequestError, which lists the known names."""
         if (found := self._named.get(data_source)) is not None:
             return found
         for source in sorted(self._named, key=len, reverse=True):
@@ -228,7 +228,7 @@ class Handlers:
 
 
 def group_of(spec: ProcessSpec, asked: Asked, handler: Handler, backends: Backends) -> GroupSpec:
-    """Return the group of a job. Raises InvalidField, which names the wrong column, parameter or field."""
+    """Return the group that runs a job. Raises InvalidField with the name of the wrong column, parameter or field."""
     task = handler.task(spec.instance)
     parameters = spec.sampling_params
     _check_parameters(parameters, handler, backends)

@@ -1,7 +1,7 @@
-"""Makes the result record of a ProRL job from the stored turns, rows and verdict of its session.
+"""Creates the result record of a ProRL job from its session's stored turns, training rows and verdict.
 
-The module neither reads the store nor awaits. Invariants: a record is complete, whatever happened to the session; a
-session without a verdict has `resolved` null, and never a reward.
+The module does not read the store, and does not await. Invariants: a record has all fields, whatever happened to the
+session; without a verdict, `resolved` is null and there is no reward.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from outrider.trajectory import (
 )
 
 SOLVED = 0.99
-"""A reward above this value counts as solved, as in ProRL's reward servers."""
+"""A session counts as solved if its reward is greater than this, as in ProRL's reward servers."""
 UNUSED = (BranchKind.RETRY, BranchKind.ABORTED)
 
 
 def result_record(
     asked: Asked, result: SessionResult, turns: Sequence[Turn], samples: Sequence[Sample], patch: str
 ) -> dict[str, Any]:
-    """Return the result record of a job. `samples` are the training rows of the session. `patch` is the diff of the
-    agent's changes to a repository, or "". `turns[i].index` must be `i`."""
+    """Return the result record of a job. `samples` has the session's training rows. `patch` is the diff of the agent's
+    changes to a repository, or "". `turns[i].index` must be `i`."""
     path = main_path(turns)
     verdict = result.verdict
     report = None
@@ -76,7 +76,7 @@ def result_record(
 
 
 def unreadable_record(asked: Asked, error: str) -> dict[str, Any]:
-    """Return the record of a job whose session is done, but whose stored result cannot be read."""
+    """Return the record of a job that is done but whose stored result cannot be read."""
     timing = SessionResult(
         session_id="", group_id="", sample_index=0, attempt=0, stop_reason=StopReason.ERROR, seconds=StageSeconds()
     )
@@ -85,9 +85,8 @@ def unreadable_record(asked: Asked, error: str) -> dict[str, Any]:
 
 
 def main_path(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns of the main conversation, from its first turn to the last reply. Turns of sub-agents are left
-    out, and so are turns of a history that was replaced later. Returns no turns if the model never replied in the main
-    conversation."""
+    """Return the turns of the main conversation, up to its last reply. Turns of sub-agents are left out, and so are
+    turns of a history that the agent replaced later. Without a reply, the list is empty."""
     lines = lineages(turns)
     leaf = next(
         (
@@ -101,8 +100,8 @@ def main_path(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def critical_error(result: SessionResult) -> str | None:
-    """Return the stage in which a session without a verdict failed or was cancelled: "init", "run" or "eval". Returns
-    "timeout" if a time limit ended it, and None for a session with a verdict."""
+    """Return the stage in which a session without a verdict failed or was cancelled: "init", "run" or "eval". Return
+    "timeout" if it reached a time limit, and None if it has a verdict."""
     if result.verdict is not None:
         return None
     if result.stop_reason in UNGRADED_TIMEOUTS:
@@ -115,8 +114,8 @@ def critical_error(result: SessionResult) -> str | None:
 
 
 def _trains(result: SessionResult, path: Sequence[Turn], samples: Sequence[Sample]) -> bool:
-    """Return True if a trainer that uses Outrider's own rows would get tokens of the job to train on. If the engine
-    reports no token ids, there are no rows; the task's branch policy for the main conversation then decides."""
+    """Return True if the job gives a trainer tokens to train on. If the engine reports no token ids, there are no
+    training rows, and the task's branch policy for the main conversation decides."""
     if result.verdict is None:
         return False
     if path and all(turn.mode is TokenMode.TEXT for turn in path):
@@ -149,8 +148,8 @@ def _timing(result: SessionResult) -> dict[str, float | bool]:
 
 
 def _messages(path: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Return the messages of a conversation. A sampled reply has the ids of its prompt, its own ids and their
-    log-probabilities. Other messages have no ids."""
+    """Return the messages of a conversation. Each sampled reply comes with the token ids of its prompt, its own token
+    ids and their log-probabilities. Other messages have no token ids."""
     messages: list[dict[str, Any]] = []
     before: list[int] = []
     for turn in path:
@@ -176,7 +175,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """Return the arguments of a tool call as an object, or as text if they are not a JSON object."""
+    """Return the arguments of a tool call as a dict. If they are not a JSON object, return the text."""
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):

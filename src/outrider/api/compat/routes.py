@@ -1,8 +1,8 @@
-"""Serves the routes of other systems: their paths, access control, and the format of their errors.
+"""Serves the routes of other systems, with access control and their format of errors.
 
-The routes of each system are at `/NAME/...`. The routes of the first system in the settings are also at the root.
-Errors have the format that these systems use, `{"detail": text}`, with the status of the error's class. Invariant: a
-handler is called only for a caller with the route's role.
+The routes of a system are at `/NAME/...`. The first system in the settings has its routes at the root, too. An error is
+`{"detail": text}` with the HTTP status of its class. Invariant: a handler runs only if the caller has the role that the
+route requires.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("outrider.compat")
 
 Handler = Callable[[Request, Principal], Awaitable[Any]]
-"""Handles a request of a caller. Returns a Response, or a value for a JSON reply with status 200."""
+"""Handles a request. It returns a Response, or a value that is sent as JSON with status 200."""
 
 
 class CompatRoute(NamedTuple):
-    """A route of another system. `path` begins with a slash, in Starlette's form. `statuses` maps the status of an
-    error's class to the status that the system's clients get instead."""
+    """A route of another system. `path` is in Starlette's notation and begins with a slash. `statuses` maps HTTP
+    statuses of Outrider's errors to those that the system's clients expect."""
 
     method: str
     path: str
@@ -49,8 +49,8 @@ class CompatRoute(NamedTuple):
 
 
 def compat_routes(service: Service, names: Sequence[str]) -> Iterator[Route]:
-    """Yield the routes of the systems `names`. All routes below `/NAME` come first, because a route at the root may
-    begin with a parameter, which would match NAME."""
+    """Yield the routes of the named systems. Routes below `/NAME` come first, because a route at the root may begin
+    with a parameter that matches any name."""
     at_root: list[Route] = []
     for number, name in enumerate(names):
         module = import_module(f"outrider.api.compat.{name}")
@@ -67,8 +67,8 @@ def _route(route: CompatRoute, prefix: str) -> Route:
 
 
 def compat_paths(routes: Sequence[Route], names: Sequence[str]) -> Callable[[str], bool]:
-    """Return a function that tests whether a path belongs to one of the systems `names`. For such a path, errors raised
-    outside of a handler have the systems' format, too. `routes` are the routes that `compat_routes` yields."""
+    """Return a function that tells whether a path belongs to one of the named systems. Errors outside of handlers then
+    have the format of these systems, too. `routes` are the routes from `compat_routes`."""
     below = tuple(f"/{name}/" for name in names)
 
     def belongs(path: str) -> bool:
@@ -78,7 +78,7 @@ def compat_paths(routes: Sequence[Route], names: Sequence[str]) -> Callable[[str
 
 
 class CompatSocket(NamedTuple):
-    """A WebSocket route of another system. `serve` accepts the connection, and returns when the connection ends."""
+    """A WebSocket route of another system. `serve` accepts the connection, and returns when it ends."""
 
     path: str
     role: Role
@@ -86,8 +86,8 @@ class CompatSocket(NamedTuple):
 
 
 def compat_sockets(service: Service, names: Sequence[str]) -> list[tuple[APIWebSocketRoute, Role]]:
-    """Return the WebSocket routes of the systems `names`, with their roles. A system's module lists its routes in a
-    tuple SOCKETS."""
+    """Return the WebSocket routes of the named systems, with the roles that they require. The module of a system lists
+    them in SOCKETS."""
     found: list[tuple[APIWebSocketRoute, Role]] = []
     for number, name in enumerate(names):
         sockets: Sequence[CompatSocket] = getattr(import_module(f"outrider.api.compat.{name}"), "SOCKETS", ())
@@ -101,7 +101,8 @@ def _socket(service: Service, socket: CompatSocket) -> Callable[[WebSocket], Awa
     async def serve(websocket: WebSocket) -> None:
         await socket.serve(service, websocket)
 
-    serve.__annotations__["websocket"] = WebSocket  # FastAPI reads the annotation, which is a string here
+    # FastAPI evaluates the annotation, which `from __future__` has made a string
+    serve.__annotations__["websocket"] = WebSocket
     return serve
 
 
@@ -113,7 +114,7 @@ def _endpoint(route: CompatRoute, called: str) -> Callable[[Request], Awaitable[
             reply = await route.handler(request, caller)
         except OutriderError as error:
             return detail(error, status=route.statuses.get(error.http_status))
-        except Exception as error:  # a bug; the reply must still have the systems' format
+        except Exception as error:  # this is a bug, but the reply must still have the system's format
             log.exception("%s failed", called)
             return detail(error)
         return reply if isinstance(reply, Response) else compat_reply(reply)
@@ -126,20 +127,21 @@ def compat_reply(value: Any, *, status: int = 200) -> Response:
 
 
 async def large_reply(service: Service, value: Callable[[], Any]) -> Response:
-    """Return a reply with a value that may be large. A thread for long computations makes and encodes the value."""
+    """Reply with a value that may be large. It is computed and encoded in a thread for long work."""
     return long_reply([await service.reader.offload(lambda: encoded(value()))])
 
 
 def encoded(value: Any) -> bytes:
-    """Encode a value as JSON. Numpy arrays become lists."""
+    """Encode a value as JSON. Numpy arrays become JSON arrays."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError:  # an integer beyond 64 bits, in a tool's schema or a call's arguments
+    except TypeError:  # an integer of more than 64 bits, in a tool's schema or a call's arguments
         return msgspec.json.encode(value, enc_hook=lambda array: array.tolist())
 
 
 def detail(error: BaseException, *, status: int | None = None) -> Response:
-    """Return the reply to an error. `status` replaces the status of the error's class; the headers stay the same."""
+    """Return the reply to an error. `status` replaces the HTTP status of the error's class. The headers do not
+    change."""
     record = record_of(error)
     text = redacted(f"{record.field}: {error_text(record)}" if record.field is not None else error_text(record))
     own = error.http_status if isinstance(error, OutriderError) else 500

@@ -1,9 +1,10 @@
-"""The session proxy of verl's RemoteAgentLoop recipe: sessions under ids that the client chooses, and their chat calls.
+"""Serves the session proxy of verl's RemoteAgentLoop recipe. Clients choose the ids of sessions, and send chat calls to
+them.
 
-Such a session is a session for an agent that runs elsewhere (docs/external.md). It is found by an idempotency key made
-from its id. The recipe's trainer reads the session's record and computes the reward itself, so Outrider never gets a
-reward. A completed session therefore ends as cancelled, with its turns and without a verdict. Invariant: only `create`
-makes a session; a model call with an unknown id does not.
+Such a session is a session whose agent runs outside Outrider (docs/external.md). It is found by an idempotency key that
+contains its id. The recipe's trainer reads the session's record and computes the reward itself. Outrider never gets the
+reward, so a completed session ends as cancelled, with its turns but without a verdict. Invariant: only `create` creates
+a session, never a model call with an unknown id.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 LABEL = "verl.session"
-"""Label of a session's group. The value is the id that the client has chosen."""
+"""Label of a session's group that holds the id chosen by the client."""
 DELETED_LABEL = "verl.deleted"
-"""Label of the group of a session that the client has deleted."""
+"""Label that marks the group of a session that the client has deleted."""
 TAKEN = {PREFIX.strip("/"): "the model gateway"}
-"""Ids that no session may have, because another part of the service serves `/ID/v1/chat/completions`. The value names
-this part."""
+"""Ids that clients must not choose, because `/ID/v1/chat/completions` already belongs to another part of the service.
+The value names this part."""
 SESSION_SECONDS = 86_400.0
-"""Maximum seconds of a session. Clients of verl's recipe close their sessions, but a client that dies must not keep a
-session open for ever."""
+"""Maximum duration of a session in seconds. Clients normally close their sessions, but one that crashes must not leave
+its session open forever."""
 LIMITS = Limits(session_seconds=SESSION_SECONDS, turns=100_000, response_tokens=1 << 30)
 MOST_LISTED = 100
 MOST_PAGES = 100
-"""Maximum number of pages that a list of sessions searches, newest first. A page has MOST_LISTED groups."""
+"""Maximum number of pages that are searched for a list of sessions, newest first. A page has MOST_LISTED groups."""
 SOCKETS = (CompatSocket("/ws/worker", "admin", serve_worker),)
 
 
@@ -71,7 +72,7 @@ def routes(service: Service) -> list[CompatRoute]:
 
 
 class VerlProxy:
-    """The handlers of the routes of verl's recipe. A caller sees only sessions of its own tenant."""
+    """Handlers of the routes for verl's recipe. A caller sees only sessions of its own tenant."""
 
     def __init__(self, service: Service) -> None:
         self.bound = BoundRuns(service)
@@ -88,7 +89,7 @@ class VerlProxy:
         return {"status": "ok", "mode": "local"}
 
     async def create(self, request: Request, caller: Principal) -> Any:
-        """Open a session. Repeating the request changes nothing as long as the session has no turns."""
+        """Open a session. While the session has no turns, the request may be repeated."""
         sid = _sid(request)
         if (owner := self._taken.get(sid)) is not None:
             raise InvalidField(
@@ -112,8 +113,8 @@ class VerlProxy:
         return {"session_id": sid, "status": "created"}
 
     async def record(self, request: Request, caller: Principal) -> Any:
-        """Return the session's record. Replies that the agent did not use are left out, for example replies that were
-        cut off: verl's trainer trains on every reply in the record."""
+        """Return a session's record. Replies that the agent did not use, such as interrupted ones, are left out,
+        because verl's trainer trains on every reply in the record."""
         sid = _sid(request)
         session = await self.session(sid, caller)
         turns = await self.bound.turns(session, caller)
@@ -125,7 +126,7 @@ class VerlProxy:
         return await large_reply(self._service, record)
 
     async def complete(self, request: Request, caller: Principal) -> Any:
-        """Close the session, so that its record is final. Repeating the request changes nothing."""
+        """Close the session, so that its record does not change any more. The request may be repeated."""
         sid = _sid(request)
         session = await self.session(sid, caller)
         await self._service.cancel_session(session.id, caller)
@@ -156,7 +157,7 @@ class VerlProxy:
         for _ in range(MOST_PAGES):
             try:
                 page = await store.groups_before(before, limit=MOST_LISTED, harness="external", tenant=caller.tenant)
-            except NotFound:  # the page before was removed meanwhile, so the list ends here
+            except NotFound:  # the last group of the previous page was just removed, so end the list here
                 break
             for group in page:
                 if DELETED_LABEL in group.labels or len(found) == MOST_LISTED:
@@ -169,8 +170,8 @@ class VerlProxy:
         return {"count": len(found), "sessions": found}
 
     async def _listed(self, sid: str, group: GroupRow, caller: Principal) -> list[dict[str, Any]]:
-        """Return the entry of one session for the list of sessions, or no entry if the session was removed."""
-        with suppress(NotFound):  # the group was removed meanwhile
+        """Return the session's entry in the list of sessions. If the session was removed, the result is empty."""
+        with suppress(NotFound):  # the group was just removed
             [session] = await self._service.store.sessions(group.id)
             turns = await self.bound.turns(session, caller)
             used = await self._service.reader.offload(partial(used_turns, turns))
@@ -178,20 +179,20 @@ class VerlProxy:
         return []
 
     async def chat(self, request: Request, caller: Principal) -> Response:
-        """Pass a chat call to the model gateway."""
+        """Forward a chat call to the model gateway."""
         session = await self.session(_sid(request), caller)
         await self.bound.check_free(session, caller)
         credential = self._service.store.credential_of(session.id)
         return GatewayCall(self._gateway, f"/s/{credential}/v1/chat/completions", None)
 
     async def _group(self, sid: str, caller: Principal) -> GroupRow | None:
-        """Return the group of the session with an id, or None. A group without the session's label is ignored, even if
-        it has the same idempotency key."""
+        """Return the group of the session with this id, or None. A group of another kind may use the same idempotency
+        key. It lacks the session's label, and is ignored."""
         group = await self._service.store.keyed_group(caller.tenant, _idempotency_key(sid))
         return None if group is None or group.labels.get(LABEL) != sid else group
 
     async def session(self, sid: str, caller: Principal) -> SessionRow:
-        """Return the session with an id. Raises NotFound for an unknown or deleted session."""
+        """Return the session with this id. Raises NotFound if it is unknown or was deleted."""
         group = await self._group(sid, caller)
         if group is None or DELETED_LABEL in group.labels:
             raise NotFound(f"no session {sid!r}", hint="create it first: POST /sessions/{session_id}")
@@ -212,8 +213,8 @@ def _idempotency_key(sid: str) -> str:
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
-    """Return a turn in the format of verl's recipe. `request_messages` are the messages that the request added. If the
-    worker has not sent the prompt's ids, the reply's ids are taken from the worker's report."""
+    """Convert a turn to the format of verl's recipe. `request_messages` are the messages that this request added. If
+    the worker did not send the ids of the prompt, the ids of the reply come from the worker's report."""
     reply = turn.reply or Message(role=Role.ASSISTANT)
     calls = [*map(tool_call_object, reply.tool_calls)]
     report = turn.report or WorkerReport()

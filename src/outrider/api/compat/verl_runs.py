@@ -1,7 +1,7 @@
-"""Binds runs of Harbor's run API to sessions of verl's session proxy (`verl.py`). The record of a session then has the
+"""Assigns runs of Harbor's run API to sessions of verl's session proxy (`verl.py`). A session's record then shows the
 turns of its run.
 
-Invariant: a session has at most one current run, also after a restart.
+Invariant: a session has at most one current run, even after a restart.
 """
 
 from __future__ import annotations
@@ -21,36 +21,35 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")
-"""Matches the session ids that clients of verl's session proxy may choose."""
+"""Pattern of the session ids that clients of verl's session proxy may choose."""
 RESET_SECONDS = 2 * 86_400.0
-"""Seconds for which a reset is remembered, longer than any session of verl's session proxy can last."""
+"""How long a reset is remembered, in seconds. No session of verl's session proxy lasts this long."""
 
 
 class BoundRuns:
-    """The runs of the sessions of verl's session proxy.
+    """The runs that belong to sessions of verl's session proxy.
 
-    The runs of a session are numbered 1, 2, ... in their idempotency keys. A reset takes the next number, so no run can
-    have it. Only a run with a higher number than the last reset belongs to the session. This holds after a restart,
-    too.
+    The idempotency keys of a session's runs contain the numbers 1, 2 and so on. A reset uses up the next number, so
+    that no run can get it. A run belongs to the session only if its number is higher than the last reset's, even after
+    a restart.
     """
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def current(self, session: SessionRow, caller: Principal) -> GroupRow | None:
-        """Return the run of a session, or None if the session has had no run since the last reset."""
+        """Return the session's run, or None if no run was started since the last reset."""
         run, _ = await self._look(session, caller)
         return run
 
     async def next_idempotency_key(self, session: SessionRow, caller: Principal) -> str:
-        """Return the idempotency key for a request to run the session. If there is a current run, its key is returned,
-        so that a repeated request gives the same run. Otherwise the key is new."""
+        """Return the idempotency key for a request to run the session. If the session has a run, its key is returned,
+        so that the request finds this run. Otherwise the key is new."""
         run, free = await self._look(session, caller)
         return _idempotency_key(session, free if run is None else free - 1)
 
     async def _look(self, session: SessionRow, caller: Principal) -> tuple[GroupRow | None, int]:
-        """Return the session's current run or None, and the lowest number that no run and no reset of the session has
-        used."""
+        """Return the session's run (or None), and the lowest number that no run or reset of the session has used."""
         store, run, number = self._service.store, None, 1
         while True:
             idempotency_key = _idempotency_key(session, number)
@@ -60,14 +59,14 @@ class BoundRuns:
             run, number = found, number + 1
 
     async def turns(self, session: SessionRow, caller: Principal) -> list[Turn]:
-        """Return the turns of the session's current run, or the session's own turns if there is no run."""
+        """Return the turns of the session's run. If it has no run, return the session's own turns."""
         run = await self.current(session, caller)
         if run is not None:
             [session] = await self._service.store.sessions(run.id)
         return await self._service.store.turns(session.id)
 
     async def check_free(self, session: SessionRow, caller: Principal) -> None:
-        """Raise Conflict if the session has a current run, because then only the run may make the session's calls."""
+        """Raise Conflict if the session has a run, because only this run may make model calls for the session."""
         run = await self.current(session, caller)
         if run is not None:
             raise Conflict(
@@ -76,14 +75,13 @@ class BoundRuns:
             )
 
     async def end(self, session: SessionRow, caller: Principal) -> None:
-        """Cancel the session's run, if the run has not ended."""
+        """Cancel the session's run if it has not ended."""
         run = await self.current(session, caller)
         if run is not None and run.state is GroupState.ACTIVE:
             await self._service.cancel(run.id, caller)
 
     async def drop(self, session: SessionRow, caller: Principal) -> None:
-        """Cancel the session's current run, and use up the next number, so that the run no longer belongs to the
-        session."""
+        """Cancel the session's run, and use up the next number. The run then no longer belongs to the session."""
         until = time.time() + RESET_SECONDS
         while True:
             run, free = await self._look(session, caller)
@@ -92,7 +90,7 @@ class BoundRuns:
             later = await self._service.store.refuse_key(caller.tenant, _idempotency_key(session, free), until=until)
             if run.state is GroupState.ACTIVE:
                 await self._service.cancel(run.id, caller)
-            if later is None:  # otherwise a run has taken the number meanwhile
+            if later is None:  # otherwise another run has just used this number
                 return
 
 

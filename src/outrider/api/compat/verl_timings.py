@@ -1,6 +1,6 @@
-"""The durations of a trainer's phases (`/training/timing`), as verl's recipe sends them: one record for each step.
+"""Stores how long the phases of a trainer's steps took (`/training/timing`). verl's recipe sends one record per step.
 
-A record is the client's own JSON object, and is returned as it was sent. Only `epoch` and `global_step` are read,
+A record is a JSON object of the client, and is returned unchanged. Only its fields `epoch` and `global_step` are read,
 because they identify the record. Invariant: a record is stored before the reply is sent.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 MOST_BYTES = 8 << 10
-"""Maximum bytes of a record, about ten times the size of a dozen phases with two times each."""
+"""Maximum size of a record in bytes. A record of twelve phases with two times each has about a tenth of this."""
 HIGHEST = 10**18
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
 
@@ -38,13 +38,13 @@ def timing_routes(service: Service) -> list[CompatRoute]:
 
 
 class _Timings:
-    """The handlers of the routes. A caller stores and reads only timings of its own tenant."""
+    """Handlers of the routes. A caller sees only records of its own tenant."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def keep(self, request: Request, caller: Principal) -> Any:
-        """Store the record of a step. An earlier record of the step is replaced."""
+        """Store the record of a step, in place of an earlier record of the same step."""
         body = await whole_body(request)
         record = _record(body)
         epoch, step = _whole(record, "epoch"), _whole(record, "global_step")
@@ -68,7 +68,7 @@ class _Timings:
 
 
 def _record(body: bytes) -> dict[str, Any]:
-    """Return the record in a body. Raises InvalidField."""
+    """Parse the body as a record. Raises InvalidField."""
     if len(body) > MOST_BYTES:
         raise InvalidField(
             f"the body has {len(body)} bytes, and a record may have {MOST_BYTES}",
@@ -85,7 +85,7 @@ def _record(body: bytes) -> dict[str, Any]:
 
 
 def _whole(record: dict[str, Any], name: str) -> int:
-    """Return the whole number in a field of a record. Raises InvalidField."""
+    """Return a field of the record that must be a whole number. Raises InvalidField."""
     value = record.get(name)
     if isinstance(value, float) and value.is_integer():
         value = int(value)

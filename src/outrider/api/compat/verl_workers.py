@@ -1,6 +1,7 @@
-"""The WebSocket route for the workers of verl's recipe. The workers answer the model calls of the engine ENGINE.
+"""Serves the WebSocket route for the workers of verl's recipe. These workers answer the model calls of one engine,
+whose name is ENGINE.
 
-Invariant: access control has admitted every request to this route.
+Invariant: only requests that passed access control reach this route.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 ENGINE = "verl-workers"
-"""The name and the kind of the engine. The first worker that connects adds the engine if it is missing."""
+"""Both the name of the engine and its kind. If the engine does not exist, the first worker that connects adds it."""
 HELLO_SECONDS = 10.0
 BAD_HELLO, NO_HELLO, NOT_SERVED = 4000, 4001, 4002
 NONSENSE = 1008
 PING_SECONDS = 30.0
 SILENT_SECONDS = 90.0
-"""After this many seconds without a message, a worker is considered lost. A worker replies to the service's pings,
-which are sent every PING_SECONDS."""
+"""A worker that has sent nothing for this many seconds counts as lost. Workers reply to pings, which are sent every
+PING_SECONDS."""
 
 
 class _Hello(msgspec.Struct, tag_field="type", tag="worker_hello"):
-    """The first message of a worker. Only Outrider's own workers send `keeps_ids`."""
+    """First message of a worker. `keeps_ids` is sent only by Outrider's own workers."""
 
     worker_id: str
     keeps_ids: bool = False
@@ -60,10 +61,10 @@ class _Refused(Exception):
 
 async def serve_worker(service: Service, websocket: WebSocket) -> None:
     """Serve one worker until its connection ends. The close codes are:
-    - BAD_HELLO: the hello is late or cannot be read.
-    - NO_HELLO: the first message is no hello.
+    - BAD_HELLO: the hello message is late, or cannot be parsed.
+    - NO_HELLO: the first message is not a hello message.
     - NOT_SERVED: the engine cannot be added.
-    - NONSENSE: a later message cannot be read, or the worker has been silent for too long."""
+    - NONSENSE: a later message cannot be parsed, or the worker was silent for too long."""
     await websocket.accept()
     sending: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     try:
@@ -86,7 +87,7 @@ async def serve_worker(service: Service, websocket: WebSocket) -> None:
     except* _Refused as refusals:
         [refused] = refusals.exceptions
         assert isinstance(refused, _Refused)
-        with suppress(WebSocketDisconnect, OSError, RuntimeError):  # closed already
+        with suppress(WebSocketDisconnect, OSError, RuntimeError):  # the connection may already be closed
             await websocket.close(refused.code, close_reason(str(refused)))
     except* (WebSocketDisconnect, OSError):
         pass
@@ -106,13 +107,13 @@ async def _hello(websocket: WebSocket) -> _Hello:
 
 
 async def _engine(service: Service) -> VerlWorkersEngine:
-    """Return the engine. It is added if it is missing."""
+    """Return the engine of the workers, and add it if it is missing."""
     try:
         if service.pool.engine(ENGINE) is None:
             options = {"call_seconds": service.config.verl_proxy.call_seconds}
             await shielded(lambda: service.attach_engine(EngineSpec(kind=ENGINE, name=ENGINE, options=options)))
     except OutriderError as error:
-        if service.pool.engine(ENGINE) is None:  # otherwise another worker has added it meanwhile
+        if service.pool.engine(ENGINE) is None:  # otherwise another worker has just added the engine
             raise _Refused(NOT_SERVED, error.message) from error
     engine = service.pool.engine(ENGINE)
     if not isinstance(engine, VerlWorkersEngine):
@@ -126,7 +127,7 @@ async def _send(websocket: WebSocket, sending: asyncio.Queue[dict[str, Any]]) ->
 
 
 class _Seen:
-    """The time of a worker's last message."""
+    """Remembers when the worker last sent a message."""
 
     def __init__(self) -> None:
         self.at = time.monotonic()
@@ -169,7 +170,7 @@ def _read(frame: str | bytes, code: int) -> Any:
 
 
 def _type_of(frame: str | bytes) -> Any:
-    """Return the type of a message that is otherwise unreadable, or None."""
+    """Return the type of a message that could not be parsed, or None."""
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         message = msgspec.json.decode(frame)
         return message.get("type") if isinstance(message, dict) else None

@@ -1,6 +1,6 @@
-"""Waits for the group that a client's call has submitted.
+"""Waits until a group that a client's call submitted is done.
 
-Invariant: the end of the wait does not end the group.
+Invariant: when a wait ends, the group continues.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 LOOK_SECONDS = 3600.0
-"""Maximum seconds of one wait in the service. Longer waits are repeated."""
+"""Maximum length of one wait, in seconds. A longer wait consists of several."""
 
 
 async def done_group(
     service: Service, request: Request, group_id: str, caller: Principal, *, seconds: float | None = None
 ) -> GroupView | None:
-    """Return the group once it is done. Returns None if it is not done after `seconds`, or if the client
-    disconnects."""
+    """Wait until the group is done, and return it. Returns None after `seconds`, or if the client disconnects."""
     done: GroupView | None = None
 
     async def wait() -> None:

@@ -1,5 +1,5 @@
-"""The index of runs: a SQLite file with a copy of the store's groups and sessions, for lists, comparisons and SQL
-queries.
+"""The index of runs: a SQLite file that copies the store's groups and sessions, for lists, comparisons and SQL queries.
 
-The file is a cache: if it is deleted, it is made again from the store. No decision of the service depends only on it.
+The file is a cache: if it is deleted, it is filled again from the store. The service never relies on it alone for a
+decision.
 """

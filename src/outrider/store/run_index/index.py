@@ -1,9 +1,10 @@
 """Keeps the index of runs up to date with the store, and reads it for lists.
 
-The index file records the cursor of the newest event whose change it has; later changes are found by the later events.
-A new file has no cursor, and is filled from all groups. A removal has no event, so `forget` reports it. Invariants:
-after `catch_up`, the index has all changes with events from before the call, and no groups forgotten before the call;
-only one thread writes to the file.
+The index file stores the cursor of the newest event that it includes. Later events show what has changed since. A new
+file has no cursor, and is filled from all groups. Removals have no event, so `forget` reports them.
+
+Invariants: after `catch_up`, the index includes all events stored before the call, and no groups forgotten before the
+call; only one thread writes to the file.
 """
 
 from __future__ import annotations
@@ -27,30 +28,30 @@ from outrider.store.store import Store
 T = TypeVar("T")
 
 CHORE_SECONDS = 5.0
-"""Seconds between two updates of the index in the background. Updates are frequent, so that a reader has little to wait
-for."""
+"""Seconds between two background updates of the index. They are frequent, so that a reader waits only for few
+changes."""
 EVENTS_AT_ONCE = 1000
 GROUPS_AT_ONCE = 50
 SESSIONS_AT_ONCE = 16
-"""Maximum number of sessions whose turns are read and written at once."""
+"""Maximum number of sessions whose turns are copied in one step."""
 CATCH_UP_SECONDS = 20.0
-"""Maximum seconds that a reader waits for the index; then it gets Busy. Filling a new file from many sessions takes
+"""Maximum seconds that a reader waits for the index before it gets Busy. Filling a new file from many sessions takes
 longer."""
 READ_SECONDS = 10.0
-"""Maximum seconds of one read in this process."""
+"""Maximum seconds of one read by the service itself."""
 STEPS_BETWEEN_LOOKS = 10_000
-"""Number of steps of SQLite's virtual machine between two checks of the clock."""
+"""A read checks its time limit after this many steps of SQLite's virtual machine."""
 TASK_LABEL = "task"
-"""Label that names the task of a group. Without the label, groups with the same instruction have the same task."""
+"""Label that names the task of a group. Groups without this label have the same task if their instructions are
+equal."""
 CURSOR, CURSOR_AT, FILLED = "cursor", "cursor_at", "filled"
 
 
 class RunIndex:
-    """The index of the runs of one store, in the file `path`: `async with RunIndex(store, path) as index`. A damaged
-    file, and a file of another store or another version, is replaced by a new one.
+    """The index of one store's runs, in the file `path`: `async with RunIndex(store, path) as index`. If the file is
+    damaged, or was made for another store or with other tables, it is replaced by a new one.
 
-    Methods raise ServiceError if the file cannot be used. They raise Busy if the index cannot be brought up to date in
-    time.
+    Methods raise ServiceError if the file cannot be used, and Busy if the index cannot be brought up to date in time.
     """
 
     def __init__(self, store: Store, path: Path) -> None:
@@ -77,29 +78,28 @@ class RunIndex:
             executor.shutdown(wait=True)
 
     def forget(self, group_ids: Iterable[str]) -> None:
-        """Note groups that were removed from the store. No later reader sees them."""
+        """Report groups that were removed from the store, so that later readers do not see them."""
         self._gone.update(group_ids)
 
     async def chore(self) -> None:
-        """Bring the index up to date, however long this takes. The background work calls this method every
-        CHORE_SECONDS."""
+        """Bring the index up to date, however long it takes. The service calls this every CHORE_SECONDS."""
         async with self._failures():
             more = True
             while more:
                 began = time.monotonic()
                 more = await self._step() or await self._step_of_turns(None)
-                await asyncio.sleep(time.monotonic() - began)  # leaves half of the time to other work
+                await asyncio.sleep(time.monotonic() - began)  # half of the time is left to other work
 
     async def catch_up(self, *, turns: bool = False) -> None:
-        """Return once the index has every change whose event is stored now. With `turns`, the index then also has the
-        turns of all sessions that are done now. Raises Busy after CATCH_UP_SECONDS."""
+        """Wait until the index includes every event that is stored now and, with `turns`, the turns of all sessions
+        that are done now. Raises Busy after CATCH_UP_SECONDS."""
         try:
             async with asyncio.timeout(CATCH_UP_SECONDS), self._failures():
                 newest, gone = await self._store.last_event(), set(self._gone)
-                await self._on_writer(lambda _: None)  # opens the file again if it was removed
+                await self._on_writer(lambda _: None)  # opens the file again if somebody has removed it
                 while not self._checked or not self._filled or self._cursor < newest or gone & self._gone:
                     if not await self._step() and self._filled:
-                        break  # no events are left: the newest were removed with their groups
+                        break  # no events are left, because the newest ones were removed with their groups
                 if turns:
                     last = await self._on_writer(_last_unread)
                     while await self._step_of_turns(last):
@@ -112,7 +112,7 @@ class RunIndex:
             ) from None
 
     async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Call `work` with a read-only connection, in the reader thread. Raises Busy if SQLite takes longer than
+        """Call `work` with a read-only connection to the index, in the reader thread. Raises Busy after
         READ_SECONDS."""
         loop = asyncio.get_running_loop()
 
@@ -133,13 +133,13 @@ class RunIndex:
                 ) from error
 
     async def _step(self) -> bool:
-        """Write the next changes. Returns True if there may be more changes."""
+        """Copy the next changes from the store to the index. Returns True if more changes may be left."""
         async with self._one_at_a_time:
             await self._on_writer(lambda _: None)
             if not self._checked:
                 await self._check()
-            # `_gone` is read before the store. If a group is hidden while the store is read, this step may write the
-            # group once more. The group then stays in `_gone` until the next step.
+            # `_gone` (the removed groups) is copied before the store is read. If a group is removed meanwhile, this
+            # step may still write it, and the next step removes it.
             gone = frozenset(self._gone)
             changes = await self._next_changes()
             tasks = await self._tasks_of(changes)
@@ -150,8 +150,8 @@ class RunIndex:
             return changes.more
 
     async def _check(self) -> None:
-        """Empty the file if it was written for another store. Add to `_gone` the groups that were removed while
-        the file was closed."""
+        """Empty the file if it was filled from another store. Add to `_gone` the groups that were removed from the
+        store while the file was closed."""
         if self._cursor and await self._store.runs.event_at(self._cursor) != self._cursor_at:
             await self._on_writer(self._empty)
         if self._filled:
@@ -164,14 +164,14 @@ class RunIndex:
             return await self._store.runs.changes(self._cursor, EVENTS_AT_ONCE)
         last = await self._on_writer(_last_group)
         if last is None:
-            # The cursor is set before the first group is read, so every later change has an event after the cursor.
+            # Set the cursor before the first group is read. Then every later change has an event after the cursor.
             newest = await self._store.last_event()
             at = await self._store.runs.event_at(newest) or 0.0
             await self._on_writer(lambda db: self._mark(db, newest, at))
         return await self._store.runs.page(last, GROUPS_AT_ONCE)
 
     async def _tasks_of(self, changes: RunChanges) -> dict[str, str | None]:
-        """Return the tasks of the groups that are new to the index, by group id."""
+        """Return the task of each group that is new to the index, by group id."""
         ids = [group.id for group in changes.groups]
         new = set(await self._on_writer(lambda db: _new_groups(db, ids)))
         tasks: dict[str, str | None] = {}
@@ -181,8 +181,8 @@ class RunIndex:
         return tasks
 
     async def _mark_of_task(self, group_id: str) -> str | None:
-        """Return the digest of the group's instruction, or None if its spec cannot be read."""
-        with suppress(OutriderError):  # the key of the spec is missing, or the group was just removed
+        """Return a digest of the group's instruction, or None if the spec cannot be read."""
+        with suppress(OutriderError):  # the key that encrypted the spec is missing, or the group was just removed
             instruction = rows_of_runs.instruction_of(await self._store.spec(group_id))
             return None if instruction is None else self._store.mark_of(instruction)
         return None
@@ -205,7 +205,7 @@ class RunIndex:
             self._cursor, self._cursor_at = changes.cursor, changes.at
 
     async def _fill_retries(self) -> None:
-        """Write all retries: failed attempts after which the session was queued again. This is the last step of filling
+        """Copy all retries: failed attempts after which the session was queued again. This is the last step of filling
         a new file."""
         after = 0
         while True:
@@ -232,8 +232,8 @@ class RunIndex:
         self._cursor, self._cursor_at, self._filled = 0, 0.0, False
 
     async def _step_of_turns(self, last: int | None) -> bool:
-        """Write the turns of the next sessions in `unread_turns`, up to the position `last` (None for all). Returns
-        True if more sessions may be left."""
+        """Copy the turns of the next sessions in the table `unread_turns`, up to the row `last` (None: no limit).
+        Returns True if more sessions may be left."""
         async with self._one_at_a_time:
             found = await self._on_writer(lambda db: _unread(db, last))
             if not found:
@@ -276,7 +276,7 @@ class RunIndex:
 
 
 class _OpenFile:
-    """A connection to the file at a path. If the file was removed or replaced, the new file is opened."""
+    """Keeps a connection to the file at a path, and opens the file again if it was removed or replaced."""
 
     def __init__(self, path: Path, open_file: Callable[[Path], sqlite3.Connection]) -> None:
         self._path = path
@@ -286,7 +286,7 @@ class _OpenFile:
         """Device and inode of the open file."""
 
     def connection(self) -> tuple[sqlite3.Connection, bool]:
-        """Return the connection, and True if it was opened now."""
+        """Return the connection, and True if this call opened it."""
         if self._db is not None and _file_at(self._path) == self._file:
             return self._db, False
         self.close()
@@ -309,14 +309,14 @@ def _file_at(path: Path) -> tuple[int, int] | None:
 
 
 def _open_writer(path: Path) -> sqlite3.Connection:
-    """Open the file. A file that is damaged or was made from other TABLES is replaced."""
+    """Open the file for writing. A file that is damaged, or was created with different TABLES, is replaced."""
     for last in (False, True):
         if not path.exists():
-            _remove(path)  # a write-ahead log may be left over from a removed file
+            _remove(path)  # a removed file may leave its write-ahead log behind
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
         try:
             db.execute("PRAGMA journal_mode=WAL").fetchall()
-            # A loss of power may undo the newest commits, including the cursor. The lost changes are then written
+            # A loss of power may undo the newest commits. It undoes their cursors, too, so these changes are copied
             # again.
             db.execute("PRAGMA synchronous=NORMAL")
             db.execute("PRAGMA cache_size=-16384")
@@ -383,8 +383,8 @@ def _last_unread(db: sqlite3.Connection) -> int:
 
 
 def _unread(db: sqlite3.Connection, last: int | None) -> list[tuple[int, int, str, int]]:
-    """Return the next sessions whose turns are not read: the place in `unread_turns`, and the session's number, id and
-    attempt."""
+    """Return the next sessions whose turns must still be copied: the place in `unread_turns`, and the session's number,
+    id and attempt."""
     return db.execute(
         """SELECT place, s.no, s.id, s.attempt FROM unread_turns JOIN kept_sessions AS s ON s.no = session_no
             WHERE ? IS NULL OR place <= ? ORDER BY place LIMIT ?""",

@@ -1,8 +1,8 @@
-"""Finds sessions and groups in the index of runs: filters, pages by cursor, and the rows of a comparison.
+"""Finds sessions and groups in the index of runs, and divides long lists into pages.
 
-The functions run in the index's reader thread. Lists begin with the newest group; the sessions of a group are in sample
-order. A cursor is the id of the last session (or group) of a page, so the next page continues there even if new groups
-were added. Invariant: with a `tenant`, only this tenant's rows are found.
+The functions run in the index's reader thread. Lists begin with the newest group; a group's sessions are in sample
+order. A page's cursor is the id of its last session or group. The next page continues there, even if groups were added
+meanwhile. Invariant: with a `tenant`, only the rows of this tenant are found.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from outrider.store.run_index.rows_of_runs import storable_text
 from outrider.store.run_index.tables import SECONDS
 
 Condition = tuple[str, list[Any]]
-"""A part of a WHERE clause, and the values of its placeholders."""
+"""A condition for a WHERE clause, and the values of its placeholders."""
 
 
 class SessionFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """A filter of sessions. A session matches if every given field matches. An empty filter matches all sessions.
+    """A filter for sessions. A session must match all given fields, so an empty filter matches every session.
 
-    ids, groups: ids of sessions; ids of groups.
+    ids, groups: ids of sessions, and ids of groups.
     states: such as `done`.
-    labels: the group has all these labels.
-    min_reward, max_reward: bounds of the reward, inclusive. Sessions without a reward do not match.
+    labels: the group must have all of these labels.
+    min_reward, max_reward: inclusive bounds. Sessions without a reward do not match.
     error: code of the session's error.
-    since, until: times of the group's submission, in seconds since the epoch. `until` is exclusive.
-    text: text in the error, the end of the agent's output, or the answer. Case does not matter.
+    since, until: the group was submitted at `since` or later, and before `until` (seconds since the epoch).
+    text: this text occurs in the error, the end of the agent's output, or the answer. Case is ignored.
     """
 
     ids: tuple[str, ...] = ()
@@ -51,7 +51,8 @@ class SessionFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The data of a session that a comparison needs. `seconds` is the sum over all stages, waits included."""
+    """The facts about a session that a comparison of runs needs. `seconds` is the sum over all stages, including
+    waits."""
 
     id: str
     group_id: str
@@ -72,8 +73,8 @@ class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
 def find_sessions(
     db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, after: str | None, limit: int
 ) -> list[str]:
-    """Return the ids of up to `limit` sessions that come after the session `after`. If `after` is a group's id, they
-    come after the group's last session. Raises NotFound for an unknown id."""
+    """Return the ids of up to `limit` sessions that follow `after`, the id of a session or a group. (A group's id
+    stands for its last session.) Raises NotFound for an unknown id."""
     where, values = _joined(_conditions(wanted, tenant, "kept_sessions"))
     if after is not None:
         created, group_id, index = _place(db, after, tenant)
@@ -84,7 +85,7 @@ def find_sessions(
 
 
 def matching(db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None) -> list[tuple[str, str, str]]:
-    """Return the id, group and state of every session that matches, the newest group first."""
+    """Return the id, group and state of each session that matches. The newest group comes first."""
     where, values = _joined(_conditions(wanted, tenant, "kept_sessions"))
     order = "created DESC, group_id DESC, sample_index"
     return db.execute(
@@ -95,9 +96,10 @@ def matching(db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None) 
 def find_groups(
     db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, after: str | None, limit: int
 ) -> list[str]:
-    """Return the ids of up to `limit` groups after the group `after`. The states in `wanted` are states of groups, and
-    the bounds of the reward apply to the group's mean reward. `stop_reason`, `error` and `text` match if one session of
-    the group matches all of them. `ids` has no effect."""
+    """Return the ids of up to `limit` groups that follow the group `after`.
+
+    `states` are states of groups, and the bounds of the reward apply to a group's mean reward. `stop_reason`, `error`
+    and `text` must all match the same session of the group. `ids` is ignored."""
     of_group = msgspec.structs.replace(wanted, stop_reason=None, error=None, text=None, ids=())
     conditions = _conditions(of_group, tenant, "kept_groups")
     of_session = SessionFilter(stop_reason=wanted.stop_reason, error=wanted.error, text=wanted.text)
@@ -114,7 +116,7 @@ def find_groups(
 
 
 def runs_of(db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, limit: int) -> list[ListedRun]:
-    """Return up to `limit` sessions for a comparison, the oldest first."""
+    """Return up to `limit` sessions for a comparison of runs, oldest first."""
     where, values = _joined(_conditions(wanted, tenant, "kept_sessions"))
     computed = {
         "seconds": " + ".join(f"seconds_{stage}" for stage in SECONDS),
@@ -127,8 +129,8 @@ def runs_of(db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *
 
 
 def _place(db: sqlite3.Connection, after: str, tenant: str | None) -> tuple[float, str, int]:
-    """Return the creation time, group and sample index by which lists order a session. For a group, return a position
-    after its last session."""
+    """Return the values by which lists order a session: creation time, group and sample index. For a group's id, return
+    a position after its last session."""
     for table, index, group_id in (("kept_sessions", "sample_index", "group_id"), ("kept_groups", "n", "id")):
         sql = f"SELECT created, {group_id}, {index} FROM {table} WHERE id = ? AND tenant = COALESCE(?, tenant)"
         if found := db.execute(sql, (storable_text(after), tenant)).fetchall():
@@ -142,7 +144,7 @@ def _place(db: sqlite3.Connection, after: str, tenant: str | None) -> tuple[floa
 
 
 def _conditions(wanted: SessionFilter, tenant: str | None, table: str) -> list[Condition]:
-    """Return the conditions for rows of `kept_sessions` or `kept_groups`."""
+    """Translate the filter into SQL conditions for the table `kept_sessions` or `kept_groups`."""
     groups = table == "kept_groups"
     number, group_id, reward = ("no", "id", "mean_reward") if groups else ("group_no", "group_id", "reward")
     found: list[Condition] = []

@@ -1,5 +1,5 @@
-"""Runs SQL queries over the index of runs. Each query runs in a process of its own (`query_program.py`), so that it
-neither delays the service nor reads other tenants' rows."""
+"""Runs SQL queries of users over the index of runs. Each query runs in its own process (`query_program.py`), so that it
+cannot slow down the service or read another tenant's rows."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from outrider.store.run_index.tables import READ_TABLES, VIEWS
 MAX_ROWS = 10_000
 MAX_SECONDS = 5.0
 MAX_MEMORY = 256 << 20
-"""Maximum address space of the process, in bytes."""
+"""Maximum address space of a query's process, in bytes."""
 MAX_HEAP = 160 << 20
-"""Maximum bytes that SQLite itself may use."""
+"""Maximum memory of SQLite in a query's process, in bytes."""
 MAX_REPLY = 8 << 20
-"""Bytes of rows after which a reply is truncated."""
+"""A reply with more bytes of rows than this is truncated."""
 MAX_SQL = 100_000
-"""Maximum length of a query in characters."""
+"""Maximum length of a query, in characters."""
 AT_ONCE = 2
 """Maximum number of queries that run at the same time."""
 MAX_WAITING = 16
-"""Maximum number of queries that wait for their turn."""
+"""Maximum number of waiting queries. A further query gets Busy."""
 START_SECONDS = 5.0
-"""Seconds in addition to MAX_SECONDS in which the process starts and writes its reply."""
+"""Time in which the query's process must start and write its reply, in addition to MAX_SECONDS."""
 PROGRAM = Path(__file__).with_name("query_program.py")
 
 
@@ -40,19 +40,19 @@ class _Head(msgspec.Struct):
 
 
 class Queries:
-    """Runs queries over one index. `run` raises InvalidField for a query that is wrong, refused or too costly. It
-    raises Busy while too many queries wait."""
+    """Runs queries over one index. `run` raises InvalidField for a query that is wrong, forbidden or too expensive. It
+    raises Busy if too many queries are waiting."""
 
     def __init__(self, index: RunIndex) -> None:
         self._index = index
-        # The query's process runs in another folder, and the path of the service's data folder may be relative.
+        # The query's process runs in another folder, so a relative path would not work there.
         self._path = str(index.path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._waiting = 0
 
     async def run(self, sql: str, tenant: str | None) -> bytes:
-        """Return the reply to a query, as the JSON of a `schemas.QueryReply`. The query reads the tenant's rows, or all
-        rows if `tenant` is None. The rows have every change that was stored before the call."""
+        """Run a query, and return the JSON of a `schemas.QueryReply`. The query sees the rows of the tenant, or all
+        rows if `tenant` is None. They include every change that was stored before this call."""
         if not sql.strip():
             raise InvalidField("the query is empty", field="sql", hint="such as SELECT * FROM sessions LIMIT 10")
         if len(sql) > MAX_SQL or "\0" in sql:

@@ -1,18 +1,19 @@
-"""Runs one SQL query over the index of runs, in a process of its own. Uses the standard library only.
+"""Runs one SQL query over the index of runs, in a process of its own. It uses only the standard library.
 
 The service starts the program with `python -I -S FILE`, without environment variables, and kills it after a time limit.
-The program reads a job (JSON) from standard input. It writes a line of JSON (`{}` or an error), and then the reply.
+The program reads a job (JSON) from standard input. It writes one line of JSON, which is `{}` or an error, and then the
+reply.
 
-Each of these measures alone stops the usual attack:
-- The file is opened read-only. SQLite's authoriser refuses every action but SELECT, recursion, the functions in
-  FUNCTIONS, and reads of the views.
-- The views limit the rows to the caller's tenant. They are temporary views over hidden views whose names are random.
-  Tables may be read only inside a hidden view. The authoriser gets only the name of the innermost view or common table
-  expression that reads a table. So a fixed name would not be safe: `WITH sessions AS (SELECT * FROM kept_sessions) ...`
-  looks like a read by the view `sessions`. A query cannot guess a random name.
-- SQLite's memory, the process's address space, its processor time, and the number and size of rows are limited.
+A query may come from an attacker. Each of these measures alone stops the usual attack:
+- The file is opened read-only. SQLite asks an authorizer about each action. It allows only SELECT, recursion, the
+  functions in FUNCTIONS, and reads of the views.
+- The views show only the rows of the caller's tenant. Each view reads a hidden view, and only hidden views may read
+  tables. The names of hidden views are random, because the authorizer gets only the name of the innermost view or
+  common table expression. With a fixed name, a query could pose as a view: `WITH sessions AS (SELECT * FROM
+  kept_sessions) ...`.
+- SQLite's memory, the process's address space and processor time, and the number and size of rows are limited.
 
-Before the query, the program tries such attacks itself. If SQLite allows one, the query is refused.
+Before the query, the program tries such attacks itself. If one of them works, it refuses the query.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import sqlite3
 import sys
 import time
 
-TYPE_CHECKING = False  # `typing` takes a tenth of the program's start
+TYPE_CHECKING = False  # importing `typing` would make up a tenth of the program's start
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from typing import Any
@@ -123,9 +124,9 @@ FUNCTIONS = frozenset(
 )
 TABLE_FUNCTIONS = frozenset({"json_each", "json_tree"})
 STEPS_BETWEEN_LOOKS = 2000
-"""Number of steps of SQLite's virtual machine between two checks of the clock."""
+"""A query checks its time limit after this many steps of SQLite's virtual machine."""
 MAX_TEXT = 1_000_000
-"""Maximum bytes of one value, and of the query."""
+"""Maximum size of one value, and of the query, in bytes."""
 NAMES = {value: name[7:] for name, value in vars(sqlite3).items() if name.startswith("SQLITE_") and name[7:] in {
     "CREATE_INDEX", "CREATE_TABLE", "CREATE_TEMP_INDEX", "CREATE_TEMP_TABLE", "CREATE_TEMP_TRIGGER", "CREATE_TEMP_VIEW",
     "CREATE_TRIGGER", "CREATE_VIEW", "DELETE", "DROP_INDEX", "DROP_TABLE", "DROP_TEMP_INDEX", "DROP_TEMP_TABLE",
@@ -133,19 +134,20 @@ NAMES = {value: name[7:] for name, value in vars(sqlite3).items() if name.starts
     "TRANSACTION", "UPDATE", "ATTACH", "DETACH", "ALTER_TABLE", "REINDEX", "ANALYZE", "CREATE_VTABLE", "DROP_VTABLE",
     "FUNCTION", "SAVEPOINT", "RECURSIVE",
 }}  # fmt: skip
-"""Names of the authoriser's actions by number."""
+"""Names of the actions that an authorizer decides on, by number."""
 
 
 class QueryRefused(Exception):
-    """The query is refused. `args` are a code (`field`, `busy` or `unfit`), the message and the hint."""
+    """The query is refused. `args` are a code (`field`, `busy` or `unfit`), a message and a hint."""
 
 
 class QueryGuard:
-    """SQLite's authoriser for one query."""
+    """SQLite's authorizer for one query, which allows or denies actions."""
 
     def __init__(self, views: Iterable[str], tables: Iterable[str], real: Iterable[str]) -> None:
-        """`views` are the views that the query may read, and `tables` the tables below them. `real` are the names of
-        all tables and indexes in the file, in lower case."""
+        """views: the views that the query may read.
+        tables: the tables that these views read.
+        real: names of all tables and indexes in the file, in lower case."""
         self._real = frozenset((*real, *views))
         self.hidden = {name: f"hidden_{secrets.token_hex(16)}" for name in views}
         self._readable = frozenset((*views, *self.hidden.values()))
@@ -166,8 +168,8 @@ class QueryGuard:
                 return sqlite3.SQLITE_OK
             if first in TABLE_FUNCTIONS:
                 return sqlite3.SQLITE_OK
-            # A query may read no column of a common table expression, as in `SELECT count(*) FROM ...`. SQLite then
-            # reports the expression without a column and a schema.
+            # If a query reads no column of a common table expression, as in `SELECT count(*) FROM ...`, SQLite reports
+            # the expression without a column and a schema.
             if (
                 first
                 and not second
@@ -192,7 +194,7 @@ def main() -> None:
         reply = answer(job)
     except QueryRefused as refused:
         head, reply = dict(zip(("code", "message", "hint"), refused.args, strict=True)), ""
-    except sqlite3.OperationalError as error:  # for example, the file is being replaced
+    except sqlite3.OperationalError as error:  # for example, the file was just being replaced
         head, reply = {"code": "busy", "message": f"the index of runs: {error}", "hint": "ask again"}, ""
     else:
         head = {}
@@ -202,7 +204,7 @@ def main() -> None:
 
 
 def answer(job: dict[str, Any]) -> str:
-    """Return the reply to a job as JSON. Raises QueryRefused."""
+    """Run a job's query, and return the reply as JSON. Raises QueryRefused."""
     limits = job["limits"]
     began = time.monotonic()
     os.nice(10)
@@ -218,8 +220,8 @@ def answer(job: dict[str, Any]) -> str:
     for name, sql in job["views"].items():
         db.execute(f"CREATE TEMP VIEW {guard.hidden[name]} AS {sql}")
         db.execute(f"CREATE TEMP VIEW {name} AS SELECT * FROM {guard.hidden[name]}")
-    # SQLite creates a table function at its first use, and calls the authoriser for each step, which would refuse some.
-    # So the allowed functions are created before the authoriser is set.
+    # SQLite creates a table function at its first use, and asks the authorizer about each step. The authorizer would
+    # refuse some. So the allowed table functions are used once before it is set.
     for name in TABLE_FUNCTIONS:
         db.execute(f"SELECT * FROM {name}('[]')").fetchall()
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_TEXT)
@@ -243,8 +245,8 @@ def answer(job: dict[str, Any]) -> str:
 
 
 def check_confinement(db: sqlite3.Connection, tables: list[str], view: str) -> None:
-    """Raise QueryRefused if this SQLite allows one of these attacks: reading a table by its name, reading a table under
-    the name of a view, or reading the schema."""
+    """Raise QueryRefused if SQLite allows one of three attacks: reading a table by its name, reading a table under the
+    name of a view, or reading the schema."""
     for sql in (
         f"SELECT no FROM {tables[0]}",
         f"WITH {view} AS (SELECT no FROM {tables[0]}) SELECT no FROM {view}",
@@ -258,7 +260,7 @@ def check_confinement(db: sqlite3.Connection, tables: list[str], view: str) -> N
 
 
 def encoded(cursor: sqlite3.Cursor, limits: Mapping[str, float], began: float) -> str:
-    """Return the columns and rows as JSON. Stops at the limit of rows or of bytes."""
+    """Return the columns and rows as JSON, up to the maximum number of rows or bytes."""
     columns = [column[0] for column in cursor.description]
     rows: list[str] = []
     size, truncated = 0, False
@@ -277,7 +279,7 @@ def encoded(cursor: sqlite3.Cursor, limits: Mapping[str, float], began: float) -
 
 
 def plain(value: object) -> object:
-    """Return the value in a form for JSON: bytes as hexadecimal digits, and infinity as text."""
+    """Convert a value that JSON cannot express: bytes to hexadecimal digits, infinity to text."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,7 +1,7 @@
-"""Makes the rows of the index of runs from the store's rows, and writes them. The functions run in the index's writer
+"""Converts rows of the store into rows of the index of runs, and writes them. The functions run in the index's writer
 thread.
 
-They read neither the store nor a clock. Invariant: writing the same rows again changes nothing.
+They use neither the store nor a clock. Invariant: writing the same rows a second time changes nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from outrider.tokens.branches.classify import lineages
 from outrider.trajectory import Turn
 
 FROZEN = "frozen"
-"""Value of the column `kind` for turns of frozen models."""
+"""Value of the column `kind` for turns of frozen models, which are not trained."""
 SEARCHED_ERROR, SEARCHED_OUTPUT, SEARCHED_ANSWER = 1000, 2000, 1000
-"""How many characters of a session a text search reads: the first of the error message, and the last of the output and
-of the answer. These texts are short, because a search reads them for all sessions."""
+"""How many characters a text search covers: the first characters of the error message, and the last characters of the
+agent's output and of the answer. The numbers are small, because a search reads the texts of all sessions."""
 MAX_MESSAGE = 8192
 
 
@@ -37,7 +37,7 @@ class _TaskOnly(msgspec.Struct, frozen=True):
 
 
 def instruction_of(spec: bytes) -> str | None:
-    """Return the instruction in a group's spec, None for a spec that cannot be read."""
+    """Return the instruction in a group's spec, or None if the spec cannot be decoded."""
     try:
         return msgspec.json.decode(spec, type=_TaskOnly).task.instruction
     except msgspec.DecodeError:
@@ -45,7 +45,7 @@ def instruction_of(spec: bytes) -> str | None:
 
 
 def write_group(db: sqlite3.Connection, group: GroupRow, task: str | None) -> None:
-    """Insert or update a group. If `task` is None, a task that is already stored is kept."""
+    """Insert or update a group. If `task` is None, the stored task of the group is kept."""
     mean = group.reward_total / group.rewarded if group.rewarded else None
     values = {
         "id": group.id,
@@ -71,7 +71,7 @@ def write_group(db: sqlite3.Connection, group: GroupRow, task: str | None) -> No
 
 
 def write_session(db: sqlite3.Connection, session: SessionRow) -> bool:
-    """Insert or update a session, if its group has a row. Returns False if the group has no row."""
+    """Insert or update a session. Returns False if the index does not have its group; then nothing is written."""
     found = db.execute("SELECT no, tenant, harness FROM kept_groups WHERE id = ?", (session.group_id,)).fetchone()
     if found is None:
         return False
@@ -142,7 +142,7 @@ def write_retries(db: sqlite3.Connection, retries: Iterable[Retry]) -> None:
 
 
 def write_turns(db: sqlite3.Connection, session_no: int, packed: Sequence[tuple[str, bytes]]) -> None:
-    """Replace the turns of a session by pairs of a model (empty for the policy) and an encoded turn."""
+    """Replace a session's turns. Each item of `packed` is a model (empty for the policy) and an encoded turn."""
     db.execute("DELETE FROM kept_turns WHERE session_no = ?", (session_no,))
     found = [(model, rows.turn_from(turn)) for model, turn in packed]
     own = [turn for model, turn in found if not model]
@@ -171,7 +171,7 @@ def remove_groups(db: sqlite3.Connection, group_ids: Iterable[str]) -> None:
 
 
 def storable_text(text: str | None) -> str | None:
-    """Return the text with `?` for each surrogate, because SQLite cannot store surrogates."""
+    """Replace each surrogate in the text by `?`, because SQLite cannot store surrogates."""
     return None if text is None else text.encode("utf-8", "replace").decode()
 
 
@@ -223,8 +223,8 @@ def _write_error(db: sqlite3.Connection, no: int, attempt: int, final: bool, at:
 
 
 def _upsert(db: sqlite3.Connection, table: str, values: dict[str, object], *, keep: Sequence[str]) -> int:
-    """Insert a row, or update the row with the same `id`. Returns the row's `no`. A column in `keep` keeps its value if
-    the new value is None."""
+    """Insert a row, or update the row with the same `id`. Returns the row's number `no`. Columns in `keep` keep their
+    value if the new value is None."""
     names = list(values)
     changes = ", ".join(
         f"{name} = COALESCE(excluded.{name}, {name})" if name in keep else f"{name} = excluded.{name}"

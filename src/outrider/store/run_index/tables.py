@@ -1,7 +1,7 @@
-"""The tables of the index of runs, and the views that SQL queries see.
+"""Defines the tables of the index of runs, and the views that users can query with SQL.
 
-Queries can read only the views in VIEWS (`query_program.py`). The tables have names that begin with `kept_`. A change
-of TABLES needs no migration, because a file with other tables is made again.
+A query can read only the views in VIEWS (`query_program.py`). Names of tables begin with `kept_`. A change of TABLES
+needs no migration, because a file with different tables is replaced.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import hashlib
 from typing import NamedTuple
 
 SECONDS = ("queued", "init", "ready", "run", "eval_wait", "eval", "stop")
-"""The stages of `trajectory.StageSeconds`."""
+"""Names of a session's stages (`trajectory.StageSeconds`)."""
 
-# `created`, `group_id` and `tenant` of a session are copies of the group's, so that one index orders the list of
+# `created`, `group_id` and `tenant` in `kept_sessions` are copies from the group, so that one index orders the list of
 # sessions.
 TABLES = (
     """CREATE TABLE kept_groups (
@@ -36,8 +36,8 @@ TABLES = (
     "CREATE INDEX kept_sessions_of_tenant ON kept_sessions (tenant, created DESC, group_id DESC, sample_index)",
     "CREATE INDEX kept_sessions_by_age ON kept_sessions (created DESC, group_id DESC, sample_index)",
     "CREATE INDEX kept_sessions_of_group ON kept_sessions (group_no)",
-    # A row has the texts of a session for text search, in lower case: the error, the end of the agent's output, and the
-    # end of the answer.
+    # Each row is the searchable text of a session, in lower case: the error message, the end of the agent's output, and
+    # the end of the answer.
     "CREATE TABLE kept_texts (session_no INTEGER PRIMARY KEY, text TEXT NOT NULL)",
     """CREATE TABLE kept_rewards (session_no INTEGER NOT NULL, name TEXT NOT NULL, value REAL NOT NULL,
         PRIMARY KEY (session_no, name)) WITHOUT ROWID""",
@@ -51,21 +51,21 @@ TABLES = (
         drift_tokens INTEGER NOT NULL, tool_calls INTEGER NOT NULL, malformed_calls INTEGER NOT NULL,
         received REAL NOT NULL, first_token REAL, finished REAL NOT NULL, finish TEXT NOT NULL,
         min_version INTEGER, max_version INTEGER, PRIMARY KEY (session_no, model, turn_index)) WITHOUT ROWID""",
-    # A row is a session whose turns must still be read from the store.
+    # Each row is a session whose turns must still be copied from the store.
     "CREATE TABLE unread_turns (place INTEGER PRIMARY KEY AUTOINCREMENT, session_no INTEGER NOT NULL)",
     "CREATE TABLE marks (name TEXT PRIMARY KEY, value REAL NOT NULL)",
 )
 GROUP_TABLES = ("kept_labels", "kept_sessions")
 SESSION_TABLES = ("kept_texts", "kept_rewards", "kept_errors", "kept_turns", "unread_turns")
 READ_TABLES = tuple(sql.split()[2] for sql in TABLES if sql.startswith("CREATE TABLE kept_"))
-"""The tables that views read."""
+"""The tables from which the views select."""
 
 VERSION = int(hashlib.sha256("".join(TABLES).encode()).hexdigest()[:7], 16)
-"""A digest of TABLES, stored in the head of the file (`PRAGMA user_version`)."""
+"""Digest of TABLES. The file stores it in its header (`PRAGMA user_version`)."""
 
 
 class ViewColumn(NamedTuple):
-    """A column of a view: its name, the expression over the tables, and its meaning."""
+    """A column of a view: its name, the SQL expression that computes it, and a description."""
 
     name: str
     sql: str
@@ -73,7 +73,7 @@ class ViewColumn(NamedTuple):
 
 
 class View(NamedTuple):
-    """A view that queries can read. `source` are its tables, and `tenant` is the column that limits the rows to one
+    """A view that users can query. `source` is its FROM clause. `tenant` is the column that limits the rows to one
     tenant."""
 
     name: str
@@ -83,15 +83,15 @@ class View(NamedTuple):
     tenant: str
 
     def select(self, tenant: str | None) -> str:
-        """Return the SELECT of the view for one tenant's rows, or for all rows if `tenant` is None."""
+        """Return the view's SELECT statement for the rows of one tenant. If `tenant` is None, it selects all rows."""
         own = ">= ''" if tenant is None else "= '" + tenant.replace("'", "''") + "'"
         columns = ", ".join(f"{column.sql} AS {column.name}" for column in self.columns)
         return f"SELECT {columns} FROM {self.source} WHERE {self.tenant} {own}"
 
 
 def _columns(alias: str, abouts: dict[str, str]) -> tuple[ViewColumn, ...]:
-    """Return view columns that have the same names as the columns of the table `alias`. `abouts` maps names to
-    meanings."""
+    """Return a view column for each name in `abouts`, which maps names to descriptions. The table `alias` has columns
+    of the same names."""
     return tuple(ViewColumn(name, f"{alias}.{name}", about) for name, about in abouts.items())
 
 
@@ -99,8 +99,8 @@ _OF_SESSION = (
     ViewColumn("session_id", "s.id", "the session"),
     ViewColumn("group_id", "s.group_id", "its group"),
 )
-# If a query uses only the row number of a table, SQLite reports the table as read outside of any view. So each view
-# compares a column of each of its tables.
+# Each view compares a column of each of its tables. For a query that uses only a table's row number, SQLite would
+# otherwise report the table as read outside of any view.
 _WITH_GROUP = "kept_sessions AS s JOIN kept_groups AS g ON g.no = s.group_no AND g.tenant = s.tenant"
 
 VIEWS = (
