@@ -1,7 +1,7 @@
 """Detects IP addresses that belong to this machine or to a private network, in any notation.
 
-The functions open no connection to the addresses. They ask the kernel for its current routes at each call, so an
-address that this machine gets later is detected, too.
+The functions connect to nothing. They ask the kernel for its routes at each call, so later addresses of this machine
+are detected, too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ EMBEDDING = tuple(
         ("2002::/16", 80),  # 6to4
     )
 )
-"""IPv6 networks whose addresses contain an IPv4 address. The number is the count of bits to the right of the IPv4
-address."""
+"""IPv6 networks whose addresses contain an IPv4 address, and the number of bits to the right of it."""
 ISATAP = 0x5EFE
 NETLINK_ROUTE, RTM_GETROUTE, NLM_F_REQUEST, RTA_DST = 0, 26, 1, 1
 HEADER, ROUTE, ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBBBBBBI"), struct.Struct("=HH")
@@ -36,8 +35,8 @@ METADATA = frozenset(
         ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:42::42", "fd00:ec2::254", "fd20:ce::254"),
     )
 )
-"""Addresses at which cloud providers give credentials to a machine. The most common one, 169.254.169.254, is
-link-local, and `is_sensitive` checks for that."""
+"""Addresses at which clouds give credentials to a machine. `is_sensitive` also covers 169.254.169.254, which is
+link-local."""
 
 
 def plain(address: Address) -> Address:

@@ -1,10 +1,7 @@
-"""Opens the proxy's connections to servers, either directly or through an HTTP proxy of the operator.
+"""Opens the proxy's connections to servers, directly or through the operator's own HTTP proxy.
 
-Invariants:
-
-- Each connection resolves its host name once. All addresses of the host are checked, and the connection uses one of
-  them.
-- A sandbox never learns the address or the password of the operator's HTTP proxy.
+Invariants: each connection resolves its host name once, and all addresses of the host are checked; a sandbox never
+learns the address or the password of the operator's HTTP proxy.
 """
 
 from __future__ import annotations
@@ -36,12 +33,12 @@ Resolve = Callable[[str, int, bool], Awaitable[Sequence[Address]]]
 class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
     """A server to connect to.
 
-    `internal`: True if the operator has listed exactly this host and port as internal. The server may then have a
-        private address.
-    `named`: True if the task or the operator names exactly this host. Otherwise, a program in the sandbox may have
-        invented the host.
-    `proxy`: the URL of the HTTP proxy that leads to the server. None means the proxy in this process's environment
-        variables, and "" means a direct connection.
+    `internal`: True if the operator lists exactly this host and port as internal. The server may then have a private
+        address.
+    `named`: True if the task or the operator names exactly this host. A program in the sandbox may have invented any
+        other host.
+    `proxy`: the URL of the HTTP proxy to use. None means the proxy in this process's environment variables, and ""
+        means a direct connection.
     """
 
     host: str
@@ -59,10 +56,10 @@ class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
 class ServerConnection(msgspec.Struct, frozen=True):
     """An open connection.
 
-    `absolute`: True for a connection to an HTTP proxy. Requests to an HTTP proxy contain the whole URL.
-    `header`: additional header lines for the HTTP proxy.
-    `beneath`: the writer of the TCP connection below TLS. It is kept here, because asyncio closes the connection of a
-        writer without references."""
+    `absolute`: True for an HTTP proxy, whose requests contain whole URLs.
+    `header`: additional header lines for an HTTP proxy.
+    `beneath`: the writer below TLS. It is kept here, because asyncio closes the connection of a writer without
+        references."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -137,9 +134,8 @@ class Dialer:
         return frozenset(found)
 
     def _may_reach(self, address: Address, server: ProxiedServer) -> bool:
-        """Return whether the proxy may connect to this address of the server. The owner of a host name can make it
-        resolve to any address. So a sensitive address is allowed only if the operator has listed the address itself,
-        and not a name."""
+        """Return whether the proxy may connect to this address of the server. A host name resolves to whatever its
+        owner wants. So a sensitive address is allowed only if the operator lists the address itself."""
         at = plain(address)
         if any(place_of(str(one), server.port) in self._own for one in meanings(at)) or (
             f"*:{server.port}" in self._own and any(map(is_own, meanings(at)))
@@ -179,9 +175,8 @@ class Dialer:
         return ServerConnection(reader, writer)
 
     async def _secured(self, connection: ServerConnection, name: str) -> ServerConnection:
-        """Add TLS to a connection, with the implementation of asyncio. uvloop 0.23 has its own implementation, which
-        can lose data: if the server closes the connection after a reply that is longer than the reader's buffer, the
-        end of the reply is missing."""
+        """Add TLS to a connection, with asyncio's implementation. uvloop 0.23 loses the end of a reply that is longer
+        than the reader's buffer, if the server then closes the connection."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(MAX_HEAD)
         writers: list[asyncio.StreamWriter] = []

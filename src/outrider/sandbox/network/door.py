@@ -1,12 +1,10 @@
 """The door of one sandbox: the Unix socket through which all its network traffic passes.
 
-A CONNECT request, or a request for an absolute URL, goes to another machine through the proxy. The rules of the
-sandbox's current phase apply to it. All other requests go to the model gateway, and the door reads only their heads.
-Invariants:
+A CONNECT request, or a request for an absolute URL, goes through the proxy, by the rules of the sandbox's current phase
+(prepare, agent or verifier). All other requests go to the model gateway, and the door reads only their heads.
 
-- Between two phases, no connection to another machine is open.
-- No sandbox exceeds the network limits of the settings.
-- The recorded replies of a door are bounded in size.
+Invariants: between two phases, no connection to another machine is open; no sandbox exceeds the limits of the settings;
+the recorded replies are bounded in size.
 """
 
 from __future__ import annotations
@@ -58,8 +56,8 @@ class ServerUse(msgspec.Struct, kw_only=True):
     `server`: the server as `host:port`.
     `sent`, `received`: numbers of bytes.
     `refusal`, `failure`: the reasons of the last refusal and of the last failure.
-    `last_failed`: the number of the last request that failed through no fault of the sandbox's programs, or 0. It is
-        set only for a server that the task or the operator names exactly.
+    `last_failed`: the number of the last request whose failure no program in the sandbox can have caused, or 0. Only
+        set for a server that the task or the operator names exactly.
     `last_reached`: the number of the last request that the server answered, or 0.
     """
 
@@ -107,14 +105,13 @@ class Door:
         replay: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Create a door that is not open yet. Blocks while the file `replay` is read. Raises RuntimeUnavailable if that
-        file cannot be read.
+        """Create a closed door. Blocks while `replay` is read. Raises RuntimeUnavailable if it cannot be read.
 
         `gateway`: the path of the model gateway's socket.
         `endpoint`: the gateway's URL inside the sandbox.
         `pace`, `connections`: limits that all sandboxes of the node share.
         `record`: whether to record the replies of servers.
-        `replay`: a file with recorded replies. The door replies from this file and contacts no server."""
+        `replay`: a file of recorded replies. If it is given, the door contacts no server."""
         self._allowed = allowed
         self._gateway = gateway
         self._endpoint = endpoint
@@ -182,9 +179,9 @@ class Door:
         return unfollow
 
     def broken(self, *phases: Phase) -> str | None:
-        """Return why a server is broken in one of the phases, or None if no server is. A server is broken if the last
-        request to it has failed or has waited too long for a reply. Only servers that the task or the operator names
-        exactly can be broken. If a pattern allows a server, a program may have invented its name."""
+        """Return why a server is broken in one of the phases, or None. A server is broken if the last request to it has
+        failed or has waited too long. A server that only matches a pattern is never broken, because a program may have
+        invented its name."""
         for passage in self._passages:
             passage.judge()
         return next((use.failure for use in self.uses.values() if use.broken and use.phase in phases), None)
@@ -225,11 +222,10 @@ class Door:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes
     ) -> bytes | None:
         """Send `head` to the model gateway, and then forward the connection. An empty `head` means a CONNECT request
-        for the gateway. Returns the head of the first request for another server, or None if the connection ends
-        without one.
+        for the gateway. Returns the head of the first request for another server, or None.
 
-        The gateway and the proxy have the same address, so a client may use one connection for requests to both. Bun
-        does so. Such a client requests another server only after it has received all replies of the gateway.
+        The gateway and the proxy have the same address, so a client such as Bun may use one connection for both. It
+        requests another server only after it has received all replies of the gateway.
         """
         try:
             server_reader, server_writer = await asyncio.open_unix_connection(self._gateway, limit=MAX_HEAD)
@@ -248,9 +244,8 @@ class Door:
     async def _send_requests(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: asyncio.StreamWriter, head: bytes
     ) -> bytes | None:
-        """Send the requests of a connection to the model gateway, and return the same as `_to_gateway`. The door stops
-        checking the connection after a CONNECT request, or after a head that does not show where its request ends. All
-        further bytes then go to the gateway."""
+        """Send the requests of a connection to the model gateway, and return the same as `_to_gateway`. After a CONNECT
+        request, or a head that does not show where its request ends, all further bytes go to the gateway unchecked."""
         try:
             while head:
                 await put(server, head)
@@ -404,8 +399,8 @@ class DoorPassage:
 
 
 class ServerWait(msgspec.Struct, frozen=True):
-    """A request that waits for its server. The wait becomes a failure at the time `until` of the monotonic clock.
-    `reason` describes the failure. `blameless` is True if the sandbox's programs cannot have caused it."""
+    """A request that waits for its server. At the time `until` of the monotonic clock, the wait becomes a failure with
+    this `reason`. `blameless` is True if no program in the sandbox can have caused it."""
 
     reason: str
     blameless: bool

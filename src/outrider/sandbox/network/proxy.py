@@ -1,9 +1,8 @@
 """A forward proxy. It sends one request of each connection to a server, if the `ProxyGate` allows the request.
 
 The gate contains the rules, and the dialer checks the server's addresses. The proxy follows no redirects. Invariants:
-
-- Each connection carries one request, and the proxy rejects an ambiguous head. So no request passes without a check.
-- The memory for a request is small, even if the reply is large.
+each connection carries one request, and ambiguous heads are rejected, so every request is checked; a request needs
+little memory, even if the reply is large.
 """
 
 from __future__ import annotations
@@ -38,16 +37,13 @@ CONNECTION_SECONDS = 3600.0
 LATE_BODY_SECONDS = 5.0
 """Once the server has replied, the proxy forwards the rest of the request's body for at most this many seconds."""
 LINGER_SECONDS = 2.0
-"""A client whose request is refused has this many seconds to read the reason. Meanwhile, the proxy discards the rest of
-the request. If the proxy closed a connection with unread bytes, the kernel would reset it, and the client would lose
-the reason."""
+"""How long a refused client may read the reason. Meanwhile, the rest of its request is discarded, because closing a
+connection with unread bytes would reset it, and the reason would be lost."""
 CONNECT_PATIENCE = 5.0
-"""Suppose a phase ends while a request still waits for a connection to its server. A wait of more than this many
-seconds counts as a failure of the server. A shorter wait does not, because a program may send a request just before it
-exits."""
+"""If a phase ends after a request has waited longer than this for a connection to its server, the server has failed. A
+shorter wait is no failure, because a program may send a request just before it exits."""
 ANSWER_PATIENCE = 30.0
-"""If a connection ends after the server has sent nothing for this many seconds, although a reply is due, the server has
-failed."""
+"""If a connection ends when its server has owed a reply for longer than this, the server has failed."""
 CLIENT_SECONDS = 5.0
 """A reply that ends too early is not the server's failure if the client took at least this many seconds to receive
 it."""
@@ -58,8 +54,8 @@ CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[\t ]*(?:;[^\r\n]*)?\r\n")
 INDEX_FIELDS = frozenset(
     {"accept", "cache-control", "content-length", "if-modified-since", "if-none-match", "range", "user-agent"}
 )
-"""The request headers that a package index receives. All others are dropped, because an odd header could make the index
-fail. Without `accept-encoding`, the index sends uncompressed pages, in which the proxy can replace addresses."""
+"""The request headers that a package index receives. Others are dropped, because they could make the index fail.
+Without `accept-encoding`, the index sends uncompressed pages, in which the proxy can replace addresses."""
 BODILESS = frozenset({204, 304})
 OVERLOADED = frozenset({502, 503, 504})
 
@@ -99,19 +95,19 @@ class Passage(Protocol):
 
     def reached(self) -> None: ...
     def waits(self, reason: str | None, *, blameless: bool = False, patience: float = 0.0) -> None:
-        """Record that the request now waits for the server. With `reason` None, the wait is over. If the connection
-        ends after a wait of more than `patience` seconds, the server has failed, and `reason` describes the failure."""
+        """Record that the request now waits for the server, or with None, that the wait is over. If the connection ends
+        after a wait of more than `patience` seconds, the server has failed, and `reason` says why."""
         ...
 
     def judge(self) -> None:
-        """Record a failure if the request has now waited for the server for too long."""
+        """Record a failure if the current wait for the server has lasted too long."""
         ...
 
     def close(self) -> None: ...
 
 
 class ProxyGate(Protocol):
-    """Decides which requests the proxy sends to their servers."""
+    """Decides which requests the proxy forwards."""
 
     def admit(self, request: RequestHead) -> Passage:
         """Admit a request. Raises NotPassedOn if the request is not allowed."""
@@ -126,8 +122,8 @@ class Archive(Protocol):
     """Records the replies of servers, or replays recorded ones. It never contains the content of tunnels."""
 
     def replay(self, request: RequestHead) -> bytes | None:
-        """Return the recorded reply to a request, or None if this archive only records. Raises NotPassedOn if there is
-        no recorded reply to this request."""
+        """Return the recorded reply, or None if this archive only records. Raises NotPassedOn if no reply to this
+        request is recorded."""
         ...
 
     def keeps(self, request: RequestHead) -> bool:
@@ -135,8 +131,8 @@ class Archive(Protocol):
         ...
 
     def reserve(self, size: int) -> bool:
-        """Reserve `size` bytes of the archive for a reply. If the archive is too full, note that a reply is missing,
-        and return False. A negative `size` cancels a reservation."""
+        """Reserve `size` bytes for a reply. If the archive is too full, note that a reply is missing, and return False.
+        A negative `size` cancels a reservation."""
         ...
 
     def keep(self, request: RequestHead, reply: bytes) -> None:
@@ -186,8 +182,8 @@ class Proxy:
             except NotAllowed as error:
                 if not route.methods:
                     raise
-                # Only a package index has `methods`. The operator's settings contain its address, and no program can
-                # change it. So an address that is not allowed is a mistake in the settings.
+                # Only a package index has `methods`. Its address comes from the operator's settings, so an address that
+                # is not allowed is a mistake in the settings.
                 raise Unreachable(f"{error}: the operator may name {route.server.place} in network.internal") from error
             passage.waits(None)
         except NotAllowed as error:
@@ -245,7 +241,7 @@ class Proxy:
         """Send a request to its server, and the reply to the client. Raises Unreachable if the reply is not HTTP."""
         server = route.server
         origin = place_of(server.host, server.port, hidden=443 if server.tls else 80)
-        # The proxy writes the target anew from the parsed URL, because a server may interpret the client's spelling
+        # The target is written anew from the parsed URL, because a server may interpret the client's spelling
         # differently.
         target = f"http://{origin}{request.path}" if connection.absolute else request.path
         only = INDEX_FIELDS if route.methods else None
@@ -291,8 +287,8 @@ class Proxy:
                 break
         flow.end_wait()
         flow.answered = True
-        # Only a package index has `methods`, and it gets only simple requests. So this status means that the index has
-        # failed. A program can make most other servers reply with this status by an odd request.
+        # Only a package index has `methods`, and it gets only simple requests, so this status means that it has failed.
+        # A program can provoke this status from most other servers by an odd request.
         if route.methods and reply.status in OVERLOADED:
             status = f"{request.place} answered with status {reply.status}"
             flow.passage.failed(status, blameless=is_plain_read(request, route))
@@ -335,7 +331,7 @@ async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error:
 
 def is_plain_read(request: RequestHead, route: ProxyRoute) -> bool:
     """Return whether the request reads from a package index and has no body. Such a request cannot make its server
-    fail. Other requests can, for example because a program never sends the whole body."""
+    fail. Others can, for example with a body that never ends."""
     return bool(route.methods) and not request.length
 
 
@@ -360,8 +356,8 @@ class AddressReplacer:
         self._text = b""
 
     def replaced(self, data: bytes, *, last: bool = False) -> bytes:
-        """Add `data` to the stream, and return the text that is ready, with its addresses replaced. Unless `last` is
-        true, some bytes at the end wait for the next call, because they may be the beginning of an address."""
+        """Add `data`, and return the text that is ready, with its addresses replaced. Unless `last` is true, some bytes
+        at the end are held back, because an address may begin there."""
         text, found, at = self._text + data, [], 0
         for match in self._old.finditer(text):
             found += [text[at : match.start()], self._new[match[0]]]
@@ -384,8 +380,8 @@ class CutShort(OSError):
 
 
 class KeptReply:
-    """Collects the bytes of a reply for the archive, as long as the archive has room. A reply that is not stored with
-    `store` gives its room back at the end of the `with` block."""
+    """Collects a reply for the archive while there is room. Unless `store` is called, the room is given back at the end
+    of the `with` block."""
 
     def __init__(self, request: RequestHead, archive: Archive | None) -> None:
         self._request = request
@@ -451,8 +447,7 @@ class Flow:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Raise TimeoutError in the `with` block after SILENCE_SECONDS without a byte, or after CONNECTION_SECONDS in
-        total."""
+        """Raise TimeoutError in the `with` block after SILENCE_SECONDS without a byte, or after CONNECTION_SECONDS."""
         async with asyncio.timeout(CONNECTION_SECONDS), asyncio.timeout(SILENCE_SECONDS) as self._quiet:
             yield
 
@@ -497,8 +492,8 @@ class Flow:
         return data
 
     async def read_chunked(self, server: asyncio.StreamReader) -> bytes:
-        """Return the next bytes of a chunked reply's content, or b"" at its end. The lines with the sizes of the chunks
-        are removed. Raises LimitExceeded. Raises CutShort if the reply ends too early or its chunks are malformed."""
+        """Return the next bytes of a chunked reply without the chunks' size lines, or b"" at its end. Raises
+        LimitExceeded. Raises CutShort if the reply ends too early or its chunks are malformed."""
         if not self._left_in_chunk:
             self.begin_wait()
             try:

@@ -18,8 +18,8 @@ from outrider.errors import RuntimeUnavailable
 from outrider.sandbox.network.requests import NotAllowed, RequestHead
 
 MAX_BYTES = 20 << 20
-"""Maximum size of one record: its URLs, its replies, and LINE_BYTES for each line. The file of a full record still fits
-into one artifact."""
+"""Maximum size of one record: its URLs, its replies, and LINE_BYTES for each line. Its file then fits into one
+artifact."""
 LINE_BYTES = 256
 """Bytes that each line of a record counts in addition to its URL and its reply."""
 MAX_FILE = 64 << 20
@@ -111,7 +111,7 @@ class NetworkReplay:
         found = None if phase is None else self._replies.get((phase, request.method, _url(request)))
         if request.length or not found:
             full = "; the record was full" if self._full else ""
-            # The timeline shows this message, and the query of a URL may contain a secret.
+            # The session's timeline shows this message, and the query of a URL may contain a secret.
             shown = _url(request).partition("?")[0][:300]
             raise NotRecorded(f"the record has no reply to {request.method} {shown} with this query{full}")
         return found.pop(0) if len(found) > 1 else found[0]

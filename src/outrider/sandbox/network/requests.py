@@ -90,17 +90,16 @@ class RequestHead(msgspec.Struct, frozen=True):
         return place_of(self.host, self.port, hidden=80)
 
     def head(self, target: str, origin: str, *more: str, only: frozenset[str] | None = None) -> bytes:
-        """Return the head to send to the server. `Connection: close` makes it the only request of its connection.
-        `more` are additional header lines. If `only` is given, all client headers whose lower-case names are not in
-        `only` are dropped."""
+        """Return the head to send to the server, with the additional lines `more`. If `only` is given, all other client
+        headers are dropped (names in lower case)."""
         kept = [field for field in self.fields if only is None or field.partition(":")[0].lower() in only]
         lines = [f"{self.method} {target} {self.version}", f"Host: {origin}", *kept, "Connection: close", *more]
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
 class ReplyHead(msgspec.Struct, frozen=True):
-    """The parsed head of a server's reply. `length` is the size of the body in bytes. It is None for a chunked body,
-    and for a body that lasts until the server closes the connection."""
+    """The parsed head of a server's reply. `length` is the size of the body in bytes. It is None if the body is chunked
+    or ends with the connection."""
 
     status: int
     line: str
@@ -144,9 +143,8 @@ def place_of(host: str, port: int, *, hidden: int = 0) -> str:
 def read_request(head: bytes) -> RequestHead:
     """Parse the head of a request, including the empty line at its end.
 
-    Raises NotPassedOn for a head that a server might interpret differently, for example as a request to another host.
-    Such a head contains a malformed line, a user name in the URL, a Host header that differs from the URL, or a body
-    without one clear Content-Length."""
+    Raises NotPassedOn for a head that servers might interpret differently, because it has a malformed line, a user name
+    in the URL, a Host header that differs from the URL, or an unclear length of the body."""
     first, *fields = head[:-4].decode("latin-1").split("\r\n")
     line = REQUEST_LINE.fullmatch(first)
     if line is None:
@@ -171,7 +169,7 @@ def read_request(head: bytes) -> RequestHead:
 
 def body_length(head: bytes) -> int | None:
     """Return the size in bytes of the body of a request to the model gateway. Returns None if the head does not show
-    where the body ends. This is the case for a chunked body, a change of protocol, or an unclear length."""
+    where the body ends, because it is chunked, changes the protocol, or has an unclear length."""
     named = _named(head[:-4].decode("latin-1").split("\r\n")[1:])
     lengths = {value for name, value in named if name == "content-length"}
     unclear = len(lengths) > 1 or not all(map(LENGTH.fullmatch, lengths))

@@ -1,8 +1,5 @@
-"""Network rules: which destinations a sandbox may reach. A task asks for destinations, and the operator's settings
-limit what it may ask for.
-
-All results depend only on the arguments and the settings. Invariant: a sandbox reaches only destinations that the
-operator's settings allow.
+"""Network rules: which destinations a sandbox may reach. A task asks for destinations, and the operator's settings must
+allow them. Results depend only on the arguments and the settings.
 """
 
 from __future__ import annotations
@@ -34,9 +31,9 @@ HINT = (
 
 
 class Mirror(msgspec.Struct, frozen=True, kw_only=True):
-    """A package mirror: sandboxes reach a package index by names that only the proxy understands.
+    """A package mirror. Sandboxes reach a package index by host names that only the proxy understands.
 
-    `servers`: the server of the index and the server of its files, by their names inside a sandbox.
+    `servers`: the servers of the index and of its files, by host name in the sandbox.
     `replaced`: the addresses to replace in pages; see `ProxyRoute.replaced`.
     `variables`: the environment variables that make package managers use the mirror."""
 
@@ -91,8 +88,8 @@ class NetworkRules:
         return found
 
     def check(self, spec: NetworkSpec | None, *, tenant: str | None, whose: str | None, field: str) -> None:
-        """Raise InvalidField if the spec asks for a destination that the tenant's tasks may not reach. `whose` names
-        the tenant in the error message. If it is None, the message does not list the allowed destinations."""
+        """Raise InvalidField for a destination that the tenant's tasks may not reach. `whose` names the tenant in the
+        error message. If it is None, the message does not list the allowed destinations."""
         if spec is None:
             return
         may = self.may_ask(tenant)
@@ -118,8 +115,8 @@ class NetworkRules:
                     )
 
     def allowed(self, spec: NetworkSpec) -> dict[Phase, Allowed]:
-        """Return the allowed destinations of each phase. Raises InvalidField if the settings do not allow a destination
-        to any tenant. The settings may have changed since the task was submitted."""
+        """Return the allowed destinations of each phase. Raises InvalidField if the settings allow a destination to no
+        tenant, for example because they have changed."""
         self.check(spec, tenant=None, whose=None, field=RUNTIME)
         return {phase: self._allowed(spec.of(phase)) for phase in Phase}
 

@@ -1,11 +1,8 @@
 """Resources that the networks of all sandboxes of a node share: threads that resolve host names, and a limit of bytes
 per second.
 
-Invariants:
-
-- Resolving a host name never blocks the node, even if the name server is slow.
-- Host names that a program invents never delay host names that a task declares.
-- The proxies use only a bounded share of the event loop's time, however much the sandboxes download.
+Invariants: a slow name server never blocks the node; a host name that a program invents never delays one that a task
+declares; the proxies use a bounded share of the event loop's time.
 """
 
 from __future__ import annotations
@@ -24,8 +21,8 @@ LOOKUP_THREADS = 64
 """Maximum number of threads in each of two thread pools. One pool resolves the hosts that tasks declare, and the other
 pool resolves all other hosts."""
 LOOKUPS = 2
-"""Maximum number of hosts that one sandbox resolves at the same time in each thread pool. Each look-up occupies a
-thread until the name server answers, and a hostile name server may answer slowly."""
+"""Maximum number of hosts that one sandbox resolves at once in each pool. A look-up occupies a thread until the name
+server answers, and a hostile one may answer slowly."""
 NODE_RATE = 192 << 20
 """Maximum bytes per second for the proxies of all sandboxes of a node together. A chunk of 64 KiB takes about 0.1 ms of
 the event loop's time. So at this rate, the proxies use about a third of that time."""
@@ -50,10 +47,10 @@ class BytePace:
 
 
 class Lookups:
-    """Resolves host names for one sandbox, with at most LOOKUPS look-ups in each thread pool.
+    """Resolves host names for one sandbox, with at most LOOKUPS look-ups in each thread pool. The pool `named` is for
+    hosts that the task declares, and `others` is for all other hosts.
 
-    The pool `named` resolves hosts that the task declares, and the pool `others` resolves all other hosts. A look-up
-    counts until its thread has finished, even if no request waits for it any more."""
+    A look-up counts until its thread has finished, even if no request waits for it any more."""
 
     def __init__(
         self,
@@ -94,8 +91,8 @@ class Lookups:
             with suppress(RuntimeError):  # the event loop may already be closed
                 loop.call_soon_threadsafe(ended)
 
-        # `end` must run before the callback of `wrap_future`. Otherwise, a request right after the result would get
-        # this old result instead of a new look-up.
+        # `end` must run before the callback of `wrap_future`. Otherwise, a request right after the result would reuse
+        # this result.
         thread.add_done_callback(end)
         self._running[key] = asyncio.wrap_future(thread)
 

@@ -1,8 +1,8 @@
-"""Reads image archives in three formats: an OCI layout, the output of `docker save` or `podman save`, or a plain tar of
-a root file system.
+"""Reads image archives: an OCI layout, the output of `docker save` or `podman save`, or a plain tar of a root file
+system.
 
-The result is always a list of tar layers, which unpack.py unpacks, and the image's settings. Invariant: a file that is
-named by a digest is used only if its content has this digest.
+The result is a list of tar layers, which unpack.py unpacks, and the image's settings. Invariant: a file that is named
+by a digest is used only if its content has this digest.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MAX_NESTING = 4
 MAX_LAYERS = 512
 """Maximum number of an image's layers. Container engines create at most 127."""
 MAX_MEMBERS = 10_000
-"""Maximum number of entries that are searched for the documents that identify the archive's format. A plain root file
-system has none of them, but may have millions of entries."""
+"""How many entries are searched for the documents that identify the archive's format. A plain root file system has no
+such document, but may have millions of entries."""
 CHUNK = 1 << 20
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 """Processor architectures: from the output of `uname -m` to the name in an image index."""
@@ -127,10 +127,8 @@ def layered(path: Path) -> Iterator[Layered]:
 
 
 def _members(archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarInfo]:
-    """Yield the entries of a tar archive of `size` bytes.
-
-    Raises BadImage if the content is too large for an image. Also raises BadImage if an entry does not start after the
-    previous one, because tarfile would then read the same entries again and again."""
+    """Yield the entries of a tar archive of `size` bytes. Raises BadImage if the content is too large for an image, or
+    if an entry does not start after the previous one. In that case, tarfile would read the same entries forever."""
     last = -1
     for member in archive:
         if member.offset <= last:
@@ -221,8 +219,8 @@ def digest_of(path: Path, without: frozenset[str] = frozenset()) -> str:
     found = hashlib.sha256()
     names = [str(path)]
     for folder, folders, files in os.walk(path):
-        # os.walk visits the folders that remain in this list. They are sorted, because the digest must be the same on
-        # every machine.
+        # os.walk visits the folders in this list. The order must be the same on every machine, because it changes the
+        # digest.
         folders[:] = sorted(name for name in folders if os.path.join(folder, name) not in without)
         names += [os.path.join(folder, name) for name in sorted((*folders, *files))]
     for name in names:

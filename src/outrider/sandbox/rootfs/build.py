@@ -1,9 +1,9 @@
 """Builds images from recipes with Apptainer, and reuses earlier builds.
 
-    builds/KEY.sif    the result of a build; the key is computed from everything that goes into the build
+    builds/KEY.sif    the result of a build; the key covers everything that goes into the build
 
 recipe.py converts a recipe into an Apptainer definition. Invariants: every file `KEY.sif` is complete; if several
-processes need the same file, only one of them builds it (see concurrency/build_once.py).
+processes need the same file, only one builds it (see concurrency/build_once.py).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ PROGRAMS = ("apptainer", "singularity")
 class Reuse(StrEnum):
     """Which earlier build may be reused.
 
-    scratch: none. The only exception is a build that another process has finished after this one was requested.
-    versioned: a build of the same recipe, with the same base, the same files, and the same version of Outrider.
-    lock: a build with the same base, packages and requirements. A second, short build then adds the files, variables
-        and commands.
+    scratch: none, except a build that another process has finished after this one was requested.
+    versioned: a build of the same recipe, with the same base, files and version of Outrider.
+    lock: a build with the same base, packages and requirements. A second, short build adds files, variables and
+        commands.
     """
 
     SCRATCH = "scratch"
@@ -46,8 +46,8 @@ class Reuse(StrEnum):
 
 
 def apptainer_program() -> str:
-    """Return the path of the Apptainer program, which is not tried. Raises RuntimeUnavailable if it is not installed.
-    The error has a hint how to install it."""
+    """Return the path of the Apptainer program, without running it. If it is not installed, raises RuntimeUnavailable
+    with a hint how to install it."""
     program = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
     if program is None:
         raise RuntimeUnavailable(
@@ -58,12 +58,8 @@ def apptainer_program() -> str:
 
 
 class Builder:
-    """Builds images with Apptainer. The methods block.
-
-    `folder`: where the images are stored.
-    `program`: the path of Apptainer. The default is the program on the PATH.
-    `note`: is called with a progress message.
-    `seconds`: the time limit of a build."""
+    """Builds images with Apptainer into `folder`. The methods block. By default, `program` is the Apptainer on the
+    PATH. `note` is called with progress messages. A build is killed after `seconds`."""
 
     def __init__(
         self,
@@ -82,8 +78,7 @@ class Builder:
 
     def build(self, recipe: Recipe, reuse: Reuse) -> Path:
         """Return the SIF file for a recipe, from a new or an earlier build. Raises InvalidField or NotFound for a bad
-        recipe. Raises BadImage with Apptainer's output if the build fails, and RuntimeUnavailable if Apptainer is not
-        installed."""
+        recipe, BadImage with Apptainer's output if the build fails, and RuntimeUnavailable without Apptainer."""
         since = time.time() if reuse is Reuse.SCRATCH else 0.0
         whole = definition_of(recipe, self._store)
         if reuse is not Reuse.LOCK:

@@ -1,19 +1,16 @@
-"""Reads a Dockerfile and plans the build of its image, without a container engine. sandbox/image_build.py carries out
+"""Reads a Dockerfile and plans the build of its image without a container engine. sandbox/image_build.py carries out
 the plan.
 
 Supported instructions:
 
-- FROM an image on this machine or an earlier stage.
-- COPY and ADD of local files, or of files in another image.
-- RUN, SHELL, WORKDIR, ENV, ARG and HEALTHCHECK, with here-documents.
-- USER root.
-- LABEL, EXPOSE, VOLUME, CMD and similar ones, which are ignored because they change no files.
+- FROM an image on this machine or an earlier stage
+- COPY and ADD of local files, or of files in another image
+- RUN, SHELL, WORKDIR, ENV, ARG, HEALTHCHECK and here-documents
+- USER root
+- LABEL, EXPOSE, VOLUME, CMD and others that change no files; they are ignored
 
-Invariants:
-
-- Every other instruction, and every file outside of the build context, causes an error. The error contains the file
-  name, the line and a hint.
-- If two Dockerfiles have the same key, they produce the same image.
+Invariants: every other instruction, and every file outside of the build context, causes an error with the file name,
+the line and a hint; two Dockerfiles with the same key produce the same image.
 """
 
 from __future__ import annotations
@@ -63,8 +60,8 @@ MODE = re.compile(r"0?[0-7]{3}")
 WILD = re.compile(r"[*?\[]")
 SECONDS = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?(?:(\d+(?:\.\d+)?)ms)?")
 SHELLS = re.compile(r"(/(usr/)?bin/)?(env|sh|bash|dash|tini|dumb-init)|--|-\w+|sleep|infinity")
-"""The words that an ENTRYPOINT may contain, such as `tini --`: shells, init programs and options. An ENTRYPOINT with
-any other word is refused, because a sandbox does not start programs of its image."""
+"""The words that an ENTRYPOINT may contain, such as `tini --`: shells, init programs and options. Any other ENTRYPOINT
+is refused, because sandboxes start no program of their image."""
 SHELL = ("/bin/sh", "-c")
 ARCHITECTURE = MACHINES.get(platform.machine(), platform.machine())
 PLATFORMS = {
@@ -82,8 +79,8 @@ MAX_MESSAGE = 500
 """Maximum length of an error message in characters. The message quotes the instruction, which may have a million
 characters."""
 ADDED = ("without", "is_file", "owner")
-"""Fields of build steps that are newer than the current FORMAT. An empty one is left out of the key. So an image that
-was built before the field existed keeps its key."""
+"""Fields of build steps that are newer than the current FORMAT. They are left out of the key if they are empty, so
+older images keep their keys."""
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
@@ -91,10 +88,10 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
 
     `sources`: the files and folders, with symbolic links resolved.
     `target`: an absolute path in the image.
-    `into`: True if `target` is the folder for the files. Otherwise a single file is copied as `target`, or into
-        `target` if that folder already exists.
+    `into`: True if `target` is a folder. Otherwise a single file becomes `target`, or goes into it if that folder
+        exists.
     `without`: the paths in the sources that .dockerignore excludes.
-    `owner`: the user and the group of the copies, in the form that `chown` expects. "" means root.
+    `owner`: the user and group of the copies, as an argument for `chown`. "" means root.
     """
 
     line: int
@@ -147,8 +144,8 @@ class MakeFolder(msgspec.Struct, frozen=True, kw_only=True, tag="MakeFolder"):
 
 
 class BaseImage(msgspec.Struct, frozen=True, kw_only=True):
-    """An image that a build uses. It is either in the image store, or an earlier stage of the same Dockerfile. `plan`
-    is the plan of such a stage."""
+    """An image that a build uses: an image in the store, or an earlier stage of the Dockerfile. Only a stage has a
+    `plan`."""
 
     name: str
     digest: str
@@ -189,8 +186,8 @@ class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The image's name in the store. It depends on the base image, the instructions and the copied files. It does
-        not depend on the path of the Dockerfile's folder."""
+        """The image's name in the store. It depends on the base image, the instructions and the copied files, but not
+        on the path of the Dockerfile."""
         return f"dockerfile/{self.digest.removeprefix('sha256:')[:32]}"
 
     @property
@@ -383,8 +380,8 @@ class Reader:
         self._stages.append(BuildStage(base, shell, health, words[2].lower() if words[1:] else None))
 
     def _named_stage(self, name: str, *, numbers: bool = True) -> BuildStage | None:
-        """Return an earlier stage by its name. With `numbers`, `name` may also be the number of the stage, as in `COPY
-        --from=0`. Returns None if there is no such stage."""
+        """Return an earlier stage by its name, or with `numbers`, by its number (`COPY --from=0`). Returns None if
+        there is no such stage."""
         for stage in reversed(self._stages):
             if stage.name == name.lower():
                 return stage
@@ -589,11 +586,11 @@ class Reader:
         return self._image(one, name) if stage is None else self._base_of(stage)
 
     def sources(self, one: Instruction, word: str) -> list[tuple[Path, tuple[Path, ...]]]:
-        """Return the files and folders of the build context that match a path or pattern. Symbolic links are resolved.
-        Each result comes with the paths below it that .dockerignore excludes.
+        """Return the files and folders of the build context that match a path or pattern, with symbolic links resolved.
+        Each comes with the paths below it that .dockerignore excludes.
 
-        The build context is the Dockerfile's folder. For a Harbor task, a path that does not exist there is searched in
-        the task's whole folder, because some Dockerfiles are written for `docker build -f` in that folder.
+        The build context is the Dockerfile's folder. If a path does not exist there, the whole folder of a Harbor task
+        is searched, because some Dockerfiles expect `docker build -f` in that folder.
         """
         if "://" in word or word.startswith("git@"):
             raise self._refusal(
@@ -666,8 +663,8 @@ class Reader:
 
     def _left_out(self, one: Instruction, root: ContextFolder, path: Path, goal: Path) -> Iterator[Path]:
         """Yield the paths in a folder that .dockerignore excludes. An excluded folder is yielded as one path. But if
-        any pattern begins with `!`, the excluded files are yielded one by one, because such a pattern may include some
-        of the files again. Raises InvalidField for a symbolic link to a target outside of the folder."""
+        any pattern begins with `!`, the folder's files are checked one by one, because the pattern may include some of
+        them again. Raises InvalidField for a symbolic link that leads out of the folder."""
         ignore = root.ignore
         for at, folders, files in os.walk(goal):
             entered = []
@@ -727,8 +724,8 @@ def kept_digest(path: Path, without: tuple[Path, ...]) -> str:
 
 
 def with_documents(one: Instruction) -> str:
-    """Return the script of a RUN instruction. If the RUN has nothing but a here-document, the script is the
-    here-document's text. If that text starts with a #! line, the program of that line runs it."""
+    """Return the script of a RUN instruction. If the RUN is only a here-document, its text is the script, and the
+    program of its #! line runs it."""
     if len(one.documents) != 1 or one.text != one.documents[0].word:
         return "\n".join((one.text, *(document.text for document in one.documents)))
     [document] = one.documents

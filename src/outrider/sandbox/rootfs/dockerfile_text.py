@@ -1,7 +1,6 @@
-"""Splits a Dockerfile into instructions, and an instruction into words.
+"""Splits a Dockerfile into instructions, and an instruction into words. It reads no files and builds nothing.
 
-This module works on text only: it reads no files and builds nothing. Invariant: only a newline ends a line, and the
-line number of an instruction is that of its first line.
+Invariant: only a newline ends a line, and the line number of an instruction is that of its first line.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ HERE_DOCUMENT = re.compile(r"\d*<<(-?)([\"']?)([A-Za-z0-9_.]+)\2")
 WITH_DOCUMENTS = frozenset({"RUN", "COPY", "ADD"})
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-+])([^{}]*))?\})")
 MAX_VALUES = 128 << 10
-"""Maximum number of characters of all ARG variables together, of all ENV variables together, and of all values in one
-instruction. Linux does not support a longer variable. The limit also stops a Dockerfile in which each variable contains
-the previous one twice."""
+"""Maximum characters of all variables of one kind (ARG before FROM, other ARG, ENV), and of all values in one
+instruction. Linux does not support longer variables. The limit also stops variables that repeat the previous variable
+twice and so double in length."""
 LITERAL = "\0"
 """Stands for a literal $ until the variables have been filled in."""
 

@@ -1,7 +1,7 @@
-"""Keeps the owners of an image's files in a list beside the image. The files themselves belong to the user who runs
-Outrider, because only root can give files to other users.
+"""Keeps the owners of an image's files in a list beside the image. The files themselves belong to Outrider's user,
+because only root can give files to other users.
 
-A sandbox with several users reads the list when it starts, and gives each file to its owner (see
+A sandbox with several users reads the list when it starts, and gives the files to their owners (see
 guest/isolation/isolate.py). This module decides which images need such a sandbox. Invariant: every path in the list
 exists in the image and contains no symbolic link.
 """
@@ -54,10 +54,10 @@ class Ownership(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kept_owners(root: Path, owners: Owners, base: Owners | None = None) -> tuple[Owners, Ownership]:
-    """Select the owners that matter, and summarize them. Owners of missing files, and root, are left out.
+    """Return the owners of the files that exist below `root` and do not belong to root, and a summary of them.
 
-    `base` contains the owners in the base image, if there is one. If a build has created a home directory, the image
-    needs several users, because the task probably uses this account."""
+    `base` contains the owners in the base image, if there is one. A home directory that the build has created requires
+    several users, because the task probably uses this account."""
     makers = {owners[path][0] for path in SYSTEM if path in owners and owners[path][0]}
     names = _user_names(root)
     kept: Owners = {}

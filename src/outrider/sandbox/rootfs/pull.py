@@ -1,5 +1,4 @@
-"""Pulls images from a registry with the program skopeo, which already supports the protocols, credentials and mirrors
-of registries.
+"""Pulls images from a registry with skopeo, which supports the registries' protocols, credentials and mirrors.
 
 skopeo writes the image into a temporary folder, and the image store imports it from there. Invariants: the temporary
 folder is always removed; at most one pull of an image reference runs at a time.
@@ -33,16 +32,15 @@ LOOK_SECONDS = 0.2
 
 
 async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
-    """Pull an image by its reference, such as `docker.io/library/python:3.12`, and give it a name in the store. If the
-    task is cancelled, skopeo is killed.
+    """Pull an image by its reference, such as `docker.io/library/python:3.12`, and give it a name in the store. A
+    cancellation kills skopeo.
 
     If another process or task of this user is pulling the same reference, wait for it, and then use its image or raise
-    its error. The error of a pull on another machine is ignored, because that machine may have a different network and
-    different credentials.
+    its error. Errors of another machine are ignored, because its network and credentials may be different.
 
-    Raises InvalidField for an invalid name or reference, and RuntimeUnavailable if skopeo is not installed. Raises
-    BadImage if skopeo fails or takes longer than PULL_SECONDS, or if the image cannot be imported. Raises OSError if
-    the disk is full or this process has too few resources, such as file descriptors.
+    Raises InvalidField for the name or reference, and RuntimeUnavailable without skopeo. Raises BadImage if skopeo
+    fails or takes longer than PULL_SECONDS, or if the import fails. Raises OSError if the disk is full or this process
+    lacks a resource, such as file descriptors.
     """
     checked_name(name)
     tool = shutil.which("skopeo")

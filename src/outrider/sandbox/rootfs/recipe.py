@@ -1,8 +1,8 @@
 """Reads recipes, which are TOML files that describe images, and converts them into Apptainer definitions.
 
-build.py runs Apptainer on a definition. Apptainer itself never reuses an earlier build. So this module computes a key
-from the content of a recipe, and a build with the same key is reused. Invariant: no text of a recipe can start a new
-section of the definition or use Apptainer's placeholders.
+build.py runs Apptainer, which itself never reuses an earlier build. So this module computes a key from a recipe's
+content, and builds with the same key are reused. Invariant: no text of a recipe can start a new section of the
+definition or use Apptainer's placeholders.
 """
 
 from __future__ import annotations

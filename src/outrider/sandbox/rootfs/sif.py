@@ -1,8 +1,8 @@
-"""Reads SIF files, which are the image files of Apptainer: finds and unpacks their root file system.
+"""Reads SIF files, the image files of Apptainer: finds and unpacks their root file system.
 
-According to the SIF specification, a file starts with a header of 128 bytes, and descriptors of 585 bytes follow. Only
-the system partition is used. It must be squashfs, because Apptainer builds nothing else. Invariant: no offset or size
-in the file makes this module read beyond the file's end.
+A file starts with a header of 128 bytes, and descriptors of 585 bytes follow (SIF specification). Only the system
+partition is used. It must be squashfs, because Apptainer builds nothing else. Invariant: no offset or size in a file
+leads beyond the file's end.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def _too_slow(path: Path, seconds: float) -> BadImage:
 
 
 def make_own(root: Path) -> None:
-    """Give all files below a folder to this process's user, and make them readable and writable for this user. When
-    root runs unsquashfs, the files keep other owners, but a sandbox on them has only one user."""
+    """Make all files below a folder readable and writable for this process's user, and give them to this user.
+    unsquashfs keeps other owners if root runs it, but a sandbox on the files has only one user."""
     user, group = os.getuid(), os.getgid()
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):

@@ -71,12 +71,12 @@ class ImageStore:
         self._folder = folder or cache_home() / "images"
 
     def import_(self, source: Path, name: str, *, pulled: bool = False) -> RootImage:
-        """Import an image from an archive or a folder, and give it a name (see `give`). An archive that was imported
-        before is not unpacked again.
+        """Import an image from a file or folder, and give it a name (see `give`). What was imported before is not
+        unpacked again.
 
-        If the name contains a digest, the image must have this digest. `pulled` is true if the caller has already
-        checked that. Raises InvalidField for the name, NotFound if `source` does not exist, and BadImage if it is not a
-        valid image. Raises RuntimeUnavailable if a required program is not installed."""
+        If the name contains a digest, the image must have it, unless `pulled` says that the caller has checked that.
+        Raises InvalidField for the name, NotFound without `source`, BadImage for an invalid image, and
+        RuntimeUnavailable if a required program is not installed."""
         checked_name(name)
         if not source.exists():
             raise NotFound(f"no file or folder {source}")
@@ -138,7 +138,7 @@ class ImageStore:
     def give(self, name: str, digest: str) -> RootImage:
         """Give a name to the image with this digest, and return the image.
 
-        If another image has the name, it loses the name. If it has no other name, its digest becomes its name, so that
+        Another image with the name loses it. If that image has no other name, its digest becomes its name, so that
         users can still list, use and remove it. Raises InvalidField for an invalid name, and NotFound if no image has
         this digest.
         """
@@ -196,8 +196,8 @@ class ImageStore:
                     return False
                 place = self._folder / _hex(image.digest)
                 held.enter_context(locked(place))
-                # First move the image away, so that no process finds a half-removed image. If this process is killed
-                # before the removal ends, the next import removes the rest.
+                # First move the image away, so that no process finds a half-removed image. If this process is killed,
+                # the next import removes the rest.
                 gone = new_draft(place)
                 os.rename(place, gone / "image")
             remove_tree(gone)  # takes seconds, so the lock on the names is already released
@@ -244,9 +244,8 @@ def _write_name(place: Path, digest: str) -> None:
 
 
 def has_image(name: str | None, names: frozenset[str] | None = None) -> bool:
-    """Return whether a task can run without a pull: it has no image, or `name` is a path, or an image has this name in
-    the store. `names` are the image names of another machine, to check for a task there. Images of a container engine
-    are not considered."""
+    """Return whether a task can run without a pull: it has no image, `name` is a path, or the store has this image. For
+    a task on another machine, `names` are the image names there. Images of a container engine do not count."""
     if name is None or os.path.isabs(name):
         return True
     if names is not None:

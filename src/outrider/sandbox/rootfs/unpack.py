@@ -38,9 +38,8 @@ MAX_HEADER = 1 << 20
 MAX_BYTES = 64 << 30
 """Maximum bytes of an image's files. It also applies to the image's layers after decompression."""
 RATIO, ANY_RATIO_BYTES = 100, 1 << 30
-"""An image may be at most RATIO times as large as its archives. Images of up to ANY_RATIO_BYTES are exempt. The limit
-stops archives that unpack to an enormous size: a file of zeros shrinks to a thousandth, and a sparse file to nothing.
-Layers of real images shrink to about a third."""
+"""An image may be at most RATIO times as large as its archives, or ANY_RATIO_BYTES if that is more. A file of zeros can
+shrink to a thousandth, and a sparse file to nothing. Layers of real images shrink to about a third."""
 MAX_ENTRIES = 4_000_000
 """Maximum number of files, folders and links in an image. The largest images for machine learning have a million."""
 KEPT_FREE, KEPT_SHARE = 1 << 30, 20
@@ -170,9 +169,9 @@ def contents_of(root: Path) -> Contents:
 
 
 def unpack(layers: Iterable[BinaryIO], target: Path, *, owners: Mapping[str, tuple[int, int]] = {}) -> Contents:
-    """Unpack layers into a folder, the lowest first, and close them. Each layer is a tar archive, which may be
-    compressed with gzip, bzip2 or xz. `owners` are the owners of files that are already in the folder. The returned
-    owners may contain paths that a higher layer has removed.
+    """Unpack layers into a folder, the lowest first, and close them. Each is a tar archive, optionally compressed with
+    gzip, bzip2 or xz. `owners` are the owners of files that are already in the folder. The returned owners may contain
+    paths that a higher layer has removed.
 
     Raises BadImage if a layer is broken or the image exceeds a limit. The folder then contains a part of the image.
     """
@@ -192,8 +191,8 @@ def unpack(layers: Iterable[BinaryIO], target: Path, *, owners: Mapping[str, tup
 
 
 class _Layer:
-    """Unpacks one layer. `_own` contains the paths that this layer has written and the folders above them. A whiteout
-    removes only files of lower layers, so paths in `_own` stay."""
+    """Unpacks one layer. A whiteout is an entry that removes files of lower layers. It must not remove the paths in
+    `_own`, which this layer has written, and the folders above them."""
 
     def __init__(self, root: Path, contents: Contents, room: Room) -> None:
         self._root = str(root)
@@ -210,8 +209,8 @@ class _Layer:
             check_expansion(archive.offset, self._room.archived)
             folder, name = self._place(member.name)
             if name.startswith(WHITEOUT):
-                # A whiteout removes one file of a lower layer, or all of them in its folder (opaque). A repeated opaque
-                # whiteout has no effect. It is skipped, because an archive may contain a million of them for a large
+                # A whiteout removes one file of a lower layer, or all in its folder (opaque). A repeated opaque
+                # whiteout is skipped: it has no effect, and an archive may repeat it a million times for a large
                 # folder.
                 if name == OPAQUE and folder in opaque:
                     continue
@@ -329,8 +328,8 @@ class _Layer:
 
 
 def _set_time(place: str, changed: float) -> None:
-    """Set the modification time of a file. A time that some file systems cannot store is replaced by the nearest one
-    they can. NaN, which a header may contain, becomes 0."""
+    """Set a file's modification time, or the nearest time that every file system can store. NaN, which a header may
+    contain, becomes 0."""
     when = 0 if math.isnan(changed) else min(NEWEST, max(OLDEST, changed))
     os.utime(place, (when, when))
 

@@ -1,10 +1,8 @@
 """Pulls the images that sessions need and this machine does not have, if the operator allows it.
 
-A session first waits for its images, and only then for resources such as memory. Invariants:
-
-- Only images whose names start with an allowed prefix are pulled.
-- In this process, an image is pulled only once at a time, and at most MAX_PULLS pulls run at once.
-- If a session is cancelled, its pull continues, because other sessions may wait for it.
+A session first waits for its images, and only then for resources such as memory. Invariants: only images whose names
+start with an allowed prefix are pulled; this process pulls an image only once at a time, with at most MAX_PULLS pulls
+at once; the pull of a cancelled session continues, because other sessions may wait for it.
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ class ImagePulls:
 
     async def _pull(self, reference: str) -> RuntimeFailure | None:
         """Pull an image, and use its reference as its name. A failure is returned and not raised, because an exception
-        in a chore would count as a failure of the node."""
+        here would count as a failure of the node."""
         async with self._slots:
             log.info("pulling %s, which a session wants", reference)
             try:
