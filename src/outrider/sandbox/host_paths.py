@@ -4,10 +4,9 @@
 - A mount, a root folder, an image's path or a virtual environment is below an entry of `sandboxes.allow`.
 - Every sandbox of some kinds sees certain folders of the host (`runtimes/shown_folders.py`).
 
-The files and folders in `KEPT` cannot be opened in any of these ways. Folders are compared by device and inode as well
-as by name, because a link or a bind mount may lead to the same folder. Invariants: the path that is mounted is the one
-that was checked, with all links resolved; uploads are opened without following links (see
-sandbox/runtimes/tool_server/uploads.py).
+The settings must not make the files and folders in `KEPT` readable. Folders are compared by device and inode as well as
+by name, because a link or a bind mount may lead to the same folder. Invariants: a path is mounted as it was checked,
+with all links resolved; uploads are opened without following links (see sandbox/runtimes/tool_server/uploads.py).
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ class HostPathRule(NamedTuple):
 
     `what`: a description for error messages.
     `below`: whether the rule also covers everything in the folder.
-    `shown`: whether the rule also applies to the folders of `SHOWN`, which every sandbox of a kind sees."""
+    `shown`: whether the file or folder must also be outside of `SHOWN`, the folders that every sandbox of a kind sees.
+    """
 
     what: str
     below: bool

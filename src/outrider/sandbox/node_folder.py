@@ -62,8 +62,7 @@ class NodeFolder:
     @classmethod
     def make(cls) -> Self:
         """Create the folder of a new node. The folders of dead nodes are removed first. Raises ServiceError if TMPDIR
-        is not writable, and OSError.
-        """
+        is not writable, and OSError."""
         named = environment("TMPDIR")
         if named and not os.access(named, os.W_OK | os.X_OK):  # Python would silently use a different folder
             raise ServiceError(f"TMPDIR is {named}, which cannot be written", hint="make that folder, or unset TMPDIR")

@@ -58,12 +58,12 @@ class Sandbox:
         starts: SandboxStarts,
         door: Door | None = None,
     ) -> None:
-        """Create a sandbox that is not started.
+        """Create a sandbox that is not started. Starts are counted in `starts`.
 
-        `field`: the name of the task's field with this spec, for error messages.
-        `starts`: counts the starts of sandboxes.
-        `door`: the proxy of the sandbox's network, or None for a sandbox without a network. It listens at the context's
-            `gateway_socket`."""
+        `field`: the task's field with this spec, for error messages.
+        `door`: the proxy of the sandbox's network, which listens at the context's `gateway_socket`, or None for no
+            network.
+        """
         self.runtime = runtime
         self.door = door
         self._door_at = context.gateway_socket
@@ -119,8 +119,7 @@ class Sandbox:
         self._ready = True
 
     async def _point_apt(self) -> None:
-        """Write the settings of apt if the sandbox has a network. A file that the sandbox's user may not write is
-        skipped."""
+        """Write the settings of apt, if the sandbox has a network and its user may write the file."""
         if self.door is not None:
             with suppress(RuntimeFailure, OSError):
                 await self.runtime.write(APT_CONFIG, APT_SETTINGS)
@@ -157,8 +156,7 @@ class Sandboxes:
     `gateway_at`.
 
     `paths`: the files of this machine that tasks may name.
-    `background`: runs background tasks, which pull images and start sandboxes for grading. It also records the failures
-        of the warm pool.
+    `background`: runs image pulls and the starts of sandboxes for grading, and records failures of the warm pool.
     `pull`: the prefixes of image references that may be pulled for a session.
     `network`: the operator's network rules. By default, no sandbox has a network.
     `connections`: a limit on the network connections of all sandboxes together. By default, each sandbox has its own
@@ -209,11 +207,11 @@ class Sandboxes:
         ahead: bool = False,
     ) -> Sandbox:
         """Create a sandbox without starting it. No other sandbox of this node may have the same `name` and `attempt`.
-        `field` is the name of the task's field with this spec, for error messages. `ahead` is True if no session waits
-        for the sandbox.
+        `field` is the task's field with this spec, for error messages. `ahead` is True if no session waits for the
+        sandbox.
 
         Raises InvalidField if the runtime is no longer installed or a path in the spec is not allowed. The path was
-        allowed when the task was submitted, but a link in it may have changed, or may be different on this machine.
+        allowed when the task was submitted, but its links may have changed, or differ on this machine.
         """
         kind: RuntimeKind = resolve("runtime", spec.sandbox_kind)
         if names_paths(spec):
@@ -290,10 +288,10 @@ async def prepare(
     paths: HostPaths,
     field: str = f"{RUNTIME}.prepare",
 ) -> None:
-    """Run a task's prepare steps one after another in a started sandbox. `field` is the name of the task's field with
-    the steps, for error messages.
+    """Run a task's prepare steps in order, in a started sandbox. `field` is the task's field with the steps, for error
+    messages.
 
-    Raises RuntimeFailure. If a command fails, the error names the step and contains the end of the command's output.
+    Raises RuntimeFailure. If a command fails, the error names the step and contains the end of the output.
     """
     for number, step in enumerate(steps):
         match step:
@@ -321,8 +319,8 @@ async def run_step(runtime: Runtime, step: Run, *, name: str, field: str | None 
     """Run the command of a step until it succeeds or has failed `attempts` times. Runs that start within the first
     `grace_seconds` do not count as failed attempts.
 
-    If the last run exceeds its time limit, raises RuntimeFailure with the end of the output. If it fails, raises
-    CommandFailed. An error of the sandbox itself is raised at once.
+    If the last run exceeds its time limit, raises RuntimeFailure, and if it fails, CommandFailed. Both contain the end
+    of the output. An error of the sandbox itself is raised at once.
     """
     clock = asyncio.get_running_loop().time
     began, failures = clock(), 0

@@ -1,11 +1,11 @@
-"""The warm pool: sandboxes that are started and prepared before a session needs them. It keeps the kinds that sessions
-have requested most recently.
+"""The warm pool: sandboxes that are started and prepared before a session needs them. It has sandboxes of the most
+recently requested kinds.
 
-Two sandboxes are of the same kind if they have the same runtime spec, uploaded files and harness mounts. Invariants:
+Sandboxes of the same kind have the same runtime spec, uploaded files and harness mounts. Invariants:
 
 - A sandbox in the pool is unused. It is either given to one session, while it is alive and young, or stopped here.
-- All sandboxes of the pool together, including those that start or stop, stay within the memory limit.
-- If an external service such as Kubernetes has no room for a session's sandbox, the pool stops one of its sandboxes.
+- All sandboxes of the pool together, also those that start or stop, stay within the memory limit.
+- If an external service such as Kubernetes has no room for a session's sandbox, the pool stops one of its own.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from outrider.spec import RuntimeSpec, Upload
 log = logging.getLogger("outrider.node")
 
 ASSUMED_MB = 64
-"""Memory in MB to assume for a sandbox whose task declares none. An idle sandbox takes 2 to 4 MiB, as measured. The
-rest is for the files of its prepare steps, because a sandbox keeps its files in memory."""
+"""Memory in MB to assume if a task declares none. An idle sandbox takes 2 to 4 MiB, as measured. The rest is for the
+files of its prepare steps, because a sandbox keeps its files in memory."""
 
 MAX_STARTING = 2
-"""Maximum number of warm sandboxes that start at once. It is small, because waiting sessions also start sandboxes and
-must not be slowed down."""
+"""Maximum number of warm sandboxes that start at once. It is small, because these starts slow down the starts for
+waiting sessions."""
 
 START_SECONDS = 3600.0
 CHECK_SECONDS = 30.0
@@ -70,7 +70,8 @@ class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     `each`: maximum number of sandboxes of one kind.
     `memory_mb`: maximum memory of all sandboxes together. Each counts with the memory that its task declares, or with
-        ASSUMED_MB."""
+        ASSUMED_MB.
+    """
 
     each: int = 0
     memory_mb: int = 0

@@ -59,7 +59,8 @@ class ServerConnection(msgspec.Struct, frozen=True):
     `absolute`: True for an HTTP proxy, whose requests contain whole URLs.
     `header`: additional header lines for an HTTP proxy.
     `beneath`: the writer below TLS. It is kept here, because asyncio closes the connection of a writer without
-        references."""
+        references.
+    """
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter

@@ -111,7 +111,8 @@ class Door:
         `endpoint`: the gateway's URL inside the sandbox.
         `pace`, `connections`: limits that all sandboxes of the node share.
         `record`: whether to record the replies of servers.
-        `replay`: a file of recorded replies. If it is given, the door contacts no server."""
+        `replay`: a file of recorded replies. If it is given, the door contacts no server.
+        """
         self._allowed = allowed
         self._gateway = gateway
         self._endpoint = endpoint

@@ -69,7 +69,8 @@ class ProxyRoute(msgspec.Struct, frozen=True, kw_only=True):
 
     `replaced`: pairs of an old and a new text. The proxy replaces the old texts in the pages and redirects of a package
         index.
-    `methods`: the allowed HTTP methods. An empty set allows all methods."""
+    `methods`: the allowed HTTP methods. An empty set allows all methods.
+    """
 
     server: ProxiedServer
     replaced: Sequence[tuple[str, str]] = ()
@@ -431,7 +432,8 @@ class Flow:
 
     `awaited`: the server whose reply is expected, or None for a tunnel.
     `answered`: True once the server's reply has begun.
-    `exceeded`: True once the connection has ended because the sandbox exceeded a limit."""
+    `exceeded`: True once the connection has ended because the sandbox exceeded a limit.
+    """
 
     def __init__(self, passage: Passage, awaited: Awaited | None) -> None:
         self.passage = passage
@@ -650,7 +652,8 @@ class ProxyServer:
 
     `most`: maximum number of connections to this server.
     `pool`: a further limit, which this server shares with others.
-    `name`: the beginning of the server's own error messages."""
+    `name`: the beginning of the server's own error messages.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Records the plain HTTP requests of a sandbox with their replies, and replays the replies later.
 
-A record is a file of JSON lines. It contains only requests without a body and without credentials. HTTPS requests are
-never recorded, because the proxy cannot read the content of a tunnel. Invariants: a replay contacts no server; the size
-of a record is bounded, even while replies are still arriving.
+A record is a file of JSON lines. It contains only requests without a body and without credentials. It contains no HTTPS
+requests, because the proxy cannot read the content of a tunnel. Invariants: a replay contacts no server; the size of a
+record is bounded, even while replies arrive.
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ class NetworkReplay:
 
     @classmethod
     def read(cls, file: Path, phase: Callable[[], Phase | None]) -> NetworkReplay:
-        """Read a record from its file. Blocks. Raises RuntimeUnavailable if the file cannot be read or is not a
-        record."""
+        """Read a record from its file. Blocks. Raises RuntimeUnavailable if the file is not a readable record."""
         try:
             with file.open("rb") as lines:
                 data = lines.read(MAX_FILE + 1)
@@ -135,8 +134,8 @@ class NotRecorded(NotAllowed):
 
 
 def record_file(records: Iterable[NetworkRecord]) -> bytes:
-    """Join the records of all sandboxes of a session, and return the content of one file. Replies beyond MAX_BYTES are
-    left out."""
+    """Join the records of all sandboxes of a session into the content of one file. Replies beyond MAX_BYTES are left
+    out."""
     lines, left = [], MAX_BYTES
     for one in (reply for record in records for reply in record.replies):
         left -= one.size

@@ -16,8 +16,8 @@ MAX_HEAD = 64 << 10
 REQUEST_LINE = re.compile(r"([A-Z-]{1,32}) ([\x21-\x7e]+) (HTTP/1\.[01])")
 STATUS_LINE = re.compile(r"HTTP/1\.[01] ([1-9][0-9]{2})( [\t\x20-\x7e\x80-\xff]*)?")
 FIELD = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*")
-"""A valid header line. The pattern rejects a space before the colon, a line that continues the previous one, and a CR
-or LF within a line."""
+"""A valid header line. The pattern rejects a space before the colon, the continuation of the previous line, and a CR or
+LF within a line."""
 LENGTH = re.compile("[0-9]{1,18}")
 NOT_PASSED = frozenset(
     {
@@ -33,8 +33,8 @@ PERSONAL = frozenset({"authorization", "cookie", "cookie2"})
 
 
 class NotPassedOn(Exception):
-    """The proxy does not send a request to its server, or cannot send the server's reply to the client. `status` is the
-    status of the proxy's own reply, such as "403 Forbidden"."""
+    """The proxy refuses a request, or cannot get a valid reply to it. `status` is the status of the proxy's own reply,
+    such as "403 Forbidden"."""
 
     def __init__(self, status: str, text: str) -> None:
         super().__init__(text)
@@ -61,7 +61,8 @@ class RequestHead(msgspec.Struct, frozen=True):
     `host`: the name or the address of the server, as `host_name` normalizes it.
     `path`: the path with the query, or "" for a tunnel (CONNECT).
     `fields`: the header lines for the server.
-    `length`: the size of the body in bytes."""
+    `length`: the size of the body in bytes.
+    """
 
     method: str
     host: str
@@ -144,7 +145,8 @@ def read_request(head: bytes) -> RequestHead:
     """Parse the head of a request, including the empty line at its end.
 
     Raises NotPassedOn for a head that servers might interpret differently, because it has a malformed line, a user name
-    in the URL, a Host header that differs from the URL, or an unclear length of the body."""
+    in the URL, a Host header that differs from the URL, or an unclear length of the body.
+    """
     first, *fields = head[:-4].decode("latin-1").split("\r\n")
     line = REQUEST_LINE.fullmatch(first)
     if line is None:

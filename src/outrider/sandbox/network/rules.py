@@ -1,6 +1,5 @@
 """Network rules: which destinations a sandbox may reach. A task asks for destinations, and the operator's settings must
-allow them. Results depend only on the arguments and the settings.
-"""
+allow them. Results depend only on the arguments and the settings."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ from outrider.sandbox.network.requests import NotAllowed, RequestHead, place_of
 from outrider.spec import RUNTIME, NetworkSpec
 
 READS = frozenset({"GET", "HEAD"})
-"""The HTTP methods that a package mirror accepts. A program can download packages, but it cannot publish any."""
+"""The HTTP methods that a package mirror accepts. Packages can be downloaded but not published."""
 MIRROR_SETTINGS = {"pip": "pip_index", "npm": "npm_registry", "apt": "apt_hosts"}
-"""The setting in section [network] that gives the servers of each package mirror. If the setting is empty, the mirror
-is not available."""
+"""The setting in section [network] with the servers of each package mirror. If it is empty, the mirror is not
+available."""
 INSIDE = "{}.mirror.internal"
 """The host name of a package mirror inside a sandbox. Only the proxy understands this name."""
 HINT = (
@@ -35,7 +34,8 @@ class Mirror(msgspec.Struct, frozen=True, kw_only=True):
 
     `servers`: the servers of the index and of its files, by host name in the sandbox.
     `replaced`: the addresses to replace in pages; see `ProxyRoute.replaced`.
-    `variables`: the environment variables that make package managers use the mirror."""
+    `variables`: the environment variables that make package managers use the mirror.
+    """
 
     servers: Mapping[str, ProxiedServer]
     replaced: tuple[tuple[str, str], ...]

@@ -50,7 +50,8 @@ class Lookups:
     """Resolves host names for one sandbox, with at most LOOKUPS look-ups in each thread pool. The pool `named` is for
     hosts that the task declares, and `others` is for all other hosts.
 
-    A look-up counts until its thread has finished, even if no request waits for it any more."""
+    A look-up counts until its thread has finished, even if no request waits for it any more.
+    """
 
     def __init__(
         self,

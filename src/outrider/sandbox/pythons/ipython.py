@@ -30,17 +30,16 @@ def ipython_mounts() -> tuple[Path, ...]:
     """Return the host folders that a sandbox needs for IPython. Mount them read-only at the same paths. The result is
     empty if IPython is not installed in Outrider's environment.
 
-    The first call builds the folder, which blocks for a second or two. Raises RuntimeUnavailable if the build fails."""
+    The first call builds the folder, which blocks for a second or two. Raises RuntimeUnavailable if the build fails.
+    """
     place = _place()
     return () if place is None else (build_once(place, _build),)
 
 
 def ipython_command() -> list[str]:
     """Return the command that starts Python with IPython in a sandbox with `ipython_mounts`. The list is empty if
-    IPython is not installed.
-
-    The options -E and -s keep the sandbox's environment variables and the user's site-packages from changing
-    imports."""
+    IPython is not installed. The options -E and -s protect imports from the sandbox's environment variables and from
+    the user's site-packages."""
     place = _place()
     return [] if place is None else [*portable_command(str(place)), "-E", "-s"]
 

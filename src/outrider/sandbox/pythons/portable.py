@@ -1,10 +1,9 @@
-"""A portable Python interpreter. It runs in any root file system of this machine's architecture, even without Python or
-shared libraries.
+"""A portable Python interpreter, which runs in any root file system of this machine's architecture, even without Python
+or shared libraries.
 
-The interpreter is a folder, which sandboxes see at PORTABLE_AT. The folder contains a copy of Outrider's interpreter,
-the standard library, the dynamic loader, and all shared libraries that the interpreter needs. The command starts the
-copied loader, so it needs no file outside of the folder. It also needs no environment variable, which child processes
-would inherit.
+It is a folder, which sandboxes see at PORTABLE_AT: a copy of Outrider's interpreter with the standard library, the
+dynamic loader, and all shared libraries that may be needed. The copied loader starts it, so it uses no file outside of
+the folder. It needs no environment variables, which child processes would inherit.
 
 Invariant: the folder `python/DIGEST` in the cache is complete, has been tested, and never changes.
 """
@@ -92,8 +91,8 @@ def _extensions() -> Path:
 
 
 def portable_digest() -> str:
-    """Return the digest that names the folder. It depends on the interpreter's version, and on the paths and
-    modification times of the program and the library folders. Raises RuntimeUnavailable."""
+    """Return the digest that names the folder. It covers the interpreter's version, and the paths and times of its
+    program and its library folders. Raises RuntimeUnavailable."""
     parts = [FORMAT, sys.version, sys.platlibdir]
     for path in (_executable(), _stdlib(), _extensions()):
         try:

@@ -39,10 +39,8 @@ NESTED = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.dis
 
 
 class Layered(msgspec.Struct, frozen=True):
-    """An image that consists of layers.
-
-    `layers`: a function that opens the layers one after another, the lowest first.
-    `env`, `workdir`: the environment variables and the working directory that the image sets."""
+    """An image in layers. `layers` opens the layers one after another, the lowest first. `env` and `workdir` are the
+    environment variables and the working directory that the image sets."""
 
     digest: str
     layers: Callable[[], Iterator[BinaryIO]]
@@ -56,7 +54,7 @@ class Platform(msgspec.Struct, frozen=True):
 
 
 class Descriptor(msgspec.Struct, frozen=True):
-    """A reference to a file of the image by its digest. The OCI image specification calls it a descriptor."""
+    """A reference to a file of the image by its digest, called a descriptor in the OCI image specification."""
 
     digest: str
     media_type: str | None = msgspec.field(name="mediaType", default=None)
@@ -214,8 +212,8 @@ def digest_of_file(file: BinaryIO) -> str:
 
 
 def digest_of(path: Path, without: frozenset[str] = frozenset()) -> str:
-    """Return a digest of a file or a folder. It covers the names, types, contents and execute permissions of all files,
-    except the paths in `without`."""
+    """Return a digest of a file or a folder: of all names, types, contents and execute permissions, except for the
+    paths in `without`."""
     found = hashlib.sha256()
     names = [str(path)]
     for folder, folders, files in os.walk(path):

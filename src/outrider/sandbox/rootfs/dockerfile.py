@@ -173,7 +173,8 @@ class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     `env`, `workdir`: settings of the finished image.
     `digest`: the plan's key, in the form `sha256:HEX`.
-    `health`: the health check. It is not part of the image, because a prepare step of the task runs it."""
+    `health`: the health check. It is not part of the image, because a prepare step of the task runs it.
+    """
 
     file: Path
     base: BaseImage

@@ -2,10 +2,10 @@
 
 The rules are those of Docker:
 
-- Each line is one pattern. A line that starts with `#` is a comment.
-- A pattern that starts with `!` includes files again.
+- Each line is a pattern, or a comment after `#`.
+- A pattern after `!` includes files again.
 - The last pattern that matches a path decides.
-- A pattern that matches a folder also matches everything in the folder.
+- A pattern that matches a folder matches everything in it.
 
 All functions except `read_ignore` are pure.
 """
@@ -81,7 +81,7 @@ class Ignore(msgspec.Struct, frozen=True):
 
 
 def read_ignore(context: Path) -> Ignore:
-    """Read the patterns for a build context. The result is empty if the context has no such file. Raises InvalidField
+    """Read the patterns for a build context. The result is empty if no file of IGNORE_FILES exists. Raises InvalidField
     for an invalid line."""
     for name in IGNORE_FILES:
         if (file := context / name).exists():

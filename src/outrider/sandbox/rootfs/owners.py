@@ -57,7 +57,8 @@ def kept_owners(root: Path, owners: Owners, base: Owners | None = None) -> tuple
     """Return the owners of the files that exist below `root` and do not belong to root, and a summary of them.
 
     `base` contains the owners in the base image, if there is one. A home directory that the build has created requires
-    several users, because the task probably uses this account."""
+    several users, because the task probably uses this account.
+    """
     makers = {owners[path][0] for path in SYSTEM if path in owners and owners[path][0]}
     names = _user_names(root)
     kept: Owners = {}

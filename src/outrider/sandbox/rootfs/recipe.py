@@ -79,7 +79,8 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
     `header`: (name, value) pairs that tell Apptainer where the base is.
     `identity`: identifies the content of the base. It is a digest or the key of an earlier build. For debootstrap, it
         is the mirror and the Debian release.
-    `pip`: the content of a requirements file."""
+    `pip`: the content of a requirements file.
+    """
 
     header: tuple[tuple[str, str], ...]
     identity: str

@@ -30,8 +30,7 @@ SQUASHFS = 1
 SYSTEM_PARTITION = 2
 MAX_DESCRIPTORS = 4096
 UNSQUASHFS_SECONDS = 3600.0
-"""Time limit for one run of unsquashfs, in seconds. For each image, unsquashfs runs once to list the files and once to
-unpack them."""
+"""Time limit in seconds for each run of unsquashfs. It runs twice: to list the files, and then to unpack them."""
 MAX_LINE = 64 << 10
 """Maximum bytes of a line in the list of files. A path has at most 4096 bytes."""
 

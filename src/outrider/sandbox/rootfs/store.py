@@ -76,7 +76,8 @@ class ImageStore:
 
         If the name contains a digest, the image must have it, unless `pulled` says that the caller has checked that.
         Raises InvalidField for the name, NotFound without `source`, BadImage for an invalid image, and
-        RuntimeUnavailable if a required program is not installed."""
+        RuntimeUnavailable if a required program is not installed.
+        """
         checked_name(name)
         if not source.exists():
             raise NotFound(f"no file or folder {source}")

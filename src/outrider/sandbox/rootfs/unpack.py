@@ -191,8 +191,8 @@ def unpack(layers: Iterable[BinaryIO], target: Path, *, owners: Mapping[str, tup
 
 
 class _Layer:
-    """Unpacks one layer. A whiteout is an entry that removes files of lower layers. It must not remove the paths in
-    `_own`, which this layer has written, and the folders above them."""
+    """Unpacks one layer. A whiteout, which is an entry that removes files of lower layers, must not remove the paths in
+    `_own`: the paths that this layer has written, and the folders above them."""
 
     def __init__(self, root: Path, contents: Contents, room: Room) -> None:
         self._root = str(root)

@@ -1,9 +1,9 @@
 """The program of a live IPython shell. It runs inputs as a notebook does, but without Jupyter and its messages.
 
-The tool server appends this source to that of python_program.py and starts both as one program. Output is plain text
-without colours. Pictures, HTML and JSON are returned separately as displays. The program writes nothing to the home
-folder and keeps no history. Invariant: all displays of one input together have at most DISPLAY_MAX bytes. A short note
-replaces a value that would exceed this limit.
+This source is appended to that of python_program.py, and both run as one program. Output is plain text without colours.
+Pictures, HTML and JSON are returned separately as displays. The program writes nothing to the home folder and keeps no
+history. Invariant: all displays of one input together have at most DISPLAY_MAX bytes. A short note replaces a value
+that would exceed this limit.
 """
 
 import binascii
@@ -141,7 +141,7 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
 
 
 class DisplayKeeper(DisplayPublisher):  # type: ignore[misc]  # IPython is not typed in full
-    """Receives the displays of an input. Plain text is printed, and all other formats go to the gallery."""
+    """Receives the displays of an input. Plain text is printed, and displays with other formats go to the gallery."""
 
     def publish(self, data: dict[str, Any], metadata: object = None, **options: object) -> None:
         self.shell.gallery.add(data)
@@ -244,7 +244,7 @@ class RichEngine:
         if self.may_be_special(source):
             try:
                 cell = shell.transform_cell(source)
-            except Exception:  # an exception of the input, which is printed below
+            except Exception:  # raised by the input, and printed below
                 failed = sys.exc_info()
         given = {"transformed_cell": cell, "preprocessing_exc_tuple": failed}
         work = shell.run_cell_async(source, **given)
@@ -253,7 +253,7 @@ class RichEngine:
         try:
             result = shell.loop_runner(work) if waits else finished(work)
             return result.error_before_exec or result.error_in_exec
-        except BaseException as error:  # an exception of the input, which is printed
+        except BaseException as error:  # raised by the input, and printed
             work.close()
             shell.showtraceback()
             return error

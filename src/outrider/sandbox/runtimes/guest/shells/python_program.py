@@ -52,8 +52,8 @@ class InputResults:
             raise KeyboardInterrupt
 
     def watch_interrupts(self) -> None:
-        """Install the handler for SIGINT. An input may have replaced it. Ignoring the signal would not work, because
-        programs that an input starts would inherit that. They do not inherit a handler."""
+        """Install the handler for SIGINT, which an input may have replaced. Ignoring the signal would not work, because
+        programs that an input starts would then ignore it, too. They do not inherit a handler."""
         if signal.getsignal(signal.SIGINT) != self.interrupt:
             signal.signal(signal.SIGINT, self.interrupt)
 
@@ -84,7 +84,7 @@ class PlainEngine:
             return 0
         except SystemExit as stop:
             return left_with(stop)
-        except BaseException as error:  # an exception of the input, which is printed
+        except BaseException as error:  # raised by the input, and printed
             self.session.interruptible = False
             trace = error.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename != name:

@@ -75,7 +75,7 @@ class LiveShell:
 
     `program`: starts the process, sends inputs and reads output.
     `commands`: the commands to try, in this order. The first one that works is used.
-    `opening`: the number of the call that opens the shell, or 0 once that call has its reply.
+    `opening`: the number of the host's call that opens the shell, or 0 once that call has its reply.
     `ticks`: how often the running input has been interrupted.
     """
 
@@ -213,7 +213,8 @@ class LiveShell:
 
         Each time, the input's process group gets SIGINT, and its programs in other process groups get SIGKILL. From
         interrupt KILL_AFTER on, all its programs get SIGKILL. After RESTART_AFTER interrupts, the shell is
-        restarted."""
+        restarted.
+        """
         if not self.call:
             return
         self.ticks += 1
@@ -278,10 +279,10 @@ class LiveShell:
 class Bash:
     r"""A live bash on a raw terminal. In a sandbox without bash, it is sh.
 
-    Inputs arrive on a pipe, because the sh of busybox would edit lines from a terminal, and a terminal is slower. After
-    the output of each input, the shell prints a marker on the same terminal: ``\x1e TOKEN.SEQUENCE : STATUS \x1e``. So
-    all output of the input comes before its marker. The marker with the number 0 comes first, and text before it is
-    dropped.
+    Inputs arrive on a pipe. On a terminal, the sh of busybox would edit lines, and the kernel would process every input
+    first. After the output of each input, the shell prints a marker on the same terminal: ``\x1e TOKEN.SEQUENCE :
+    STATUS \x1e``. So all output of an input comes before its marker. The first marker has the number 0, and text before
+    it is dropped.
     """
 
     def __init__(self, shell: LiveShell) -> None:
