@@ -67,8 +67,8 @@ def build_image(
     seconds: float = RUN_SECONDS,
     note: Callable[[str], None] = lambda text: None,
 ) -> RootImage:
-    """Build the image of a folder's Dockerfile in sandboxes of kind `namespace`. An existing image is not built again.
-    The image gets the name that Harbor tasks use, and also `name` if given.
+    """Build the image of a folder's Dockerfile in sandboxes of kind `namespace`, unless it exists. The image gets the
+    name that Harbor tasks use, and also `name` if given.
 
     `hosts`: the hosts that RUN may reach (see build_proxy.py).
     `seconds`: the time limit of each RUN.
@@ -164,8 +164,8 @@ def users_of_build() -> tuple[int, RuntimeUnavailable | None]:
 
 
 def run_hint(context: Path, refused: frozenset[str], hosts: frozenset[str]) -> str | None:
-    """Return a hint for a failed RUN that names the hosts which the proxy has refused, or None if it has refused
-    none."""
+    """Return a hint for a failed RUN, with the options that allow the refused hosts. Returns None if the proxy has
+    refused no host."""
     if not refused:
         return None
     flags = " ".join(f"--allow-host {host}" for host in sorted(refused | hosts))
@@ -261,7 +261,7 @@ async def exists(runtime: Runtime, path: str) -> bool:
 
 
 def copies(source: Path, target: str) -> list[str]:
-    """Return the paths that a copied file or folder's content has in the sandbox."""
+    """Return the paths in the sandbox of everything that was copied from `source` to `target`."""
     if not source.is_dir():
         return [target]
     return [

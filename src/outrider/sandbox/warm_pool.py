@@ -111,8 +111,8 @@ class SandboxKind:
 
 
 class WarmPool:
-    """The warm sandboxes of a node. The pool is kept full during the block `async with WarmPool(...)`, and all its
-    sandboxes are stopped at the end of the block."""
+    """The warm sandboxes of a node. The block `async with WarmPool(...)` keeps the pool full, and stops all its
+    sandboxes at the end."""
 
     def __init__(
         self,
@@ -204,8 +204,8 @@ class WarmPool:
         self._work.set()
 
     async def _give_way(self) -> None:
-        """For each runtime that has no room for a session's sandbox, stop one warm sandbox. It is the oldest one of the
-        kind that sessions have not requested for the longest time."""
+        """For each runtime without room for a session's sandbox, stop one warm sandbox: the oldest of the least
+        recently requested kind."""
         later = asyncio.get_running_loop().time() + WAY_SECONDS
         while self._in_the_way:
             runtime = self._in_the_way.pop()

@@ -400,8 +400,8 @@ class DoorPassage:
 
 
 class ServerWait(msgspec.Struct, frozen=True):
-    """A request that waits for its server. At the time `until` of the monotonic clock, the wait becomes a failure with
-    this `reason`. `blameless` is True if no program in the sandbox can have caused it."""
+    """A request that waits for its server. At the time `until` of the monotonic clock, the wait becomes a failure.
+    `reason` describes it, and `blameless` is True if no program in the sandbox can have caused it."""
 
     reason: str
     blameless: bool

@@ -21,7 +21,7 @@ MAX_BYTES = 20 << 20
 """Maximum size of one record: its URLs, its replies, and LINE_BYTES for each line. Its file then fits into one
 artifact."""
 LINE_BYTES = 256
-"""Bytes that each line of a record counts in addition to its URL and its reply."""
+"""Bytes that each line counts in addition to its URL and its reply."""
 MAX_FILE = 64 << 20
 
 

@@ -72,7 +72,7 @@ class Allowed(msgspec.Struct, frozen=True):
 
 class NetworkRules:
     """The operator's network rules for all sandboxes of a node. `service_url` is the URL at which the node reaches the
-    service. It is None if the node is on the service's own machine."""
+    service, or None on the service's own machine."""
 
     def __init__(self, config: Config | None = None, *, service_url: str | None = None) -> None:
         self.settings = NetworkConfig() if config is None else config.network
@@ -115,7 +115,7 @@ class NetworkRules:
                     )
 
     def allowed(self, spec: NetworkSpec) -> dict[Phase, Allowed]:
-        """Return the allowed destinations of each phase. Raises InvalidField if the settings allow a destination to no
+        """Return the allowed destinations of each phase. Raises InvalidField if the settings allow one of them to no
         tenant, for example because they have changed."""
         self.check(spec, tenant=None, whose=None, field=RUNTIME)
         return {phase: self._allowed(spec.of(phase)) for phase in Phase}

@@ -27,8 +27,8 @@ WITHOUT_IPYTHON = (
 
 
 def ipython_mounts() -> tuple[Path, ...]:
-    """Return the host folders that a sandbox needs for IPython. Mount them read-only at the same paths. The result is
-    empty if IPython is not installed in Outrider's environment.
+    """Return the host folders that a sandbox needs for IPython, to be mounted read-only at the same paths. There are
+    none if IPython is not installed in Outrider's environment.
 
     The first call builds the folder, which blocks for a second or two. Raises RuntimeUnavailable if the build fails.
     """

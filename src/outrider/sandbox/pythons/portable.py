@@ -145,8 +145,8 @@ def _loader() -> Path | None:
 
 @functools.lru_cache(maxsize=8)
 def _interpreter_of(program: Path) -> str | None:
-    """Return the dynamic loader that a 64-bit ELF program names in its PT_INTERP entry, or None if it has no such
-    entry. Raises RuntimeUnavailable for any other file."""
+    """Return the dynamic loader in the PT_INTERP entry of a 64-bit ELF program, or None without such an entry. Raises
+    RuntimeUnavailable for other files."""
     with program.open("rb") as file:
         header = file.read(64)
         if header[:5] != b"\x7fELF\x02":

@@ -84,7 +84,7 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 Open = Callable[[str], BinaryIO]
-"""A function that opens a file of an image, given its path in the image. Raises BadImage if the file is missing."""
+"""A function that opens a file by its path in the image. Raises BadImage if the file is missing."""
 
 
 @contextmanager

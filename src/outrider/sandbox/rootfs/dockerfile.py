@@ -221,8 +221,8 @@ class ContextFolder(msgspec.Struct, frozen=True):
 
 
 def read_dockerfile(context: Path, store: ImageStore) -> BuildPlan:
-    """Read the Dockerfile of a folder and return its plan. Blocks, because the digest of every copied file is computed.
-    Raises InvalidField."""
+    """Read the Dockerfile of a folder and return its plan. Blocks while the copied files are read. Raises
+    InvalidField."""
     file = context / DOCKERFILE
     return Reader(file, store).plan(read_text_file(file, field="dockerfile", limit=MAX_FILE))
 
@@ -232,7 +232,7 @@ def engine_hint(context: Path) -> str:
 
 
 class Reader:
-    """Reads one Dockerfile. Errors are InvalidField, with the file and the line in the message."""
+    """Reads one Dockerfile. Raises InvalidField with the file and the line."""
 
     def __init__(self, file: Path, store: ImageStore) -> None:
         self._file = file
@@ -703,8 +703,7 @@ class Reader:
             raise self._refusal(one.line, f"{one.name} {one.text}: {error}") from error
 
     def _beyond(self, line: int, message: str) -> InvalidField:
-        """Return the error for an instruction that Docker supports but this builder does not. Its hint is to use a
-        container engine."""
+        """Return the error for an instruction that Docker supports but this builder does not."""
         return self._refusal(line, message, hint=engine_hint(self._file.parent))
 
     def _refusal(self, line: int, message: str, *, hint: str | None = None) -> InvalidField:

@@ -112,7 +112,7 @@ def _documents(text: str, lines: Iterator[tuple[int, str]], begin: int) -> Itera
 
 def split(text: str) -> list[str]:
     """Split a text into words, as a shell does. A $ in single quotes or after a backslash becomes LITERAL. Raises
-    ValueError for unbalanced quotes or a NUL."""
+    ValueError."""
     if LITERAL in text:
         raise ValueError("the text has a NUL")
     text = re.sub(r"\\\$", LITERAL, text)
@@ -151,7 +151,7 @@ def filled_words(words: Iterable[str], variables: Mapping[str, str]) -> list[str
 
 
 def json_list(text: str) -> tuple[str, ...] | None:
-    """Return the items of a JSON list of strings. Returns None if the text is anything else or the list is empty."""
+    """Return the items of a JSON list of strings, or None for anything else and for an empty list."""
     try:
         return msgspec.json.decode(text, type=tuple[str, ...]) or None
     except msgspec.DecodeError:

@@ -71,7 +71,7 @@ class Ignore(msgspec.Struct, frozen=True):
         return any(pattern.takes_back for pattern in self.patterns)
 
     def leaves_out(self, path: str) -> bool:
-        """Return whether the patterns exclude a file or folder. `path` is relative to the build context and contains
+        """Return whether the patterns exclude a file or folder. `path` is relative to the build context, with
         slashes."""
         found = False
         for pattern in self.patterns:

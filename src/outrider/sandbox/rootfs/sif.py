@@ -90,7 +90,7 @@ def unpack_sif(path: Path, target: Path, *, seconds: float = UNSQUASHFS_SECONDS)
         )
     except subprocess.TimeoutExpired as error:
         raise _too_slow(path, seconds) from error
-    # Status 2 means that some files are missing. They are mostly devices, which only root can create.
+    # Status 2: some files are missing, such as devices, which only root can create.
     if done.returncode not in (0, 2):
         raise BadImage(f"{path} cannot be unpacked: {done.stderr.decode(errors='replace').strip()[-500:]}")
     make_own(target)
@@ -98,8 +98,8 @@ def unpack_sif(path: Path, target: Path, *, seconds: float = UNSQUASHFS_SECONDS)
 
 
 def _check_size(tool: str, path: Path, offset: int, target: Path, seconds: float) -> None:
-    """Raise BadImage if the files will be too large in total, before any file is written. In squashfs, many files can
-    share the same few bytes, so a small image can unpack to a huge folder."""
+    """Raise BadImage if the files would be too large in total, before any file is written. Many files in squashfs can
+    share the same bytes, so a small image may unpack to a huge folder."""
     room, total = Room(target, path.stat().st_size), 0
     command = [tool, "-lln", "-offset", str(offset), str(path)]
     until = time.monotonic() + seconds

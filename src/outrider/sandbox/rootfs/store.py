@@ -160,7 +160,7 @@ class ImageStore:
         return {name: image for name, image in found.items() if image is not None}
 
     def names(self) -> frozenset[str]:
-        """Return the names of all images. Faster than `images`, because it does not read the descriptions."""
+        """Return the names of all images, without reading the images."""
         return frozenset(unquote(path.name) for path in self._name_files())
 
     def image(self, name: str) -> RootImage:

@@ -1,4 +1,4 @@
-"""Unpacks the tar layers of an image into one folder. All files in it belong to the current user.
+"""Unpacks the tar layers of an image into one folder, whose files all belong to the current user.
 
 The owners of the files are returned and not set (see owners.py). Set-user-id bits and extended attributes are dropped.
 Devices, sockets and pipes are skipped and counted. For symbolic links in the image, the folder is `/`. Invariant: no

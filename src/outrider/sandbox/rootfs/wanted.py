@@ -48,8 +48,8 @@ class ImagePulls:
 
     async def want(self, spec: RuntimeSpec, *, field: str) -> None:
         """Wait until a sandbox's image is on this machine. Returns at once if the image is already there or may not be
-        pulled. `field` is the name of the task's field with this spec, for error messages. Raises RuntimeFailure with
-        the error message of the pull."""
+        pulled. `field` is the task's field with this spec, for error messages. Raises RuntimeFailure with the error
+        message of the pull."""
         if spec.image is None or not may_pull(spec, resolve("runtime", spec.sandbox_kind), self._allowed):
             return
         if await asyncio.to_thread(has_image, spec.image):

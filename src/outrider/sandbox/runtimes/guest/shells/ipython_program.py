@@ -201,8 +201,8 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
         self.system_raw(cmd)
 
     def showtraceback(self, exc_tuple: object = None, *args: object, **options: object) -> None:
-        """Print an exception. Interrupts are ignored from now on, because printing takes longer than the time between
-        two interrupts."""
+        """Print an exception. Interrupts are ignored until the next input, because printing takes longer than the time
+        between two interrupts."""
         self.session.interruptible = False
         error = sys.exc_info()[1]
         if exc_tuple is None and isinstance(error, SystemExit):
