@@ -1,5 +1,4 @@
-"""Builds the image of a Dockerfile with podman or docker. This is for Dockerfiles that sandbox/image_build.py does not
-support.
+"""Builds images with podman or docker, from Dockerfiles that sandbox/image_build.py does not support.
 
 The engine stores the image under the name that Harbor tasks use, for sandboxes of kind podman or docker. The image
 store gets a copy for sandboxes of other kinds. Invariants: the build has no network unless the caller allows it; a

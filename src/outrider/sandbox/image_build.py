@@ -67,7 +67,7 @@ def build_image(
     seconds: float = RUN_SECONDS,
     note: Callable[[str], None] = lambda text: None,
 ) -> RootImage:
-    """Build the image of a folder's Dockerfile in sandboxes of kind `namespace`, unless it exists. The image gets the
+    """Build the image of a folder's Dockerfile in sandboxes of kind `namespace`, unless the image exists. It gets the
     name that Harbor tasks use, and also `name` if given.
 
     `hosts`: the hosts that RUN may reach (see build_proxy.py).
@@ -128,8 +128,8 @@ class Build:
         """Run the steps in a sandbox of the base image, and write the changed files into the archive `target`. Raises
         BadImage."""
         proxy, (users, lacking) = BuildProxy(self._hosts), users_of_build()
-        # If only one user is possible, `users` is None. The runtime then refuses a base image with files of other
-        # users. With 1, it would accept such an image, and all files in the new image would belong to root.
+        # If only one user is possible, `users` is None, and the runtime refuses a base image with files of other users.
+        # With 1, it would accept the image, and root would own all new files.
         spec = RuntimeSpec(image=plan.base.name, workdir="/", users=users if users > 1 else None)
         async with open_sandbox(spec, gateway=proxy.serving) as runtime:
             await runtime.write(APT_CONFIG, APT_SETTINGS)

@@ -4,8 +4,7 @@ The folder's path is short, because it contains the gateway's Unix socket, whose
 sandbox processes of the node are marked with the folder's name (runtimes/kernel/process_marks.py). So the processes of
 a killed node can be found and killed, in two ways:
 
-- The keeper is a small process beside each node. If the node dies, the keeper kills its sandbox processes within
-  seconds.
+- The keeper, a small process beside the node, kills them within seconds.
 - Every node, at its start and once a minute, kills the processes of this user's dead nodes and removes their folders.
 
 Invariants: only the process that holds the folder's lock removes the folder; only this process or the keeper kills the

@@ -1,7 +1,7 @@
-"""The warm pool: sandboxes that are started and prepared before a session needs them. It has sandboxes of the most
-recently requested kinds.
+"""The warm pool: sandboxes that are started and prepared before a session needs them. They are of the most recently
+requested kinds.
 
-Sandboxes of the same kind have the same runtime spec, uploaded files and harness mounts. Invariants:
+Sandboxes of one kind have the same runtime spec, uploaded files and harness mounts. Invariants:
 
 - A sandbox in the pool is unused. It is either given to one session, while it is alive and young, or stopped here.
 - All sandboxes of the pool together, also those that start or stop, stay within the memory limit.

@@ -43,7 +43,8 @@ CONNECT_PATIENCE = 5.0
 """If a phase ends after a request has waited longer than this for a connection to its server, the server has failed. A
 shorter wait is no failure, because a program may send a request just before it exits."""
 ANSWER_PATIENCE = 30.0
-"""If a connection ends when its server has owed a reply for longer than this, the server has failed."""
+"""If a connection ends after a wait of more than this many seconds for a reply or for its next bytes, the server has
+failed."""
 CLIENT_SECONDS = 5.0
 """A reply that ends too early is not the server's failure if the client took at least this many seconds to receive
 it."""
@@ -96,8 +97,8 @@ class Passage(Protocol):
 
     def reached(self) -> None: ...
     def waits(self, reason: str | None, *, blameless: bool = False, patience: float = 0.0) -> None:
-        """Record that the request now waits for the server, or with None, that the wait is over. If the connection ends
-        after a wait of more than `patience` seconds, the server has failed, and `reason` says why."""
+        """Record that the request now waits for the server. With None, the wait is over. If the connection ends after a
+        wait of more than `patience` seconds, the server has failed, and `reason` says why."""
         ...
 
     def judge(self) -> None:

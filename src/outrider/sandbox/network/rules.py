@@ -115,8 +115,8 @@ class NetworkRules:
                     )
 
     def allowed(self, spec: NetworkSpec) -> dict[Phase, Allowed]:
-        """Return the allowed destinations of each phase. Raises InvalidField if the settings allow one of them to no
-        tenant, for example because they have changed."""
+        """Return the allowed destinations of each phase. Raises InvalidField for a destination that the settings allow
+        to no tenant, for example because they have changed."""
         self.check(spec, tenant=None, whose=None, field=RUNTIME)
         return {phase: self._allowed(spec.of(phase)) for phase in Phase}
 

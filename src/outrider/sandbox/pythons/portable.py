@@ -27,8 +27,8 @@ from outrider.errors import RuntimeUnavailable
 
 PORTABLE_AT = "/run/outrider-python"
 FORMAT = "1"
-"""The version of the folder's layout, which is part of its digest. Change it when `_build` changes, so that existing
-folders are not used any more."""
+"""The version of the folder's layout. Change it when `_build` changes, so that existing folders are not used any
+more."""
 LEFT_OUT = frozenset(
     [
         "test",

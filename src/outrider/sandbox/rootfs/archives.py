@@ -30,8 +30,8 @@ MAX_NESTING = 4
 MAX_LAYERS = 512
 """Maximum number of an image's layers. Container engines create at most 127."""
 MAX_MEMBERS = 10_000
-"""How many entries are searched for the documents that identify the archive's format. A plain root file system has no
-such document, but may have millions of entries."""
+"""How many entries are searched for the documents that identify the archive's format. A plain root file system may have
+millions of entries, and none of these documents."""
 CHUNK = 1 << 20
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 """Processor architectures: from the output of `uname -m` to the name in an image index."""

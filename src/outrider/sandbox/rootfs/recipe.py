@@ -77,8 +77,8 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
     """The input of one Apptainer build.
 
     `header`: (name, value) pairs that tell Apptainer where the base is.
-    `identity`: identifies the content of the base. It is a digest or the key of an earlier build. For debootstrap, it
-        is the mirror and the Debian release.
+    `identity`: identifies the content of the base: a digest, the key of an earlier build, or for debootstrap the mirror
+        and the Debian release.
     `pip`: the content of a requirements file.
     """
 

@@ -109,8 +109,8 @@ class ImageStore:
         env: Mapping[str, str] = {},
         workdir: str | None = None,
     ) -> RootImage:
-        """Give a name to the image with this digest, and return the image. If the image does not exist yet, create it:
-        `fill` writes the files into the empty root folder. The other arguments become the image's description."""
+        """Give a name to the image with this digest, and return the image. A missing image is created first: `fill`
+        writes the files into its empty root folder, and the other arguments become its description."""
 
         def build(draft: Path) -> None:
             (draft / "root").mkdir(mode=0o755)
@@ -246,7 +246,7 @@ def _write_name(place: Path, digest: str) -> None:
 
 def has_image(name: str | None, names: frozenset[str] | None = None) -> bool:
     """Return whether a task can run without a pull: it has no image, `name` is a path, or the store has this image. For
-    a task on another machine, `names` are the image names there. Images of a container engine do not count."""
+    another machine, `names` are the image names there. Images of a container engine do not count."""
     if name is None or os.path.isabs(name):
         return True
     if names is not None:

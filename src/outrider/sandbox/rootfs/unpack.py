@@ -299,8 +299,8 @@ class _Layer:
 
     def _folder(self, parts: list[str]) -> str:
         """Return the path on the host of a folder in the image. Missing folders are created, and other files on the
-        path are replaced by folders. Symbolic links are resolved here and not by the kernel, which would follow an
-        absolute link out of the image."""
+        path become folders. Symbolic links are resolved here, because the kernel would follow an absolute link out of
+        the image."""
         at: list[str] = []
         todo = deque(parts)
         links = 0

@@ -2,7 +2,7 @@
 on pipes.
 
 The code for bash and sh uses only POSIX features, except for PRELUDES. Python and IPython send each result as a
-length-prefixed frame (see python_program.py). Displays in a frame are not decoded here. Invariants:
+length-prefixed frame (see python_program.py). Invariants:
 
 - About two seconds after an input's time limit, the shell accepts the next input or has ended.
 - A Python shell is reported as open only after its first frame. It has OPEN_SECONDS to send this frame.
