@@ -45,7 +45,7 @@ from outrider.sandbox.standalone import open_sandbox
 from outrider.spec import RuntimeSpec
 
 RUN_SECONDS = 600.0
-"""Time limit of one RUN instruction, in seconds. Harbor has the same limit for a whole build."""
+"""Time limit of one RUN in seconds. Harbor has the same limit for a whole build."""
 QUICK_SECONDS = 60.0
 NO_USER = re.compile(r"(?:owner|chown|chgrp|[ug]id|groups)[^\n]*(?:Invalid argument|Operation not permitted)")
 """The error message of a program that fails because the sandbox has only one user."""

@@ -193,7 +193,7 @@ async def sweep(host: Host, failures: Failures) -> dict[str, int]:
     Call this every SWEEP_EVERY_SECONDS.
 
     Returns how many things of each kind were removed. Errors are recorded and not raised, because a failed sweep must
-    not end the node's sessions. The next sweep tries again.
+    not end the node's sessions.
     """
     own = {"NodeFolder": NodeFolder.sweep, "Cgroups": cgroups.sweep}
     ended = await swept([(kind, partial(asyncio.to_thread, part)) for kind, part in own.items()], failures)

@@ -92,10 +92,8 @@ class Sandbox:
         return [] if self.door is None or self.door.record is None else [self.door.record]
 
     async def ready(self) -> None:
-        """Start and prepare the sandbox, unless this has already been done. Raises RuntimeFailure.
-
-        If `ready` raises an exception or is cancelled, it stops the sandbox.
-        """
+        """Start and prepare the sandbox, unless this has been done. Raises RuntimeFailure. After an exception or a
+        cancellation, the sandbox is stopped."""
         if self._ready:
             return
         began = time.monotonic()

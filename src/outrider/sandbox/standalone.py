@@ -32,8 +32,8 @@ async def open_sandbox(
     """Start a sandbox and run the prepare steps of `spec`. The sandbox is stopped at the end of the `with` block.
 
     `paths`: the files of this machine that `spec` may name. By default, none.
-    `gateway`: starts a server at a Unix socket, which the sandbox reaches at `Runtime.endpoint`. By default, there is
-        no server, and the sandbox has no model endpoint.
+    `gateway`: starts a server at a Unix socket, which the sandbox reaches at `Runtime.endpoint`. By default, the
+        sandbox has no model endpoint.
     `network`: the destinations that `spec` may name. By default, none. The sandbox has the network of the agent's
         phase.
 

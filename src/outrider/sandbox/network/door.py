@@ -39,8 +39,8 @@ from outrider.spec import MEBIBYTE
 CONNECTIONS = 32
 """Maximum number of simultaneous connections from one sandbox to other machines."""
 MAX_CLIENTS = 256 + CONNECTIONS
-"""Maximum number of simultaneous connections to the door of one sandbox: 256 for the model gateway, and CONNECTIONS for
-other machines."""
+"""Maximum number of simultaneous connections to one door: 256 for the model gateway, and CONNECTIONS for other
+machines."""
 MAX_PLACES = 256
 """Maximum number of servers with their own `ServerUse` in each phase. All further servers share one `ServerUse`,
 because a program may request any number of host names."""
@@ -181,8 +181,8 @@ class Door:
 
     def broken(self, *phases: Phase) -> str | None:
         """Return why a server is broken in one of the phases, or None. A server is broken if the last request to it has
-        failed or has waited too long. A server that only matches a pattern is never broken, because a program may have
-        invented its name."""
+        failed or has waited too long. A server that only a pattern (`*.example.com`) allows is never broken, because a
+        program may have invented its name."""
         for passage in self._passages:
             passage.judge()
         return next((use.failure for use in self.uses.values() if use.broken and use.phase in phases), None)

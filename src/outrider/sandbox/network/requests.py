@@ -171,7 +171,7 @@ def read_request(head: bytes) -> RequestHead:
 
 def body_length(head: bytes) -> int | None:
     """Return the size in bytes of the body of a request to the model gateway. Returns None if the head does not show
-    where the body ends, because it is chunked, changes the protocol, or has an unclear length."""
+    where the body ends: the body is chunked, the protocol may change, or the length is unclear."""
     named = _named(head[:-4].decode("latin-1").split("\r\n")[1:])
     lengths = {value for name, value in named if name == "content-length"}
     unclear = len(lengths) > 1 or not all(map(LENGTH.fullmatch, lengths))

@@ -28,7 +28,7 @@ from outrider.sandbox.rootfs.unpack import BadImage
 
 PULL_SECONDS = 3600
 LOOK_SECONDS = 0.2
-"""Seconds between two attempts to lock a reference, so that only one pull of it runs."""
+"""Seconds between two attempts to lock the file of a reference."""
 
 
 async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
