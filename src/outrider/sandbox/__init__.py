@@ -1,8 +1,8 @@
-"""Makes and prepares sandboxes, keeps warm sandboxes for later sessions, and removes what a crash leaves behind.
-`open_sandbox` opens a sandbox without a service.
+"""Starts, prepares and stops sandboxes, keeps warm ones for later sessions, and cleans up after a crash. `open_sandbox`
+opens a sandbox without a service.
 
-This package imports only `concurrency/` and modules of Outrider's top folder, such as `spec.py`, `errors.py` and
-`config.py`. Agents, models and grades do not belong here.
+This package imports only `concurrency/` and modules directly in `outrider/`, such as `spec.py` and `config.py`. It must
+not depend on agents, models or grades.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ __all__ = ["open_sandbox"]
 
 
 def __getattr__(name: str) -> object:
-    """Import `open_sandbox` on first use, because this import loads the whole package, and most importers need only one
-    module."""
+    """Import `open_sandbox` on first use. It loads the whole package, but most importers need only one module."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from outrider.sandbox import standalone

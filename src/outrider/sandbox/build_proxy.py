@@ -1,8 +1,7 @@
-"""The proxy through which the RUN steps of an image build reach the hosts that the operator allows.
+"""The proxy for image builds. Through it, RUN steps reach the hosts that the operator allows.
 
-The sandbox of a build has no other network. Programs in the sandbox reach this proxy at the sandbox's endpoint. The
-proxy connects to an allowed host directly, or through the operator's own proxy, which environment variables of this
-process name.
+The sandbox of a build has no other network. It reaches the proxy at the sandbox's endpoint. The proxy connects to an
+allowed host directly, or through the operator's own HTTP proxy if this process's environment variables name one.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from outrider.sandbox.network.requests import NotAllowed, RequestHead
 
 MAX_CONNECTIONS = 256
 MAX_REFUSED = 32
-"""Maximum number of refused hosts that are kept for the hint of a failed build."""
+"""Maximum number of refused hosts to remember. The hint of a failed build lists them."""
 HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,252}[a-z0-9])?(:[0-9]{1,5})?")
 INDEXES = (
     *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_DEFAULT_INDEX"),
     *("NPM_CONFIG_REGISTRY", "npm_config_registry", "GOPROXY", "CARGO_REGISTRIES_CRATES_IO_INDEX"),
 )
-"""Names of variables with the URL of a package index. If the URL's host is allowed, RUN gets the variable from this
-process."""
+"""Environment variables that contain the URL of a package index. If its host is allowed, RUN steps get the variable
+from this process."""
 
 
 def checked_hosts(hosts: Iterable[str]) -> frozenset[str]:
-    """Return the hosts (`name` or `name:port`) in lower case. Raises InvalidField for any other text."""
+    """Convert hosts (`name` or `name:port`) to lower case. Raises InvalidField for anything that is not a host."""
     found = frozenset(host.lower() for host in hosts)
     for host in sorted(found):
         try:
@@ -54,13 +53,13 @@ def checked_hosts(hosts: Iterable[str]) -> frozenset[str]:
 
 
 def index_variables(hosts: frozenset[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables of `environ` (by default this process's) whose value is the URL of a package index on one of
-    the hosts. A URL with a user name or a password is left out, because the author of a Dockerfile must not read the
-    operator's passwords."""
+    """Return the variables of INDEXES whose URL is on one of the hosts. By default, `environ` is this process's
+    environment. A URL with a user name or password is left out, because Dockerfiles must not learn the operator's
+    passwords."""
     environ = variables() if environ is None else environ
     found = {}
     for name in INDEXES:
-        with suppress(ValueError):  # raised if the value is not a URL, or if its port is not a number
+        with suppress(ValueError):  # the value may not be a URL, or its port not a number
             url = urlsplit(environ.get(name, ""))
             port = url.port or (443 if url.scheme == "https" else 80)
             if url.hostname and url.username is None and allowed(hosts, url.hostname, port):
@@ -73,8 +72,8 @@ def allowed(hosts: frozenset[str], host: str, port: int) -> bool:
 
 
 class BuildProxy:
-    """The proxy of one build. The variables `environ`, by default this process's, may name the operator's own proxy
-    (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts that are reached without this proxy (NO_PROXY)."""
+    """The proxy of one build. `environ` may name the operator's HTTP proxy (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the
+    hosts to reach without it (NO_PROXY). The default is this process's environment."""
 
     def __init__(self, hosts: frozenset[str], environ: Mapping[str, str] | None = None) -> None:
         self._hosts = hosts
@@ -83,13 +82,13 @@ class BuildProxy:
 
     @property
     def refused(self) -> frozenset[str]:
-        """The hosts to which the proxy has refused connections, at most MAX_REFUSED. A host has the form `name:port`,
-        or only `name` if the port is one of PORTS."""
+        """Up to MAX_REFUSED hosts that the proxy has refused, as `name:port`. The port is left out if it is in
+        PORTS."""
         return frozenset(self._refused)
 
     @asynccontextmanager
     async def serving(self, path: Path) -> AsyncIterator[None]:
-        """Serve at a Unix socket. All connections are closed when the block ends."""
+        """Accept connections at a Unix socket. They are closed at the end of the `with` block."""
         async with ProxyServer(self._proxy.serve, most=MAX_CONNECTIONS, name="outrider image build").at(path):
             yield
 
@@ -100,15 +99,15 @@ class BuildProxy:
             if HOST.fullmatch(shown) and len(self._refused) < MAX_REFUSED:
                 self._refused.add(shown)
             raise NotAllowed(f"no --allow-host names {shown}")
-        # The operator names every allowed host of a build, so a host may have an internal address.
+        # The operator names every allowed host of a build, so private addresses are allowed.
         return BuildPassage(ProxyRoute(server=ProxiedServer(host=request.host, port=request.port, internal=True)))
 
     def refuse(self, request: RequestHead, reason: str) -> None:
-        """See `ProxyGate`. Does nothing, because `refused` has only hosts that no `--allow-host` names."""
+        """See `ProxyGate`. Does nothing, because `refused` lists only hosts that no `--allow-host` names."""
 
 
 class BuildPassage:
-    """An allowed request of a build: a `Passage` without limits."""
+    """An allowed request of a build. It has no limits."""
 
     def __init__(self, route: ProxyRoute) -> None:
         self.route = route

@@ -1,9 +1,8 @@
-"""Builds the image of a Dockerfile with a container engine (podman or docker), for Dockerfiles that
-sandbox/image_build.py does not support.
+"""Builds images with podman or docker, from Dockerfiles that sandbox/image_build.py does not support.
 
-The engine keeps the image under the name that Harbor tasks use, for sandboxes of kind podman or docker. The image store
-gets a copy for sandboxes of other kinds. Invariants: the steps have no network unless the caller allows it; a
-Dockerfile is refused if no sandbox supports its USER or ENTRYPOINT.
+The engine stores the image under the name that Harbor tasks use, for sandboxes of kind podman or docker. The image
+store gets a copy for sandboxes of other kinds. Invariants: the build has no network unless the caller allows it; a
+Dockerfile with a USER or ENTRYPOINT that no sandbox supports is refused.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ class BuildEngine(StrEnum):
 
 
 class BuiltImage(NamedTuple):
-    """The image of a task's Dockerfile: its name in the store, and the Dockerfile's HEALTHCHECK."""
+    """The image of a task's Dockerfile. `name` is its name in the store, and `health` is its HEALTHCHECK."""
 
     name: str
     health: Health | None
 
 
 def built_image(context: Path, store: ImageStore) -> BuiltImage:
-    """Return the image of a folder's Dockerfile, built by a container engine or by Outrider. Raises InvalidField if the
-    image was not built on this machine, or if the Dockerfile is not supported."""
+    """Return the image of a folder's Dockerfile, which an engine or Outrider itself has built. Raises InvalidField if
+    this machine does not have the image, or if the Dockerfile is not supported."""
     made_by_engine = engine_name(context)
     if made_by_engine in store.names():
         return BuiltImage(made_by_engine, checked_dockerfile(context, store))
@@ -62,8 +61,8 @@ def built_image(context: Path, store: ImageStore) -> BuiltImage:
 
 
 def engine_name(context: Path) -> str:
-    """Return the name of the image that an engine builds from a folder. The name depends on the content of all files in
-    the folder, except the files that the .dockerignore leaves out. Raises InvalidField."""
+    """Return the name for the image that an engine builds from a folder. The name is a digest of all files in the
+    folder, except those that .dockerignore excludes. Raises InvalidField."""
     ignore = read_ignore(context)
     out = frozenset(left_out(context, ignore)) if ignore.patterns else frozenset()
     text = read_text_file(context / DOCKERFILE, field="dockerfile", limit=MAX_FILE)
@@ -72,7 +71,7 @@ def engine_name(context: Path) -> str:
 
 
 def left_out(context: Path, ignore: Ignore) -> list[str]:
-    """Return the paths in the folder that the .dockerignore leaves out."""
+    """Return the paths in the folder that .dockerignore excludes."""
     found = []
     for at, folders, files in os.walk(context):
         for name in (*folders, *files):
@@ -84,8 +83,8 @@ def left_out(context: Path, ignore: Ignore) -> list[str]:
 
 
 def checked_dockerfile(context: Path, store: ImageStore) -> Health | None:
-    """Return the HEALTHCHECK of a Dockerfile that an engine builds. Raises InvalidField for a user other than root and
-    for an ENTRYPOINT that starts a program, because no sandbox supports them."""
+    """Return the HEALTHCHECK of a Dockerfile. Raises InvalidField for a USER other than root and for an ENTRYPOINT that
+    starts a program, because sandboxes support neither."""
     text = read_text_file(context / DOCKERFILE, field="dockerfile", limit=MAX_FILE)
     return Reader(context / DOCKERFILE, store).health(text)
 
@@ -99,9 +98,9 @@ def build_by_engine(
     network: bool = False,
     note: Callable[[str], None] = lambda text: None,
 ) -> RootImage:
-    """Build the image of a folder's Dockerfile with an engine, and import the image into the store. The image gets the
-    name that `engine_name` returns, and also `name` if given. If `network` is true, the steps have the engine's
-    network. `note` is called with a line before each part of the work.
+    """Build the image of a folder's Dockerfile with an engine, and import it into the store. The image gets the name of
+    `engine_name`, and also `name` if given. With `network`, the build uses the engine's network. `note` is called with
+    progress messages.
 
     Blocks. Raises InvalidField for the Dockerfile, BadImage with the end of the engine's output, and RuntimeUnavailable
     if the engine is not installed.
@@ -134,8 +133,8 @@ def build_by_engine(
 
 
 def _run(command: Sequence[str], network: bool) -> str:
-    """Run an engine's command, and return its standard output. Raises BadImage. If `network` is False, the error's hint
-    names the option that allows a network."""
+    """Run a command of the engine and return its output. Raises BadImage. Without `network`, the error's hint names the
+    option that allows a network."""
     try:
         done = subprocess.run(
             command,

@@ -1,8 +1,8 @@
-"""Locks that keep the sandboxes of different programs on this machine from using the same GPU.
+"""Locks that stop sandboxes of different programs on this machine from using the same GPU.
 
-`sessions/resources.py` assigns GPUs within one service. It cannot see GPUs that are used by another service on the
-machine, or by a node process that hangs and was given up. Invariant: a lock is held from before a sandbox starts until
-the sandbox has stopped, or this process has exited.
+`sessions/resources.py` assigns GPUs within one service. It does not see the GPUs of another service, or of an
+unresponsive node process that the service no longer waits for. Invariant: a GPU is locked before its sandbox starts,
+until the sandbox has stopped or this process has exited.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ PAUSE_SECONDS = 0.1
 
 
 async def lock_gpus(names: Sequence[str]) -> ExitStack:
-    """Lock these GPUs. Closing the returned stack unlocks the GPUs. Raises RuntimeFailure if another program of this
-    machine does not unlock a GPU within WAIT_SECONDS."""
+    """Lock these GPUs until the returned stack is closed. Raises RuntimeFailure if another program holds a lock for
+    more than WAIT_SECONDS."""
     clock = asyncio.get_running_loop().time
     end = clock() + WAIT_SECONDS
     with ExitStack() as held:
         for name in sorted(names):
-            # The lock is an abstract socket name and not a file: the kernel frees the name when this process exits, and
-            # any user can take it.
+            # An abstract socket name serves as the lock. Unlike a file, the kernel frees it when this process exits,
+            # and any user can take it.
             lock = held.enter_context(socket.socket(socket.AF_UNIX))
             while True:
                 try:

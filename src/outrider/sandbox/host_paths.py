@@ -1,12 +1,12 @@
-"""Decides which files of this machine tasks may read. Tasks reach files of the host in three ways:
-- An `upload` names a file below the setting `files`.
-- A mount, a root folder, an image's path or a virtual environment is below an entry of `sandboxes.allow`.
-- Some folders of the host are visible in every sandbox of a kind (`runtimes/shown_folders.py`).
+"""Decides which files of this machine tasks can read. There are three ways to reach a file:
 
-No setting can open the files and folders of `KEPT` in these ways. Folders are compared by device and inode, not by name
-alone, because a link, a bind mount or another spelling may lead to the same folder. Invariant: the path read or mounted
-is the checked path, with all links resolved; uploads are opened without following any link (see
-sandbox/runtimes/tool_server/uploads.py).
+- An `upload` names a file in the folder of the setting `files`.
+- A mount, a root folder, an image's path or a virtual environment is below an entry of `sandboxes.allow`.
+- Every sandbox of some kinds sees certain folders of the host (`runtimes/shown_folders.py`).
+
+The settings must not make the files and folders in `KEPT` readable. Folders are compared by device and inode as well as
+by name, because a link or a bind mount may lead to the same folder. Invariants: a path is mounted as it was checked,
+with all links resolved; uploads are opened without following links (see sandbox/runtimes/tool_server/uploads.py).
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ from outrider.sandbox.runtimes.tool_server.uploads import entries
 from outrider.spec import RuntimeSpec
 
 Id = tuple[int, int] | str
-"""Id of a file: its device and inode, or its path if the file does not exist or cannot be examined."""
+"""Identifies a file: its device and inode, or its path if the file does not exist or is not accessible."""
 
 
 class HostPathRule(NamedTuple):
-    """A rule about a file or folder that the settings must not make readable to tasks. `what` describes it. If `below`
-    is true, the rule also covers everything below the folder. If `shown` is true, the file or folder must also be
-    outside of the folders of `SHOWN`, which are visible in every sandbox of a kind."""
+    """A rule for a file or folder that tasks must not read.
+
+    `what`: a description for error messages.
+    `below`: whether the rule also covers everything in the folder.
+    `shown`: whether the file or folder must also be outside of `SHOWN`, the folders that every sandbox of a kind sees.
+    """
 
     what: str
     below: bool
@@ -57,22 +60,21 @@ KEPT = {
     "etc": HostPathRule("the machine's own settings", below=False, shown=False),
     "run": HostPathRule("the sockets of the machine's services", below=False, shown=False),
 }
-"""The files and folders that the settings must not make readable to tasks. `files` and `sandboxes.allow` must not name
-an entry of this table, or a folder that contains an entry. docs/security.md has the same table."""
+"""Files and folders that tasks must not read. The settings `files` and `sandboxes.allow` must not name one of them, or
+a folder that contains one. docs/security.md has the same table."""
 
 
 class Located(NamedTuple):
-    """The target of a path: the path with all links resolved, and the ids of the target and of the folders above it,
-    the target first."""
+    """Where a path leads. `real` is the path with all links resolved. `ids` identify the file and then each folder
+    above it."""
 
     real: str
     ids: tuple[Id, ...]
 
 
 class Named(NamedTuple):
-    """A folder or file that tasks may read because of `setting`. `at` are the targets of the path and of all mounts
-    below the path. If `shown` is true, the folder is one of `SHOWN`, and `setting` is the kind of sandbox that shows
-    it."""
+    """A file or folder that a setting makes readable to tasks. `at` contains the resolved path, and the mount points
+    below it. If `shown` is true, the path is in `SHOWN`, and `setting` is the kind of sandbox that sees it."""
 
     path: Path
     setting: str
@@ -87,7 +89,7 @@ class Kept(NamedTuple):
 
 
 def refused(named: Iterable[Named], kept: Sequence[Kept]) -> InvalidField | None:
-    """Return the error for the first path of `named` that violates a rule of `kept`, or None."""
+    """Return the error for the first readable path that violates a rule of `kept`, or None."""
     for one in named:
         for place in kept:
             if one.shown and not place.rule.shown:
@@ -101,7 +103,7 @@ def refused(named: Iterable[Named], kept: Sequence[Kept]) -> InvalidField | None
 
 
 def _holds(outer: Located, inner: Located) -> bool:
-    """Return whether the inner path is the outer path or lies below it."""
+    """Return whether `inner` is the same as `outer` or lies below it."""
     return outer.ids[0] in inner.ids or Path(inner.real).is_relative_to(outer.real)
 
 
@@ -122,10 +124,11 @@ def _refusal(one: Named, place: Kept, relation: str) -> InvalidField:
 
 
 class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of this machine that the tasks of a service may name. Paths are resolved. The methods block.
+    """The files of this machine that tasks may name. All paths are resolved. The methods block.
 
-    `files` is the folder for uploads, if any; `allow` are files and folders that tasks may name. `never` are the ids of
-    files that no upload may contain, not even as a hard link under another name.
+    `files`: the folder for uploads, or None.
+    `allow`: files and folders that tasks may name.
+    `never`: ids of files that no upload may contain, not even as a hard link with another name.
     """
 
     files: Path | None = None
@@ -134,7 +137,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, files: Path | None, allow: Iterable[Path] = ()) -> HostPaths:
-        """Make the HostPaths of a service, with links resolved."""
+        """Create a HostPaths, with all links resolved."""
         return cls(
             files=None if files is None else Path(os.path.realpath(files)),
             allow=tuple(Path(os.path.realpath(path)) for path in allow),
@@ -142,7 +145,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def checked(cls, config: Config) -> HostPaths:
-        """Make the HostPaths from the settings. The data folder must exist. Raises InvalidField if the settings violate
+        """Create a HostPaths from the settings. The data folder must exist. Raises InvalidField if the settings violate
         a rule of `KEPT`."""
         kept = list(_kept(config))
         if (error := refused(_named(config), kept)) is not None:
@@ -152,8 +155,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(made, never=frozenset(never))
 
     def allowed(self, path: str, *, field: str) -> Path:
-        """Return the path, resolved. Raises InvalidField for a path outside `allow`. Call this method before any check
-        for existence: a client must not find out whether a forbidden path exists."""
+        """Resolve a path. Raises InvalidField if it is outside of `allow`. Call this before any other check, because a
+        client must not find out whether a forbidden path exists."""
         real = _resolved(path)
         if real is None or not any(real.is_relative_to(root) for root in self.allow):
             raise InvalidField(
@@ -165,8 +168,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return real
 
     def upload(self, name: str, *, field: str) -> Path:
-        """Return the file or folder that an upload step names, resolved. Raises InvalidField without the setting
-        `files`, and for a path that is outside of `files`, does not exist, or is neither a file nor a folder."""
+        """Resolve the path of an upload step. Raises InvalidField if the setting `files` is not set, if the path is
+        outside of that folder, or if it is not an existing file or folder."""
         if self.files is None:
             raise InvalidField(
                 f"{name!r} cannot be uploaded: this service has no folder of files for tasks",
@@ -186,9 +189,9 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return real
 
     def upload_now(self, name: str, *, field: str) -> Path:
-        """Resolve a path as `upload` does, for a sandbox that is being prepared. Raises RuntimeFailure where `upload`
-        raises InvalidField: the service has accepted the task, so the error is one of this machine. Raises
-        RuntimeFailure also for a hard link to a file that tasks may not read."""
+        """Resolve the path of an upload step while the sandbox is prepared. The errors of `upload` become
+        RuntimeFailure, because the service has already accepted the task, so the problem is on this machine. Also
+        raises RuntimeFailure for a hard link to a file that tasks must not read."""
         try:
             real = self.upload(name, field=field)
         except InvalidField as error:
@@ -198,11 +201,11 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return real
 
     def as_named(self, message: str) -> str:
-        """Return a message about uploads with paths relative to the files folder, as tasks name them."""
+        """Return a message with paths relative to the folder of uploads, as tasks name them."""
         return message if self.files is None else message.replace(f"{self.files}/", "")
 
     def resolved(self, spec: RuntimeSpec) -> RuntimeSpec:
-        """Return the spec with each path of the host resolved. Raises InvalidField for a path that is not allowed."""
+        """Return the spec with all paths on the host resolved. Raises InvalidField for a path that is not allowed."""
         if not names_paths(spec):
             return spec
         changes: dict[str, object] = {}
@@ -217,12 +220,11 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return spec.model_copy(update={**changes, "mounts": mounts})
 
     def check_venv(self, path: str, shown: Iterable[Path], *, field: str) -> None:
-        """Raise InvalidField for a virtual environment that needs forbidden paths of the host. `shown` are the host's
-        paths that programs of the environment need.
+        """Raise InvalidField if a virtual environment needs paths on the host that are not allowed. `shown` are the
+        paths that its programs need.
 
-        They are checked even if the environment itself is allowed, because the maker of the environment chose its
-        links. The service's own interpreter is always allowed, because it is visible in the sandbox of every harness
-        preset.
+        An allowed environment may still need forbidden paths, because its links can lead anywhere. The service's own
+        interpreter is always allowed, because every sandbox of a harness preset sees it anyway.
         """
         own = Path(sys.base_prefix).resolve()
         roots = (*self.allow, own)
@@ -237,8 +239,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _resolved(path: str | Path) -> Path | None:
-    """Return the path with all links resolved; None if a link may not be read, such as links of /proc that lead into
-    another user's process."""
+    """Return the path with all links resolved. Returns None if a link is not readable, for example in /proc of another
+    user's process."""
     try:
         return Path(os.path.realpath(path))
     except OSError:
@@ -246,12 +248,12 @@ def _resolved(path: str | Path) -> Path | None:
 
 
 def names_paths(spec: RuntimeSpec) -> bool:
-    """Return whether the spec names mounts, a root folder or an image's path on the host."""
+    """Return whether the spec contains a path on the host: a mount, a root folder or an image's path."""
     return bool(spec.mounts) or spec.rootfs is not None or (spec.image is not None and os.path.isabs(spec.image))
 
 
 def locate(path: Path) -> Located:
-    """Return the target of a path. Blocks."""
+    """Resolve a path, and find its ids. Blocks."""
     real = os.path.realpath(path)
     return Located(real, tuple(_id(str(one)) for one in (Path(real), *Path(real).parents)))
 
@@ -265,12 +267,12 @@ def _id(path: str) -> Id:
 
 
 def _kept(config: Config) -> Iterator[Kept]:
-    """Yield the existing files and folders of this machine that tasks may not read."""
-    key = config.tls.key or config.tls.certificate  # without a key file, the certificate's file also holds the key
+    """Yield the existing files and folders that tasks must not read."""
+    key = config.tls.key or config.tls.certificate  # without a key file, the key is in the certificate's file
     homes = []
-    with suppress(RuntimeError):  # this user has no home folder
+    with suppress(RuntimeError):  # the user has no home folder
         homes.append(Path.home())
-    with suppress(KeyError):  # this user has no entry in the user database
+    with suppress(KeyError):  # the user is not in the user database
         homes.append(Path(pwd.getpwuid(os.geteuid()).pw_dir))
     places: list[tuple[Path | None, str]] = [
         (config.read_from, "settings"),
@@ -297,7 +299,7 @@ def _named(config: Config) -> Iterator[Named]:
 
 
 def _files_in(path: str) -> Iterator[Id]:
-    """Yield the id of a file, or the ids of the files directly in a folder."""
+    """Yield the id of a file. For a folder, yield the ids of the files directly in it."""
     if not os.path.isdir(path):
         yield _id(path)
         return

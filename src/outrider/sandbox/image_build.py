@@ -1,8 +1,8 @@
-"""Builds the image of a Dockerfile: runs the steps of each stage in a sandbox, and keeps the written files as an image.
+"""Builds the image of a Dockerfile. The steps of each stage run in a sandbox, and the files that they write become the
+image.
 
-sandbox/rootfs/dockerfile.py turns the Dockerfile into a plan of these steps. Invariants: the image appears whole or not
-at all; if several processes request the image at once, only the first builds it; no process of a build is alive after
-the build.
+sandbox/rootfs/dockerfile.py creates the plan with these steps. Invariants: the store gets the complete image or
+nothing; if several processes request the same image, only one builds it; after a build, none of its processes is alive.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from outrider.sandbox.standalone import open_sandbox
 from outrider.spec import RuntimeSpec
 
 RUN_SECONDS = 600.0
-"""Time limit of one RUN. Harbor has the same limit for a whole build."""
+"""Time limit of one RUN in seconds. Harbor has the same limit for a whole build."""
 QUICK_SECONDS = 60.0
 NO_USER = re.compile(r"(?:owner|chown|chgrp|[ug]id|groups)[^\n]*(?:Invalid argument|Operation not permitted)")
-"""Pattern of the error message of a program that fails because the sandbox has only one user."""
+"""The error message of a program that fails because the sandbox has only one user."""
 PATHS_AT_ONCE = 500
-"""Maximum number of paths in the command line of one program."""
+"""Maximum number of paths in one command."""
 MAX_LINKS = 255
 ROOT_LAYER = "0"
-"""The folder of the changes to the sandbox's root file system, in an archive made by `save_layer`."""
+"""The folder of a `save_layer` archive that contains the changes to the root file system."""
 NOT_KEPT = ("proc/", "sys/", "dev/", PORTABLE_AT.strip("/"), APT_CONFIG.strip("/"))
-"""Prefixes of the paths that belong to the running sandbox and not to the image."""
+"""Paths that belong to the running sandbox and must not become part of the image."""
 
 
 def build_image(
@@ -67,12 +67,15 @@ def build_image(
     seconds: float = RUN_SECONDS,
     note: Callable[[str], None] = lambda text: None,
 ) -> RootImage:
-    """Build the image of a folder's Dockerfile in sandboxes of kind `namespace`, unless the image exists. The image
-    gets the name used by Harbor tasks, and also `name` if given. RUN may reach `hosts` (see build_proxy.py). `seconds`
-    is the time limit of each RUN; `note` is called with a line before each step.
+    """Build the image of a folder's Dockerfile in sandboxes of kind `namespace`, unless the image exists. It gets the
+    name that Harbor tasks use, and also `name` if given.
 
-    Blocks, and must be called outside of an event loop. Raises InvalidField for the Dockerfile, BadImage with the line
-    that failed, and RuntimeUnavailable.
+    `hosts`: the hosts that RUN may reach (see build_proxy.py).
+    `seconds`: the time limit of each RUN.
+    `note`: is called with a progress message before each step.
+
+    Blocks, and must not be called in an event loop. Raises InvalidField for the Dockerfile, BadImage with the failed
+    line, and RuntimeUnavailable.
     """
     if name is not None and "@" in name:
         raise InvalidField(
@@ -86,7 +89,7 @@ def build_image(
 
 
 class Build:
-    """Builds the images of plans. The images of earlier stages are built first."""
+    """Builds images from plans. For a plan with several stages, the images of earlier stages are built first."""
 
     def __init__(
         self, store: ImageStore, *, hosts: frozenset[str], seconds: float, note: Callable[[str], None]
@@ -97,7 +100,7 @@ class Build:
         self._note = note
 
     def image(self, plan: BuildPlan) -> RootImage:
-        """Return the image of a plan. An image that does not exist is built."""
+        """Return the image of a plan. Build it if it does not exist."""
         store = self._store
 
         def fill(root: Path) -> Contents:
@@ -122,10 +125,11 @@ class Build:
         return store.make(plan.digest, plan.name, fill, source=plan.file, env=plan.env, workdir=plan.workdir)
 
     async def _save(self, plan: BuildPlan, target: Path) -> None:
-        """Run the steps in a new sandbox of the base image, and save the written files. Raises BadImage."""
+        """Run the steps in a sandbox of the base image, and write the changed files into the archive `target`. Raises
+        BadImage."""
         proxy, (users, lacking) = BuildProxy(self._hosts), users_of_build()
-        # If this machine allows only one user, `users` is None, and the runtime refuses a base that has files of other
-        # users. With 1, such a base would be accepted, and root would own all files that RUN writes.
+        # If only one user is possible, `users` is None, and the runtime refuses a base image with files of other users.
+        # With 1, it would accept the image, and root would own all new files.
         spec = RuntimeSpec(image=plan.base.name, workdir="/", users=users if users > 1 else None)
         async with open_sandbox(spec, gateway=proxy.serving) as runtime:
             await runtime.write(APT_CONFIG, APT_SETTINGS)
@@ -150,8 +154,8 @@ class Build:
 
 
 def users_of_build() -> tuple[int, RuntimeUnavailable | None]:
-    """Return the number of users in the sandbox of a build: MOST_USERS, or 1 and the reason why no more are possible.
-    Packages such as tmux give files to other users."""
+    """Return how many users the sandbox of a build has: MOST_USERS, or 1 and the reason why only one is possible. Some
+    packages, such as tmux, need several users because they change the owners of files."""
     try:
         user_ids(MOST_USERS)
     except RuntimeUnavailable as error:
@@ -160,7 +164,7 @@ def users_of_build() -> tuple[int, RuntimeUnavailable | None]:
 
 
 def run_hint(context: Path, refused: frozenset[str], hosts: frozenset[str]) -> str | None:
-    """Return the hint for a RUN that failed, with the hosts that the proxy has refused. Returns None if the proxy has
+    """Return a hint for a failed RUN, with the options that allow the refused hosts. Returns None if the proxy has
     refused no host."""
     if not refused:
         return None
@@ -169,8 +173,8 @@ def run_hint(context: Path, refused: frozenset[str], hosts: frozenset[str]) -> s
 
 
 async def carry_out(runtime: Runtime, step: BuildStep, *, env: Mapping[str, str], drafts: Path, seconds: float) -> None:
-    """Carry out one step. A RUN gets the variables of its own instruction, and those of `env` that the instruction does
-    not set. A RUN is killed after `seconds`. Raises RuntimeFailure, also if a command fails."""
+    """Run one build step. A RUN gets the variables in `env`, but those of its own instruction take precedence. It is
+    killed after `seconds`. Raises RuntimeFailure if the step fails."""
     match step:
         case RunInstruction():
             variables = {**env, **step.env}
@@ -199,15 +203,15 @@ async def carry_out(runtime: Runtime, step: BuildStep, *, env: Mapping[str, str]
 
 
 async def goes_into(runtime: Runtime, step: Copy | CopyFrom | WriteFile) -> bool:
-    """Return whether the step's target is a folder, so that a copied file keeps its name in the folder."""
+    """Return whether the target is a folder. A copied file then keeps its name in that folder."""
     if step.into:
         return True
     return (await runtime.exec(f"test -d {shlex.quote(step.target)}", seconds=QUICK_SECONDS)).exit_code == 0
 
 
 def kept_part(source: Path, without: Sequence[Path], drafts: Path) -> Path:
-    """Return a folder with the files of `source` that are not in `without`: `source` itself if all its files are kept,
-    or else a copy."""
+    """Return `source` without the paths in `without`. The result is a copy, or `source` itself if nothing is left
+    out."""
     if not any(path.is_relative_to(source) for path in without):
         return source
     left_out = frozenset(map(str, without))
@@ -222,8 +226,8 @@ def kept_part(source: Path, without: Sequence[Path], drafts: Path) -> Path:
 
 
 async def copy_from(runtime: Runtime, step: CopyFrom, origin: Path, drafts: Path) -> None:
-    """Copy files of another image, whose root is `origin`, into the sandbox. If a source is a link, it is followed
-    within `origin`, and the copy has the link's name. Links in a folder stay links. `drafts` is a folder for temporary
+    """Copy files from another image, whose root folder is `origin`, into the sandbox. If a source is a symbolic link,
+    its target is copied under the link's name. Symbolic links in a copied folder stay links. `drafts` is for temporary
     files. Raises RuntimeFailure."""
     found = [match for source in step.sources for match in await asyncio.to_thread(matches, origin, source)]
     into = step.into or len(found) > 1 or (found[0][1].is_file() and await goes_into(runtime, step))
@@ -257,7 +261,7 @@ async def exists(runtime: Runtime, path: str) -> bool:
 
 
 def copies(source: Path, target: str) -> list[str]:
-    """Return the paths of the copies of a file, or of everything in a folder, at `target`."""
+    """Return the paths in the sandbox of everything that was copied from `source` to `target`."""
     if not source.is_dir():
         return [target]
     return [
@@ -268,14 +272,14 @@ def copies(source: Path, target: str) -> list[str]:
 
 
 async def chown(runtime: Runtime, owner: str, paths: Sequence[str]) -> None:
-    """Give files to an owner; does nothing without an owner. Raises RuntimeFailure."""
+    """Change the owner of files in the sandbox. Does nothing if `owner` is "". Raises RuntimeFailure."""
     for begin in range(0, len(paths) if owner else 0, PATHS_AT_ONCE):
         await checked(runtime, ["chown", "-h", owner, "--", *paths[begin : begin + PATHS_AT_ONCE]])
 
 
 def matches(origin: Path, source: str) -> list[tuple[str, Path]]:
-    """Return the files and folders of an image that match an absolute path or pattern: their names, and their paths
-    with all links resolved. Raises RuntimeFailure."""
+    """Find the files and folders of an image that match an absolute path or pattern. Returns each with its name and its
+    resolved path on the host. Raises RuntimeFailure if nothing matches."""
     relative = source.lstrip("/")
     wild = any(char in relative for char in "*?[")
     named = sorted(origin.glob(relative)) if wild else [origin / relative]
@@ -290,8 +294,8 @@ def matches(origin: Path, source: str) -> list[tuple[str, Path]]:
 
 
 def inside(origin: Path, path: Path) -> Path:
-    """Return the path with all links resolved as in a sandbox whose root is `origin`. Raises RuntimeFailure for a
-    circle of links."""
+    """Resolve the symbolic links in a path as if `origin` were the root folder. Raises RuntimeFailure if there are too
+    many links."""
     parts = list(path.relative_to(origin).parts)[::-1]
     place = origin
     for _ in range(MAX_LINKS):
@@ -311,7 +315,7 @@ def inside(origin: Path, path: Path) -> Path:
 
 
 def without_links(source: Path, drafts: Path) -> tuple[Path, list[tuple[str, str]]]:
-    """Return a copy of a folder without its links, and the links: their paths in the folder, and their targets."""
+    """Copy a folder without its symbolic links. Returns the copy, and the path and target of each link."""
     copy = Path(tempfile.mkdtemp(dir=drafts)) / "copy"
     links: list[tuple[str, str]] = []
 
@@ -335,9 +339,9 @@ async def checked(runtime: Runtime, command: list[str]) -> None:
 
 
 def as_image_layer(saved: Path, target: Path) -> None:
-    """Convert an archive of a sandbox's writable layers into an image layer, which has only the changes to the root
-    file system. The archive marks removed files as overlayfs does, by devices and attributes; the image layer marks
-    them by file names."""
+    """Convert an archive of a sandbox's changes into an image layer. Only changes to the root file system are kept. The
+    archive marks removed files as overlayfs does, with devices and attributes. The layer marks them with special file
+    names (see WHITEOUT)."""
     with tarfile.open(saved, "r:") as archive, tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as layer:
         for member in archive:
             top, _, name = member.name.partition("/")
@@ -357,8 +361,8 @@ def as_image_layer(saved: Path, target: Path) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Fill `target`, an empty folder, with the tree of `source`, and hard-link the files. Linking is safe because
-    images never change, and because unpacking a layer over the tree replaces files and writes to no existing file."""
+    """Recreate the folder tree of `source` in the empty folder `target`, with hard links to its files. This is safe:
+    images never change, and unpacking a layer replaces files instead of writing to them."""
     for at, folders, files in os.walk(source):
         here = target / os.path.relpath(at, source)
         for name in (*folders, *files):

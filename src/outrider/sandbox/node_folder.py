@@ -1,14 +1,14 @@
-"""A node's private folder below the system's temporary folder, and the removal of the leftovers of killed nodes.
+"""A node's private folder in the system's temporary folder, and the cleanup after a node that was killed.
 
-The folder's path is short, because the gateway's Unix socket is in the folder, and its path must fit into 107 bytes.
-Every process run for a sandbox of the node is marked with the folder's name (runtimes/kernel/process_marks.py), so the
-processes left by a killed node can be found. They are ended in two ways:
-- The node's keeper, a small process beside the node, ends them within seconds.
-- Every node, at its start and every minute, ends the processes of this user's dead nodes and removes the folders of
-  these nodes.
+The folder's path is short, because it contains the gateway's Unix socket, whose path may have at most 107 bytes. All
+sandbox processes of the node are marked with the folder's name (runtimes/kernel/process_marks.py). So the processes of
+a killed node can be found and killed, in two ways:
 
-Invariant: only a process that holds the folder's lock removes the folder. Only such a process, or the folder's keeper,
-kills the processes marked with the folder's name. A node holds the lock as long as it needs the folder.
+- The keeper, a small process beside the node, kills them within seconds.
+- Every node, at its start and once a minute, kills the processes of this user's dead nodes and removes their folders.
+
+Invariants: only the process that holds the folder's lock removes the folder; only this process or the keeper kills the
+marked processes; a node holds the lock as long as it uses the folder.
 """
 
 from __future__ import annotations
@@ -43,11 +43,14 @@ SWEEP_EVERY_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class NodeFolder:
-    """A node's folder. The methods block.
+    """The folder of one node. The methods block.
 
-    `lock` is the descriptor of the lock file. The kernel releases the lock when this process ends, even if the process
-    is killed. `guard` is a lock on the folder itself, which makes systemd-tmpfiles spare the folder and its contents at
-    any age (tmpfiles.d(5)). `keeper` and `guard` are None for the folder of a dead node.
+    `lock`: the descriptor of the lock file. The kernel releases the lock when this process ends, even if it is killed.
+    `guard`: the descriptor of a lock on the folder itself. The lock keeps systemd-tmpfiles from removing old files in
+        it (tmpfiles.d(5)).
+    `keeper`: the process that kills the node's sandbox processes if the node dies.
+
+    `keeper` and `guard` are None for the folder of a dead node.
     """
 
     path: Path
@@ -57,28 +60,27 @@ class NodeFolder:
 
     @classmethod
     def make(cls) -> Self:
-        """Return a new folder for a node. The folders of dead nodes are removed first.
-
-        Raises ServiceError if TMPDIR cannot be written, and OSError.
-        """
+        """Create the folder of a new node. The folders of dead nodes are removed first. Raises ServiceError if TMPDIR
+        is not writable, and OSError."""
         named = environment("TMPDIR")
-        if named and not os.access(named, os.W_OK | os.X_OK):  # Python would silently use another folder
+        if named and not os.access(named, os.W_OK | os.X_OK):  # Python would silently use a different folder
             raise ServiceError(f"TMPDIR is {named}, which cannot be written", hint="make that folder, or unset TMPDIR")
-        with contextlib.suppress(OSError):  # a later sweep reports the error
+        with contextlib.suppress(OSError):  # the next sweep will report the error
             cls.sweep()
         while True:
             path = Path(tempfile.mkdtemp(prefix=PREFIX))
-            # `_lock` returns None if another node's sweep removed the folder before it was locked here.
+            # `_lock` returns None if the sweep of another node has already removed the new folder.
             if (made := cls._lock(path, os.O_CREAT)) is not None:
                 try:
                     return cls(path, made.lock, _keeper(path), _guard(path))
-                except BaseException:  # without a keeper the folder must not be used
+                except BaseException:  # a folder without a keeper must not be used
                     made.remove()
                     raise
 
     @classmethod
     def sweep(cls) -> int:
-        """Remove the folders of this user's dead nodes, and kill their processes. Returns the number of folders."""
+        """Remove the folders of this user's dead nodes, and kill the processes of these nodes. Returns the number of
+        removed folders."""
         removed = 0
         for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
             if (dead := cls._lock(path)) is not None:
@@ -87,18 +89,18 @@ class NodeFolder:
         return removed
 
     def check_writable(self) -> None:
-        """Write a file in the folder and remove it. Raises OSError."""
+        """Check that files can be written in the folder. Raises OSError."""
         probe = self.path / "probe"
         probe.write_bytes(b"probe")
         probe.unlink()
 
     def remove(self) -> None:
-        """Remove the folder with its contents, and kill all processes that are marked with its name."""
+        """Remove the folder and its content, and kill all processes that are marked with its name."""
         try:
             if alive := process_marks.kill_marked(f"{self.path.name}/"):
                 log.error("%d processes of the sandboxes in %s cannot be killed", alive, self.path)
-            # The lock file is removed last, because a folder without a lock file would never be swept. If this process
-            # is killed before, the next sweep removes the rest.
+            # The lock file is removed last, because a sweep ignores a folder without a lock file. So if this process is
+            # killed here, the next sweep removes the rest.
             with contextlib.suppress(OSError), os.scandir(self.path) as entries:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
@@ -106,7 +108,7 @@ class NodeFolder:
                     elif entry.name != LOCK:
                         os.unlink(entry.path)
             remove_tree(self.path)
-        finally:  # the lock is released even if /proc cannot be read, so that the next sweep gets the lock
+        finally:  # release the lock even after an error, for the next sweep
             os.close(self.lock)
             if self.keeper is not None:
                 self.keeper.kill()
@@ -116,8 +118,8 @@ class NodeFolder:
 
     @classmethod
     def _lock(cls, path: Path, flags: int = 0) -> Self | None:
-        """Lock the folder at `path`. Returns None if the folder is not that of a node, belongs to another user, or is
-        locked by a living node. Raises OSError on a file system without locks."""
+        """Lock the folder at `path`. Returns None if it does not belong to a node, belongs to another user, or is
+        locked by a running node. Raises OSError if the file system does not support locks."""
         try:
             lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
         except OSError:
@@ -126,8 +128,8 @@ class NodeFolder:
         try:
             if os.fstat(lock).st_uid == os.getuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Between open and flock another process may have locked, removed and unlocked the folder. Then the
-                # locked file no longer has a name.
+                # Since `open`, another process may have locked, removed and unlocked the folder. The file that is
+                # locked here then has no name.
                 locked = os.fstat(lock).st_nlink > 0
         except BlockingIOError:
             pass
@@ -138,20 +140,21 @@ class NodeFolder:
 
 
 def _keeper(path: Path) -> subprocess.Popen[bytes]:
-    """Start the keeper of a folder. The keeper's standard input is a pipe from this process. No other process inherits
-    the pipe's other end, so the input ends however this process ends. Raises OSError."""
+    """Start the keeper of a folder. Its standard input is a pipe, and only this process holds the other end. However
+    this process ends, the pipe closes, and the keeper notices. Raises OSError."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", process_marks.__file__, path.name],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={},
-        start_new_session=True,  # a Ctrl-C in the node's terminal must not reach the keeper
+        start_new_session=True,  # Ctrl-C in the node's terminal must not reach the keeper
     )
 
 
 def _guard(path: Path) -> int | None:
-    """Return a descriptor with a shared lock on the folder; None on a file system without locks."""
+    """Take a shared lock on the folder, and return its descriptor. Returns None if the file system does not support
+    locks."""
     guard = os.open(path, FOLDER)
     try:
         fcntl.flock(guard, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -162,10 +165,10 @@ def _guard(path: Path) -> int | None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and its contents. Entries that cannot be removed are left, and logged in one line. Blocks."""
+    """Remove a folder and its content. Whatever cannot be removed stays and is logged. Blocks."""
     try:
-        # `empty_folder` works at any depth. shutil.rmtree calls itself once for each level, and fails in folders that
-        # an agent nested too deeply.
+        # shutil.rmtree is recursive and fails if an agent has created very deep folders. `empty_folder` works at any
+        # depth.
         if empty_folder(os.open(path, FOLDER)):
             path.rmdir()
             return
@@ -186,11 +189,11 @@ def remove_tree(path: Path) -> None:
 
 
 async def sweep(host: Host, failures: Failures) -> dict[str, int]:
-    """Remove the leftovers of killed nodes: folders, processes, control groups, and what the parts of `host` find. Call
-    this function every SWEEP_EVERY_SECONDS.
+    """Remove what killed nodes have left: folders, processes, control groups, and whatever the parts of `host` find.
+    Call this every SWEEP_EVERY_SECONDS.
 
-    Returns the number of things removed, by kind. Failures are recorded and never raised: a failed sweep must not end
-    the node's sessions, and the next sweep tries again.
+    Returns how many things of each kind were removed. Errors are recorded and not raised, because a failed sweep must
+    not end the node's sessions.
     """
     own = {"NodeFolder": NodeFolder.sweep, "Cgroups": cgroups.sweep}
     ended = await swept([(kind, partial(asyncio.to_thread, part)) for kind, part in own.items()], failures)

@@ -1,6 +1,6 @@
-"""Makes, prepares and stops the sandboxes of a node. Each sandbox has a private folder.
+"""Creates, prepares and stops the sandboxes of a node. Each sandbox has a private folder.
 
-Invariant: whatever happens, a started sandbox is stopped exactly once, and its folder is removed.
+Invariant: every started sandbox is stopped exactly once, and its folder is removed, even after an error.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from outrider.sandbox.runtimes.tool_server.launch import BRIDGE_URL
 from outrider.spec import RUNTIME, Collect, PrepareStep, Run, RuntimeSpec, Upload, Write
 
 PREPARE_PAUSES = RetryPolicy(first=1.0, longest=30.0)
-"""Waits between the attempts of a prepare step that sets no pause."""
+"""How long a prepare step waits between two attempts if it sets no pause itself."""
 
 
 class CommandFailed(RuntimeFailure):
-    """The command of a prepare step has exited with a status other than 0."""
+    """The command of a prepare step has failed with an exit status other than 0."""
 
 
 class Sandbox:
-    """One sandbox, with its folder and the locks of its GPUs. The owner must stop the sandbox, unless `ready`
-    raised."""
+    """One sandbox, with its folder and the locks of its GPUs. The owner must call `stop`, unless `ready` has raised an
+    exception."""
 
     def __init__(
         self,
@@ -58,9 +58,12 @@ class Sandbox:
         starts: SandboxStarts,
         door: Door | None = None,
     ) -> None:
-        """`field` is the task's field that holds the spec, as named in errors. The start is counted in `starts`. `door`
-        is the proxy of the sandbox's network, which listens at the context's `gateway_socket`; it is None for a sandbox
-        without a network."""
+        """Create a sandbox that is not started. Starts are counted in `starts`.
+
+        `field`: the task's field with this spec, for error messages.
+        `door`: the proxy of the sandbox's network, which listens at the context's `gateway_socket`, or None for no
+            network.
+        """
         self.runtime = runtime
         self.door = door
         self._door_at = context.gateway_socket
@@ -85,14 +88,12 @@ class Sandbox:
 
     @property
     def records(self) -> list[NetworkRecord]:
-        """The record of the sandbox's network; empty unless the task asks for a record."""
+        """The network record of the sandbox. The list is empty unless the task asks for a record."""
         return [] if self.door is None or self.door.record is None else [self.door.record]
 
     async def ready(self) -> None:
-        """Start and prepare the sandbox, unless already done. Raises RuntimeFailure.
-
-        If `ready` raises or is cancelled, the sandbox has been stopped.
-        """
+        """Start and prepare the sandbox, unless this has been done. Raises RuntimeFailure. After an exception or a
+        cancellation, the sandbox is stopped."""
         if self._ready:
             return
         began = time.monotonic()
@@ -106,24 +107,25 @@ class Sandbox:
                 async with self.network(Phase.PREPARE):
                     await self._point_apt()
                     await prepare(self.runtime, self._spec.prepare, paths=self._paths, field=f"{self._field}.prepare")
-        except BaseException as error:  # BaseException includes CancelledError
+        except BaseException as error:  # CancelledError is a BaseException
             if isinstance(error, Exception):
                 self._starts.note(self._spec.sandbox_kind, None)
             await self.stop()
-            self._locks.close()  # `stop` may already have run, before the locks were taken
+            self._locks.close()  # `stop` may have run before the GPUs were locked
             raise
         self._starts.note(self._spec.sandbox_kind, time.monotonic() - began)
         self._ready = True
 
     async def _point_apt(self) -> None:
-        """Write apt's settings for the sandbox's network. Does nothing if the sandbox's user may not write the file."""
+        """Write the settings of apt, if the sandbox has a network and its user may write the file."""
         if self.door is not None:
             with suppress(RuntimeFailure, OSError):
                 await self.runtime.write(APT_CONFIG, APT_SETTINGS)
 
     @asynccontextmanager
     async def network(self, phase: Phase) -> AsyncIterator[None]:
-        """Open the network of a phase while the block runs, if the sandbox has a network."""
+        """Give the sandbox the network of a phase during the `with` block. Does nothing for a sandbox without a
+        network."""
         if self.door is None:
             yield
             return
@@ -134,7 +136,7 @@ class Sandbox:
             await self.door.enter(None)
 
     async def stop(self) -> None:
-        """Stop the sandbox and remove its folder, even if the caller is cancelled meanwhile. Idempotent."""
+        """Stop the sandbox and remove its folder, even if the caller is cancelled. May be called more than once."""
         if self._stopped:
             return
         self._stopped = True
@@ -148,15 +150,15 @@ class Sandbox:
 
 
 class Sandboxes:
-    """Makes the sandboxes of a node. The model gateway listens on `gateway_socket`, and at the URL set by `gateway_at`.
+    """Creates the sandboxes of a node. Sandboxes reach the model gateway at `gateway_socket` or at the URL of
+    `gateway_at`.
 
     `paths`: the files of this machine that tasks may name.
-    `background`: runs the tasks that start sandboxes for grading and that pull images, and records the failures of the
-        warm pool.
-    `pull`: the prefixes of the image references that may be pulled when a session needs the image.
-    `network`: the operator's rules; by default no sandbox has a network.
-    `connections`: counts the network connections of all sandboxes together; by default each sandbox is counted
-        alone.
+    `background`: runs image pulls and the starts of sandboxes for grading, and records failures of the warm pool.
+    `pull`: the prefixes of image references that may be pulled for a session.
+    `network`: the operator's network rules. By default, no sandbox has a network.
+    `connections`: a limit on the network connections of all sandboxes together. By default, each sandbox has its own
+        limit.
     """
 
     def __init__(
@@ -182,8 +184,8 @@ class Sandboxes:
 
     @contextmanager
     def gateway_at(self, url: str) -> Iterator[None]:
-        """Set the model gateway's URL, such as http://127.0.0.1:8700, for sandboxes made within this block. Sandboxes
-        that reach the gateway by its socket do not use the URL. Blocks may be nested."""
+        """Set the model gateway's URL, such as http://127.0.0.1:8700, for sandboxes created in the `with` block.
+        Sandboxes that use the gateway's socket ignore it. The blocks may be nested."""
         before, self._gateway_url = self._gateway_url, url
         try:
             yield
@@ -202,13 +204,12 @@ class Sandboxes:
         field: str = RUNTIME,
         ahead: bool = False,
     ) -> Sandbox:
-        """Make a sandbox without starting it. No other sandbox of this node has the same `name` and `attempt`. `field`
-        is the task's field that holds the spec, as named in errors. `ahead` is True if no session waits for the
+        """Create a sandbox without starting it. No other sandbox of this node may have the same `name` and `attempt`.
+        `field` is the task's field with this spec, for error messages. `ahead` is True if no session waits for the
         sandbox.
 
-        Raises InvalidField if the runtime is no longer installed, or if a path in the spec is not allowed here. The
-        path was allowed when the task was checked, but its links may lead elsewhere on this machine, or may have
-        changed.
+        Raises InvalidField if the runtime is no longer installed or a path in the spec is not allowed. The path was
+        allowed when the task was submitted, but its links may have changed, or differ on this machine.
         """
         kind: RuntimeKind = resolve("runtime", spec.sandbox_kind)
         if names_paths(spec):
@@ -239,8 +240,8 @@ class Sandboxes:
             raise
 
     async def _with_door(self, spec: RuntimeSpec, kind: RuntimeKind) -> tuple[RuntimeSpec, Door | None]:
-        """Return the spec with the variables for its network, and the proxy of this network. Raises InvalidField for a
-        network that is not allowed, or if sandboxes of this kind cannot have one."""
+        """Return the spec with the environment variables for its network, and the network's proxy. Raises InvalidField
+        if the network is not allowed, or if this kind of sandbox cannot have one."""
         network = spec.network
         if network is None:
             return spec, None
@@ -269,7 +270,7 @@ class Sandboxes:
 
 
 def check_network(spec: RuntimeSpec, kind: RuntimeKind) -> None:
-    """Raise InvalidField if sandboxes of a kind cannot have a filtered network."""
+    """Raise InvalidField if the spec has a network but this kind of sandbox cannot have one."""
     if spec.network is not None and not getattr(kind, "filters_network", False):
         raise InvalidField(
             f"{spec.sandbox_kind!r} sandboxes cannot have a network of their own",
@@ -285,10 +286,10 @@ async def prepare(
     paths: HostPaths,
     field: str = f"{RUNTIME}.prepare",
 ) -> None:
-    """Run a task's prepare steps in a started sandbox, in order. `field` is the task's field that holds the steps, as
-    named in errors.
+    """Run a task's prepare steps in order, in a started sandbox. `field` is the task's field with the steps, for error
+    messages.
 
-    Raises RuntimeFailure. The error of a command names the step, and includes the end of the command's output.
+    Raises RuntimeFailure. If a command fails, the error names the step and contains the end of the output.
     """
     for number, step in enumerate(steps):
         match step:
@@ -305,19 +306,19 @@ async def prepare(
 
 
 async def collect(runtime: Runtime, hooks: Sequence[Collect]) -> None:
-    """Run a task's commands that collect the outcome of the agent's work. A failed command raises nothing, because the
-    grader notices a missing outcome."""
+    """Run a task's commands that collect the results of the agent's work. A failed command raises no error, because the
+    grader notices a missing result."""
     for hook in hooks:
         with suppress(RuntimeFailure):
             await runtime.exec(hook.run, seconds=hook.seconds)
 
 
 async def run_step(runtime: Runtime, step: Run, *, name: str, field: str | None = None) -> None:
-    """Run the step's command until it succeeds or has failed `attempts` times. Runs that begin within the first
-    `grace_seconds` do not count as failed.
+    """Run the command of a step until it succeeds or has failed `attempts` times. Runs that start within the first
+    `grace_seconds` do not count as failed attempts.
 
-    Raises RuntimeFailure, with the end of the output, if the last run exceeded its time limit, and CommandFailed
-    otherwise. A failure of the sandbox is raised at once.
+    If the last run exceeds its time limit, raises RuntimeFailure, and if it fails, CommandFailed. Both contain the end
+    of the output. An error of the sandbox itself is raised at once.
     """
     clock = asyncio.get_running_loop().time
     began, failures = clock(), 0

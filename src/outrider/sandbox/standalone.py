@@ -1,6 +1,6 @@
-"""One sandbox without a service: `open_sandbox`.
+"""Opens a single sandbox without a service: `open_sandbox`.
 
-Invariant: when the block ends, the sandbox is stopped, and no file or process of the sandbox is left on the machine.
+Invariant: at the end of the `with` block, the sandbox is stopped, and all its files and processes are gone.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ async def open_sandbox(
     gateway: Callable[[Path], AbstractAsyncContextManager[None]] | None = None,
     network: NetworkRules | None = None,
 ) -> AsyncIterator[Runtime]:
-    """Start a sandbox, run the prepare steps of `spec`, and stop the sandbox when the block ends.
+    """Start a sandbox and run the prepare steps of `spec`. The sandbox is stopped at the end of the `with` block.
 
-    `paths`: the files of this machine that `spec` may name; by default none.
-    `gateway`: opens a server at a Unix socket, to which `Runtime.endpoint` leads. By default the sandbox has no model
-        endpoint.
-    `network`: the rules for the destinations that `spec` may name; by default none are allowed. In the block, the
-        sandbox has the network of the agent's phase.
+    `paths`: the files of this machine that `spec` may name. By default, none.
+    `gateway`: starts a server at a Unix socket, which the sandbox reaches at `Runtime.endpoint`. By default, the
+        sandbox has no model endpoint.
+    `network`: the destinations that `spec` may name. By default, none. The sandbox has the network of the agent's
+        phase.
 
-    Raises InvalidField and RuntimeUnavailable for a spec that cannot work here, RuntimeFailure for a failed start or
-    prepare step, and whatever the block raises.
+    Raises InvalidField and RuntimeUnavailable for a spec that cannot work here, and RuntimeFailure if the start or a
+    prepare step fails.
     """
     async with (
         opened_in_thread(NodeFolder.make, NodeFolder.remove) as folder,
@@ -47,7 +47,7 @@ async def open_sandbox(
     ):
         socket = folder.path / "gateway.sock"
         if gateway is None:
-            socket.touch()  # no server listens
+            socket.touch()  # a file instead of a socket, because there is no server
         async with nullcontext() if gateway is None else gateway(socket):
             sandboxes = Sandboxes(
                 host=host, background=background, paths=paths or HostPaths(), gateway_socket=socket, network=network

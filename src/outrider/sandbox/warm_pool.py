@@ -1,9 +1,11 @@
-"""The warm pool: sandboxes of the most recently requested kinds, started and prepared before a session needs them.
+"""The warm pool: sandboxes that are started and prepared before a session needs them. They are of the most recently
+requested kinds.
 
-A kind is a runtime spec, the files uploaded by its prepare steps, and the harness's mounts. Invariants:
-- A sandbox of the pool is unused. It is either given to one session, alive and young, or stopped here.
-- All ready, starting and stopping sandboxes together are within the memory limit.
-- If a service elsewhere, such as Kubernetes, has no room for a session's sandbox, a sandbox of the pool is stopped.
+Sandboxes of one kind have the same runtime spec, uploaded files and harness mounts. Invariants:
+
+- A sandbox in the pool is unused. It is either given to one session, while it is alive and young, or stopped here.
+- All sandboxes of the pool together, also those that start or stop, stay within the memory limit.
+- If an external service such as Kubernetes has no room for a session's sandbox, the pool stops one of its own.
 """
 
 from __future__ import annotations
@@ -37,51 +39,53 @@ from outrider.spec import RuntimeSpec, Upload
 log = logging.getLogger("outrider.node")
 
 ASSUMED_MB = 64
-"""Memory counted for a sandbox whose task declares none. An idle sandbox takes 2 to 4 MiB as measured; the rest is for
-files written by its prepare steps, because a sandbox keeps its files in memory."""
+"""Memory in MB to assume if a task declares none. An idle sandbox takes 2 to 4 MiB, as measured. The rest is for the
+files of its prepare steps, because a sandbox keeps its files in memory."""
 
 MAX_STARTING = 2
-"""Maximum number of warm sandboxes starting at once. The number is small, because these starts compete with the starts
-of sandboxes for waiting sessions."""
+"""Maximum number of warm sandboxes that start at once. It is small, because these starts slow down the starts for
+waiting sessions."""
 
 START_SECONDS = 3600.0
 CHECK_SECONDS = 30.0
-"""Seconds between checks of the ready sandboxes."""
+"""Seconds between two checks of the ready sandboxes."""
 
 PROBE_SECONDS = 5.0
 MAX_AGE_SHARE = 0.1
-"""A warm sandbox is given away only while its age is below this share of its lifetime. The rest of the lifetime is left
-to the session."""
+"""A session gets a warm sandbox only if it has used at most this share of its lifetime, so that the session has the
+rest."""
 
 MAX_FAILURES = 6
-"""After this number of failed starts in a row, no sandbox of the kind is started until the kind is requested again."""
+"""After this many failed starts in a row, a kind is not started again until a session requests it."""
 
 PAUSES = RetryPolicy(first=1.0, longest=300.0)
-"""Waits between the starts of a kind whose starts fail."""
+"""How long to wait after a failed start before the next start of the same kind."""
 
 WAY_SECONDS = 60.0
-"""If there was no room for a session's sandbox, no warm sandbox of the same runtime is started for this many
-seconds."""
+"""If there was no room for a session's sandbox, no warm sandbox of the same runtime starts for this many seconds."""
 
 
 class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a warm pool. `each` is the maximum number of sandboxes of one kind. `memory_mb` is the maximum memory
-    of all sandboxes together. A sandbox counts with the memory that its task declares, or with ASSUMED_MB if the task
-    declares none."""
+    """Limits of a warm pool.
+
+    `each`: maximum number of sandboxes of one kind.
+    `memory_mb`: maximum memory of all sandboxes together. Each counts with the memory that its task declares, or with
+        ASSUMED_MB.
+    """
 
     each: int = 0
     memory_mb: int = 0
 
 
 class WarmSandbox(msgspec.Struct, frozen=True):
-    """A ready sandbox, and the time at which its start began, by the pool's clock."""
+    """A ready sandbox. `since` is the time of the pool's clock when its start began."""
 
     sandbox: Sandbox
     since: float
 
 
 class SandboxKind:
-    """The ready sandboxes of one kind, the oldest first, and their target number."""
+    """All ready sandboxes of one kind, the oldest first. `target` is the number of sandboxes to keep."""
 
     def __init__(self, spec: RuntimeSpec, mounts: tuple[Path, ...]) -> None:
         self.spec = spec
@@ -97,8 +101,8 @@ class SandboxKind:
         """The event loop's time before which no start is tried."""
 
     def most(self, each: int) -> int:
-        """Return the maximum target of this kind: `each`, or 1 while its starts fail, or 0 after MAX_FAILURES failures.
-        It is also 0 if the sandboxes become too old before the first check."""
+        """Return the highest target for this kind. It is `each`, but only 1 while its starts fail, and 0 after
+        MAX_FAILURES failures. It is also 0 if a sandbox would be too old before its first check."""
         if self.max_age < CHECK_SECONDS:
             return 0
         if self.failures:
@@ -107,8 +111,8 @@ class SandboxKind:
 
 
 class WarmPool:
-    """The warm sandboxes of a node. Within the block of `async with WarmPool(...) as pool` the pool is kept full. At
-    the end of the block all remaining sandboxes are stopped."""
+    """The warm sandboxes of a node. The block `async with WarmPool(...)` keeps the pool full, and stops all its
+    sandboxes at the end."""
 
     def __init__(
         self,
@@ -154,9 +158,8 @@ class WarmPool:
         return WarmStats(ready=ready, taken=self._taken, misses=self._misses)
 
     async def take(self, spec: RuntimeSpec, mounts: tuple[Path, ...]) -> Sandbox | None:
-        """Return a ready sandbox, which the caller must stop, or None. If none is ready, sandboxes of this kind are
-        started for later sessions. Sandboxes with GPUs are never kept warm, because no session could use the GPUs of a
-        waiting sandbox."""
+        """Return a ready sandbox, which the caller must stop. If there is none, return None and start some for later
+        sessions. Sandboxes with GPUs are never kept warm, because other sessions could not use the GPUs meanwhile."""
         if not self._limits.each or spec.resources.gpus:
             return None
         key = await asyncio.to_thread(kind_key, spec, mounts, self._sandboxes.paths)
@@ -169,7 +172,7 @@ class WarmPool:
             good = False
             try:
                 good = not self._too_old(warm, kind) and await usable(warm.sandbox)
-            finally:  # the sandbox is stopped even if `take` is cancelled
+            finally:  # stop the sandbox even if `take` is cancelled
                 if not good:
                     await self._stop(warm, kind)
             if good:
@@ -186,13 +189,13 @@ class WarmPool:
     async def _stop(self, warm: WarmSandbox, kind: SandboxKind) -> None:
         try:
             await warm.sandbox.stop()
-        except Exception:  # a bug of a plugin must not end the node's sessions
+        except Exception:  # an error in a plugin must not end the node's sessions
             log.exception("a warm sandbox cannot be stopped")
         finally:
             self._free_memory(kind)
 
     def _free_memory(self, kind: SandboxKind) -> None:
-        """Free the memory of a sandbox that was given away or has been stopped, so that another sandbox may start."""
+        """Subtract the memory of a sandbox that has left the pool, so that another one can start."""
         self._memory_mb -= kind.memory_mb
         self._work.set()
 
@@ -201,7 +204,8 @@ class WarmPool:
         self._work.set()
 
     async def _give_way(self) -> None:
-        """For each runtime that has no room, stop the oldest warm sandbox of the least recently requested kind."""
+        """For each runtime without room for a session's sandbox, stop one warm sandbox: the oldest of the least
+        recently requested kind."""
         later = asyncio.get_running_loop().time() + WAY_SECONDS
         while self._in_the_way:
             runtime = self._in_the_way.pop()
@@ -212,11 +216,11 @@ class WarmPool:
                 await self._stop(last.ready.popleft(), last)
 
     async def _keep_full(self) -> None:
-        """Start missing sandboxes and stop surplus ones, and wait until the targets may have changed."""
+        """Start missing sandboxes, stop surplus ones, and then wait until there may be more to do."""
         self._work.clear()
         await self._give_way()
         left = self._limits.memory_mb
-        for kind in reversed(self._kinds.values()):  # the most recently requested kinds get memory first
+        for kind in reversed(self._kinds.values()):  # recently requested kinds get memory first
             kind.target = min(kind.most(self._limits.each), left // kind.memory_mb)
             left -= kind.target * kind.memory_mb
         await self._stop_surplus()
@@ -228,8 +232,8 @@ class WarmPool:
             await self._stop_unusable()
 
     async def _stop_surplus(self) -> None:
-        """Stop sandboxes that are too old or exceed their kind's target. Drop kinds without sandboxes whose target is
-        0."""
+        """Stop sandboxes that are too old or that exceed their kind's target. Forget a kind that has no sandboxes and
+        whose target is 0."""
         for key, kind in list(self._kinds.items()):
             while len(kind.ready) > kind.target or (kind.ready and self._too_old(kind.ready[0], kind)):
                 await self._stop(kind.ready.popleft(), kind)
@@ -257,8 +261,8 @@ class WarmPool:
                     kind.spec, f"warm-{next(self._numbers)}", 1, mounts=kind.mounts, ahead=True
                 )
                 await sandbox.ready()
-        # The runtime may be a plugin, which may raise any exception. A session that needs such a sandbox reports the
-        # error.
+        # The runtime may be a plugin, which can raise any exception. A session that needs such a sandbox will report
+        # the error.
         except Exception as error:
             self._free_memory(kind)
             kind.retry_at = asyncio.get_running_loop().time() + self._pauses.wait(kind.failures)
@@ -279,35 +283,35 @@ class WarmPool:
     async def _stop_unusable(self) -> None:
         for kind in list(self._kinds.values()):
             for warm in list(kind.ready):
-                # A session may have taken the sandbox during the check.
+                # a session may take the sandbox during the check
                 if not await usable(warm.sandbox) and warm in kind.ready:
                     kind.ready.remove(warm)
                     await self._stop(warm, kind)
 
 
 async def usable(sandbox: Sandbox) -> bool:
-    """Return whether the sandbox works, and a new sandbox would get the same image."""
+    """Return whether the sandbox still works, and its image is still the one that a new sandbox would get."""
     runtime = sandbox.runtime
     try:
         async with asyncio.timeout(PROBE_SECONDS):
             if isinstance(runtime, TellsImage) and not await runtime.image_is_current():
                 return False
-            await runtime.read("/", limit=1)  # the cheapest call: it starts no process
+            await runtime.read("/", limit=1)  # cheap, because it starts no process
     except IsADirectoryError:
         return True
-    except Exception:  # the runtime may be a plugin, which may raise any exception
+    except Exception:  # the runtime may be a plugin, which can raise any exception
         return False
     return False
 
 
 def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], paths: HostPaths) -> str | None:
-    """Return a digest of everything that a sandbox is made from. The digest changes when an uploaded file, a mount or
-    an image changes. Returns None if a path cannot be read or is not allowed. Blocks."""
+    """Return a digest of everything that goes into a sandbox. It changes when an uploaded file, a mount or an image
+    changes. Returns None if a path is not readable or not allowed. Blocks."""
     digest = hashlib.sha256(spec.model_dump_json().encode())
     digest.update(repr(mounts).encode())
     try:
         for source in (*mounts, *(Path(mount.source) for mount in spec.mounts)):
-            status = source.stat()  # not lstat: the digest changes if a link leads elsewhere later
+            status = source.stat()  # not lstat: the digest must change if a link gets another target
             digest.update(f"{status.st_dev} {status.st_ino}\0".encode())
         for step in spec.prepare:
             if isinstance(step, Upload):
@@ -324,7 +328,7 @@ def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], paths: HostPaths) -> s
                 try:
                     state = ImageStore().image(root).digest
                 except RequestError:
-                    state = ""  # a container engine has the image, and `usable` compares such images
+                    state = ""  # an image of a container engine, which `usable` checks
             digest.update(state.encode())
     except (RuntimeFailure, InvalidField, OSError):
         return None
@@ -332,6 +336,6 @@ def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], paths: HostPaths) -> s
 
 
 def _state(path: Path) -> str:
-    """Return a text that changes when a file changes. Reads only the file's status."""
+    """Return a text that changes when the file changes. The file's content is not read."""
     status = path.lstat()
     return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"

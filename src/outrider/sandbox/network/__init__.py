@@ -1,4 +1,6 @@
-"""The network of sandboxes: a filtering and recording forward proxy, which is a sandbox's only way out.
+"""The network of sandboxes. A sandbox reaches other machines only through a proxy, which filters and can record its
+requests.
 
-`door.py` is the proxy of one sandbox, with its rules by phase. `proxy.py` carries requests, also those of image builds.
+`door.py` is the entrance of one sandbox to the network, with the rules of each phase. `proxy.py` forwards the requests
+of sandboxes and of image builds.
 """

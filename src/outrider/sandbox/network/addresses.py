@@ -1,7 +1,7 @@
-"""Detects addresses that lead to this machine or to a private network, in any notation.
+"""Detects IP addresses that belong to this machine or to a private network, in any notation.
 
-No connection is opened. Invariant: the result reflects the kernel's routing tables at the time of the call, so
-addresses added to the machine later are covered.
+The functions connect to nothing. They ask the kernel for its routes at each call, so later addresses of this machine
+are detected, too.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ EMBEDDING = tuple(
         ("2002::/16", 80),  # 6to4
     )
 )
-"""IPv6 networks whose addresses contain an IPv4 address, each with the number of bits after the IPv4 address."""
+"""IPv6 networks whose addresses contain an IPv4 address, and the number of bits to the right of it."""
 ISATAP = 0x5EFE
 NETLINK_ROUTE, RTM_GETROUTE, NLM_F_REQUEST, RTA_DST = 0, 26, 1, 1
 HEADER, ROUTE, ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBBBBBBI"), struct.Struct("=HH")
 LOCAL, ANYCAST = 2, 4
-"""Types of routes to this machine."""
+"""Route types of the kernel (RTN_LOCAL, RTN_ANYCAST) for this machine's own addresses."""
 ANSWER_SECONDS = 1.0
 METADATA = frozenset(
     map(
@@ -35,19 +35,21 @@ METADATA = frozenset(
         ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:42::42", "fd00:ec2::254", "fd20:ce::254"),
     )
 )
-"""Addresses at which clouds serve a machine's credentials, in addition to the link-local 169.254.169.254."""
+"""Addresses at which clouds give credentials to a machine. `is_sensitive` also covers 169.254.169.254, which is
+link-local."""
 
 
 def plain(address: Address) -> Address:
-    """Return the address without its zone. For an IPv4-mapped address, which is only another notation of an IPv4
-    address, return the IPv4 address."""
+    """Return the address without its zone (`%eth0`). An IPv4-mapped address (`::ffff:1.2.3.4`) becomes an IPv4
+    address."""
     if isinstance(address, IPv4Address):
         return address
     return address.ipv4_mapped or IPv6Address(int(address))
 
 
 def meanings(address: Address) -> tuple[Address, ...]:
-    """Return the addresses that a packet to `address` may reach: the address itself and any IPv4 addresses in it."""
+    """Return the address itself and all IPv4 addresses that it contains. A packet to `address` may reach any of
+    them."""
     if isinstance(address, IPv4Address):
         return (address,)
     number = int(address)
@@ -59,8 +61,8 @@ def meanings(address: Address) -> tuple[Address, ...]:
 
 
 def is_sensitive(address: Address) -> bool:
-    """Return True for an address that gives credentials or reaches several machines: link-local, multicast, or a
-    cloud's metadata service, in any notation."""
+    """Return True for a link-local, multicast or unspecified address, and for a cloud's metadata service, in any
+    notation. Such an address may give out credentials or reach several machines."""
     return any(
         one.is_link_local or one.is_multicast or one.is_unspecified or one in METADATA
         for one in meanings(plain(address))
@@ -68,20 +70,19 @@ def is_sensitive(address: Address) -> bool:
 
 
 def is_public(address: Address) -> bool:
-    """Return True for an address of the public Internet that is not this machine's own. Returns False for private
-    addresses in any notation."""
+    """Return True for an address on the public Internet, unless it belongs to this machine."""
     found = meanings(plain(address))
     return not is_sensitive(address) and all(one.is_global for one in found) and not any(map(is_own, found))
 
 
 def is_own(address: Address) -> bool:
     """Return True if the kernel would deliver a packet to this address on this machine."""
-    if address.is_loopback or address.is_unspecified:  # Linux treats 0.0.0.0 as this machine, too
+    if address.is_loopback or address.is_unspecified:  # on Linux, 0.0.0.0 leads to this machine
         return True
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         return _route_type(family, address.packed) in (LOCAL, ANYCAST)
-    except OSError:  # A system-call filter may block netlink. A socket can be bound only to an address of this machine.
+    except OSError:  # A system-call filter may block netlink. A socket binds only to an address of this machine.
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
                 probe.bind((str(address), 0))
@@ -91,13 +92,14 @@ def is_own(address: Address) -> bool:
 
 
 def _route_type(family: int, packed: bytes) -> int | None:
-    """Return the type of the route to an address, or None if there is none. Raises OSError."""
+    """Ask the kernel for the route to an address, and return its type. Returns None if there is no route. Raises
+    OSError."""
     body = ROUTE.pack(family, 8 * len(packed), 0, 0, 0, 0, 0, 0, 0) + ATTRIBUTE.pack(4 + len(packed), RTA_DST) + packed
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_ROUTE) as kernel:
         kernel.settimeout(ANSWER_SECONDS)
         kernel.send(HEADER.pack(HEADER.size + len(body), RTM_GETROUTE, NLM_F_REQUEST, 1, 0) + body)
         answer = kernel.recv(8192)
     _, kind, *_ = HEADER.unpack_from(answer)
-    if kind != RTM_GETROUTE - 2:  # anything but RTM_NEWROUTE is an error: there is no route
+    if kind != RTM_GETROUTE - 2:  # RTM_NEWROUTE is RTM_GETROUTE - 2; any other message is an error
         return None
     return int(ROUTE.unpack_from(answer, HEADER.size)[7])

@@ -1,7 +1,7 @@
-"""Opens the proxy's connections to servers: directly, or through the operator's own proxy.
+"""Opens the proxy's connections to servers, directly or through the operator's own HTTP proxy.
 
-Invariants: a name is resolved once for a connection, all its addresses are checked, and the connection goes to a
-checked address; the address and the password of the operator's own proxy are not passed into a sandbox.
+Invariants: each connection resolves its host name once, and all addresses of the host are checked; a sandbox never
+learns the address or the password of the operator's HTTP proxy.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from outrider.sandbox.network.requests import MAX_HEAD, NotAllowed, Unreachable,
 CONNECT_SECONDS = 30.0
 
 Resolve = Callable[[str, int, bool], Awaitable[Sequence[Address]]]
-"""Function that returns the addresses of a host. The arguments are the host's name, the port, and
+"""A function that resolves a host name to addresses. Its arguments are the host's name, the port, and
 `ProxiedServer.named`. Raises OSError."""
 
 
 class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
     """A server to connect to.
 
-    `internal`: True if the operator has named exactly this host and port; the server may then have a private address.
+    `internal`: True if the operator lists exactly this host and port as internal. The server may then have a private
+        address.
     `named`: True if the task or the operator names exactly this host. A program in the sandbox may have invented any
         other host.
-    `proxy`: the URL of the HTTP proxy that leads to the server. None means the proxy in this process's variables, and
-        "" means no proxy.
+    `proxy`: the URL of the HTTP proxy to use. None means the proxy in this process's environment variables, and ""
+        means a direct connection.
     """
 
     host: str
@@ -53,9 +54,13 @@ class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConnection(msgspec.Struct, frozen=True):
-    """An open connection. `absolute` is True for a connection to a proxy, which needs whole URLs in requests. `header`
-    has the header lines that the proxy needs. `beneath` is the writer of the connection below the TLS layer. The writer
-    is kept here, because a writer without references closes its connection."""
+    """An open connection.
+
+    `absolute`: True for an HTTP proxy, whose requests contain whole URLs.
+    `header`: additional header lines for an HTTP proxy.
+    `beneath`: the writer below TLS. It is kept here, because asyncio closes the connection of a writer without
+        references.
+    """
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -65,11 +70,11 @@ class ServerConnection(msgspec.Struct, frozen=True):
 
 
 class Dialer:
-    """Opens the connections of one proxy.
+    """Opens connections for one proxy.
 
-    `environ`, by default this process's variables, may name the operator's own proxy (HTTPS_PROXY, HTTP_PROXY,
-    ALL_PROXY) and the hosts that are reached without it (NO_PROXY). No connection is made to the service itself. `own`
-    has its addresses as `host:port`; the host is an address, a name, or `*` for every address of this machine.
+    `environ` may name the operator's HTTP proxy (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts to reach without it
+    (NO_PROXY). The default is this process's environment. `own` contains the service's own addresses as `host:port`,
+    and the dialer never connects to them. The host is an address, a name, or `*` for every address of this machine.
     """
 
     def __init__(
@@ -81,7 +86,8 @@ class Dialer:
         self._tls: ssl.SSLContext | None = None
 
     async def connect(self, server: ProxiedServer, *, tunnel: bool) -> ServerConnection:
-        """Connect to a server. Raises NotAllowed for an address that is not allowed, and Unreachable."""
+        """Connect to a server. Raises NotAllowed if one of its addresses is not allowed, and Unreachable if the
+        connection fails."""
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 proxy = self._proxy(server, tunnel=tunnel)
@@ -104,7 +110,8 @@ class Dialer:
         raise failure
 
     async def _checked(self, server: ProxiedServer) -> Sequence[Address]:
-        """Return the addresses of a server. Raises NotAllowed if one of them is not allowed, and OSError."""
+        """Return the addresses of a server. Raises NotAllowed if a connection to one of them is not allowed. Raises
+        OSError if the host name cannot be resolved."""
         if server.place in self._own:
             raise NotAllowed(f"{server.place} is the service's own")
         if is_address(server.host):
@@ -118,8 +125,8 @@ class Dialer:
         return found
 
     async def _services(self, port: int) -> frozenset[Address]:
-        """Return the addresses of the service's own host names that are used with this port. A name that this machine
-        cannot resolve adds no address."""
+        """Return the addresses behind the service's own host names at this port. Names that cannot be resolved are
+        ignored."""
         found: set[Address] = set()
         for host, _, own in (place.rpartition(":") for place in self._own):
             if own == str(port) and host != "*" and not host.startswith("[") and not is_address(host):
@@ -128,8 +135,8 @@ class Dialer:
         return frozenset(found)
 
     def _may_reach(self, address: Address, server: ProxiedServer) -> bool:
-        """Return whether a connection to an address of the server is allowed. The owner of a name can make the name
-        resolve to any address. So a sensitive address is allowed only if the operator has named the address itself."""
+        """Return whether the proxy may connect to this address of the server. A host name resolves to whatever its
+        owner wants. So a sensitive address is allowed only if the operator lists the address itself."""
         at = plain(address)
         if any(place_of(str(one), server.port) in self._own for one in meanings(at)) or (
             f"*:{server.port}" in self._own and any(map(is_own, meanings(at)))
@@ -140,9 +147,9 @@ class Dialer:
         return is_public(at)
 
     async def _through(self, proxy: str, server: ProxiedServer, *, tunnel: bool) -> ServerConnection:
-        """Connect through an HTTP proxy. The proxy resolves the name, so the address is checked only if this machine
-        can resolve the name, too."""
-        with suppress(OSError):  # many machines behind a proxy cannot resolve names
+        """Connect through an HTTP proxy, which resolves the host name itself. The server's addresses are checked only
+        if this machine can resolve the name, too."""
+        with suppress(OSError):  # many machines behind an HTTP proxy cannot resolve names
             await self._checked(server)
         url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
         word = f"{unquote(url.username or '')}:{unquote(url.password or '')}"
@@ -159,7 +166,7 @@ class Dialer:
             status = first.partition(" ")[2]
             if not status.startswith("200"):
                 raise Unreachable(f"this machine's proxy does not reach {server.place}: {status[:200]}")
-        except BaseException:  # BaseException includes CancelledError
+        except BaseException:  # CancelledError is a BaseException
             writer.close()
             raise
         return await self._secured(connection, server.host) if server.tls else connection
@@ -169,8 +176,8 @@ class Dialer:
         return ServerConnection(reader, writer)
 
     async def _secured(self, connection: ServerConnection, name: str) -> ServerConnection:
-        """Return the connection with TLS. The TLS of asyncio is used, because the TLS of uvloop 0.23 drops the end of a
-        reply that is longer than the reader's buffer, if the server closes the connection after the reply."""
+        """Add TLS to a connection, with asyncio's implementation. uvloop 0.23 loses the end of a reply that is longer
+        than the reader's buffer, if the server then closes the connection."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(MAX_HEAD)
         writers: list[asyncio.StreamWriter] = []
@@ -184,21 +191,21 @@ class Dialer:
             secure.connection_made(transport)
             transport.resume_reading()
             await begun
-        except BaseException:  # BaseException includes CancelledError
+        except BaseException:  # CancelledError is a BaseException
             connection.writer.close()
             raise
         return ServerConnection(reader, writers[0], beneath=connection.writer)
 
     async def _tls_context(self) -> ssl.SSLContext:
-        """Return the context that checks servers' certificates. It is made in a thread, because reading the
-        certificates of all authorities takes some milliseconds."""
+        """Return the TLS context that verifies servers' certificates. A thread creates it, because loading all root
+        certificates takes some milliseconds."""
         if self._tls is None:
             self._tls = await asyncio.to_thread(ssl.create_default_context)
         return self._tls
 
     def _proxy(self, server: ProxiedServer, *, tunnel: bool) -> str | None:
-        """Return the URL of the HTTP proxy that leads to a server, or None for a direct connection. Raises Unreachable
-        for the address of a proxy that is not an HTTP proxy."""
+        """Return the URL of the HTTP proxy for a server, or None for a direct connection. Raises Unreachable if a proxy
+        variable of this machine is not an http:// address."""
         if server.proxy is not None:
             return server.proxy or None
         exempt = self._environ.get("no_proxy") or self._environ.get("NO_PROXY") or ""

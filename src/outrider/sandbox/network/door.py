@@ -1,10 +1,10 @@
-"""The door of one sandbox: a Unix socket that leads to the model gateway and, through a proxy, to other machines. The
-sandbox has no other way to them.
+"""The door of one sandbox: the Unix socket through which all its network traffic passes.
 
-A CONNECT, or a request whose target is an absolute URL, goes through the proxy, by the rules of the sandbox's phase.
-All other requests go to the model gateway; the door reads only their heads. Invariants: no connection to another
-machine is open between the phases; no door exceeds the limits of the settings; the records of a door are bounded in
-size.
+A CONNECT request, or a request for an absolute URL, goes through the proxy, by the rules of the sandbox's current phase
+(prepare, agent or verifier). All other requests go to the model gateway, and the door reads only their heads.
+
+Invariants: between two phases, no connection to another machine is open; no sandbox exceeds the limits of the settings;
+the recorded replies are bounded in size.
 """
 
 from __future__ import annotations
@@ -37,26 +37,27 @@ from outrider.sandbox.network.shared import LEAST_PAUSE, SANDBOX_RATE, BytePace
 from outrider.spec import MEBIBYTE
 
 CONNECTIONS = 32
-"""Maximum number of connections of one sandbox to other machines at once."""
+"""Maximum number of simultaneous connections from one sandbox to other machines."""
 MAX_CLIENTS = 256 + CONNECTIONS
-"""Maximum number of connections to the door of one sandbox: 256 for the model gateway, and CONNECTIONS for other
+"""Maximum number of simultaneous connections to one door: 256 for the model gateway, and CONNECTIONS for other
 machines."""
 MAX_PLACES = 256
-"""Maximum number of servers for which a `ServerUse` is kept in each phase, because a program may request any number of
-names. All further servers share one `ServerUse`."""
+"""Maximum number of servers with their own `ServerUse` in each phase. All further servers share one `ServerUse`,
+because a program may request any number of host names."""
 OTHERS = "other servers"
 NOTE_SECONDS = 5.0
-"""Minimum seconds between two calls of `note` (see `Door.follow`) for one server."""
+"""Minimum seconds between two reports on the same server. `Door.follow` sets the function that receives the reports."""
 
 
 class ServerUse(msgspec.Struct, kw_only=True):
-    """The use of one server in one phase. Times are seconds since the epoch. Requests are numbered from 1.
+    """Statistics of a sandbox's requests to one server in one phase. Times are seconds since the epoch. Requests are
+    numbered from 1.
 
     `server`: the server as `host:port`.
     `sent`, `received`: numbers of bytes.
-    `refusal`, `failure`: the reasons of the last refusal and the last failure.
-    `last_failed`: the number of the last request with a failure that no program in the sandbox can have caused, or 0.
-        It is set only for a server that the task or the operator names exactly.
+    `refusal`, `failure`: the reasons of the last refusal and of the last failure.
+    `last_failed`: the number of the last request whose failure no program in the sandbox can have caused, or 0. Only
+        set for a server that the task or the operator names exactly.
     `last_reached`: the number of the last request that the server answered, or 0.
     """
 
@@ -80,7 +81,7 @@ class ServerUse(msgspec.Struct, kw_only=True):
 
 
 class NetworkLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one sandbox's network: maximum bytes received, bytes sent, and number of requests."""
+    """Limits for all network traffic of one sandbox: bytes received, bytes sent, and number of requests."""
 
     received: int
     sent: int
@@ -88,7 +89,7 @@ class NetworkLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Door:
-    """The door of one sandbox. `await open(path)` begins to serve connections, and `await close()` ends the service."""
+    """The door of one sandbox. `open(path)` starts to accept connections, and `close()` stops."""
 
     def __init__(
         self,
@@ -104,10 +105,14 @@ class Door:
         replay: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`gateway` is the model gateway's socket, and `endpoint` is the gateway's URL in the sandbox. `pace` and
-        `connections` are shared by all sandboxes of the node. If `record` is true, the door records the replies of
-        servers. If `replay` is given, the door replies from this file and contacts no server. Blocks while the file is
-        read. Raises RuntimeUnavailable."""
+        """Create a closed door. Blocks while `replay` is read. Raises RuntimeUnavailable if it cannot be read.
+
+        `gateway`: the path of the model gateway's socket.
+        `endpoint`: the gateway's URL inside the sandbox.
+        `pace`, `connections`: limits that all sandboxes of the node share.
+        `record`: whether to record the replies of servers.
+        `replay`: a file of recorded replies. If it is given, the door contacts no server.
+        """
         self._allowed = allowed
         self._gateway = gateway
         self._endpoint = endpoint
@@ -130,10 +135,9 @@ class Door:
         self._note: Callable[[ServerUse], None] = lambda use: None
 
     async def open(self, path: Path) -> None:
-        """Serve at a Unix socket."""
+        """Start to accept connections at a Unix socket."""
         self._path = path
-        # A socket's path has at most 107 bytes, so the socket is bound by a short path to its folder, below
-        # /proc/self/fd.
+        # A socket's path has at most 107 bytes. /proc/self/fd gives a short path to the socket's folder.
         folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             await self._held.enter_async_context(self._server.at(f"/proc/self/fd/{folder}/{path.name}"))
@@ -141,7 +145,7 @@ class Door:
             os.close(folder)
 
     async def close(self) -> None:
-        """Close all connections, and remove the socket. Idempotent."""
+        """Close all connections and remove the socket. May be called more than once."""
         self._phase = None
         await shielded(self._held.aclose)
         if self._path is not None:
@@ -149,8 +153,8 @@ class Door:
                 os.unlink(self._path)
 
     async def enter(self, phase: Phase | None) -> None:
-        """Begin a phase. If `phase` is None, the sandbox has no network until the next phase. Connections of an earlier
-        phase are closed."""
+        """Begin a phase, and close the connections of the previous phase. With None, the sandbox has no network until
+        the next phase."""
         if phase is self._phase:
             return
         self._phase = phase
@@ -162,8 +166,8 @@ class Door:
             await asyncio.wait(tasks)
 
     def follow(self, note: Callable[[ServerUse], None]) -> Callable[[], None]:
-        """Call `note` with the use of each server, now and after each change. Returns a function that calls `note` with
-        each use once more, and then stops."""
+        """Call `note` with the statistics of each server, now and after each change. Returns a function that calls
+        `note` one last time for each server and then ends the calls."""
         for use in self.uses.values():
             note(use)
         self._note = note
@@ -177,15 +181,15 @@ class Door:
 
     def broken(self, *phases: Phase) -> str | None:
         """Return why a server is broken in one of the phases, or None. A server is broken if the last request to it has
-        failed, or has waited too long for the server. Only servers that the task names exactly count, because a program
-        can invent a server that matches a pattern and does not exist."""
+        failed or has waited too long. A server that only a pattern (`*.example.com`) allows is never broken, because a
+        program may have invented its name."""
         for passage in self._passages:
             passage.judge()
         return next((use.failure for use in self.uses.values() if use.broken and use.phase in phases), None)
 
     def forget_failures(self) -> None:
-        """Forget which servers failed during the grading, because the grading starts again. Requests in flight no
-        longer count."""
+        """Forget the failed requests of the grading, because the grading starts again. A request that is still running
+        cannot mark its server as broken any more."""
         for use in self.uses.values():
             if use.phase is Phase.VERIFIER:
                 use.last_failed, use.last_reached = 0, use.requests + 1
@@ -205,8 +209,8 @@ class Door:
             self._open.discard(task)
 
     def _gateways_head(self, head: bytes) -> bytes | None:
-        """Return the head to send to the model gateway, or None for a request to another server. A client that ignores
-        NO_PROXY sends the gateway's absolute URL, or requests a tunnel to the gateway."""
+        """Return the head to send to the model gateway, or None if the request is for another server. Some clients
+        ignore NO_PROXY. They request the gateway by its absolute URL or with CONNECT."""
         method, _, rest = head.partition(b" ")
         url = f"{self._endpoint}/".encode()
         if method == b"CONNECT":
@@ -218,12 +222,11 @@ class Door:
     async def _to_gateway(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes
     ) -> bytes | None:
-        """Forward a connection to the model gateway, after sending `head` to the gateway. An empty `head` means a
-        tunnel. Returns the head of the first request to another server, or None.
+        """Send `head` to the model gateway, and then forward the connection. An empty `head` means a CONNECT request
+        for the gateway. Returns the head of the first request for another server, or None.
 
-        The gateway and the proxy have one address, so HTTP lets a client send requests for both over one connection.
-        Bun does so. Before such a client sends a request to another server, it has received all replies of the
-        gateway.
+        The gateway and the proxy have the same address, so a client such as Bun may use one connection for both. It
+        requests another server only after it has received all replies of the gateway.
         """
         try:
             server_reader, server_writer = await asyncio.open_unix_connection(self._gateway, limit=MAX_HEAD)
@@ -242,9 +245,8 @@ class Door:
     async def _send_requests(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: asyncio.StreamWriter, head: bytes
     ) -> bytes | None:
-        """Send the requests of a connection to the model gateway; see `_to_gateway`. All remaining bytes go to the
-        gateway without a check if the connection is a tunnel, or if a request's head does not show where the request
-        ends."""
+        """Send the requests of a connection to the model gateway, and return the same as `_to_gateway`. After a CONNECT
+        request, or a head that does not show where its request ends, all further bytes go to the gateway unchecked."""
         try:
             while head:
                 await put(server, head)
@@ -303,8 +305,8 @@ class Door:
             self._refused(self._use(self._phase, request.place), reason)
 
     def count(self, use: ServerUse, name: str, number: int) -> None:
-        """Add `number` bytes to the total `name` ("sent" or "received") of a server and of the sandbox. Raises
-        LimitExceeded."""
+        """Add `number` bytes to a total of the server and of the sandbox. `name` is "sent" or "received". Raises
+        LimitExceeded if the sandbox has exceeded this limit."""
         self._totals[name] += number
         setattr(use, name, getattr(use, name) + number)
         use.end = self._clock()
@@ -346,8 +348,8 @@ class Door:
         return self.uses[key]
 
     def _changed(self, use: ServerUse, *, soon: bool = True) -> None:
-        """Call `note` (see `follow`) with a use, at most once in NOTE_SECONDS for each server. If `soon` is true, the
-        first request to a server, or its first refusal, is reported at once."""
+        """Report a server's statistics to the function of `follow`, at most once in NOTE_SECONDS for each server. If
+        `soon` is true, the first request or refusal is reported at once."""
         key = use.phase, use.server
         now = self._clock()
         last = self._noted.get(key)
@@ -398,8 +400,8 @@ class DoorPassage:
 
 
 class ServerWait(msgspec.Struct, frozen=True):
-    """A request's wait for its server. From the time `until` on, the wait counts as a failure. `until` is a time of the
-    monotonic clock."""
+    """A request that waits for its server. At the time `until` of the monotonic clock, the wait becomes a failure.
+    `reason` describes it, and `blameless` is True if no program in the sandbox can have caused it."""
 
     reason: str
     blameless: bool
@@ -407,7 +409,7 @@ class ServerWait(msgspec.Struct, frozen=True):
 
 
 async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy bytes from `reader` to `writer`. When `reader` has ended, the receiver gets an end of file."""
+    """Copy all bytes from `reader` to `writer`. At the end, close the sending side of the receiver's connection."""
     with suppress(OSError):
         while data := await reader.read(CHUNK):
             await put(writer, data)

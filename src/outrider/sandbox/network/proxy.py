@@ -1,8 +1,8 @@
-"""The forward proxy: carries one request of each connection to a server, if the `ProxyGate` allows the request.
+"""A forward proxy. It sends one request of each connection to a server, if the `ProxyGate` allows the request.
 
-The gate has the rules, and the dialer checks the addresses. The proxy follows no redirect. Invariants: each connection
-carries one request, whose head can be read in only one way, so every request is checked; a request needs little memory,
-however large its reply is.
+The gate contains the rules, and the dialer checks the server's addresses. The proxy follows no redirects. Invariants:
+each connection carries one request, and ambiguous heads are rejected, so every request is checked; a request needs
+little memory, even if the reply is large.
 """
 
 from __future__ import annotations
@@ -35,40 +35,43 @@ SILENCE_SECONDS = 120.0
 CONNECTION_SECONDS = 3600.0
 """Maximum duration of one connection, even while bytes arrive."""
 LATE_BODY_SECONDS = 5.0
-"""After the server's reply, the rest of the request's body is sent on for at most this many seconds."""
+"""Once the server has replied, the proxy forwards the rest of the request's body for at most this many seconds."""
 LINGER_SECONDS = 2.0
-"""Seconds for a refused client to read the reason, while the rest of its request is discarded. A connection that is
-closed with unread bytes would be reset, and the reason would be lost."""
+"""How long a refused client may read the reason. Meanwhile, the rest of its request is discarded, because closing a
+connection with unread bytes would reset it, and the reason would be lost."""
 CONNECT_PATIENCE = 5.0
-"""If the phase ends after a request has waited longer than this many seconds for a connection to its server, the server
-counts as failed. A shorter wait is not a failure, because a program can request a connection just before it ends."""
+"""If a phase ends after a request has waited longer than this for a connection to its server, the server has failed. A
+shorter wait is no failure, because a program may send a request just before it exits."""
 ANSWER_PATIENCE = 30.0
-"""If the connection ends after waiting longer than this many seconds for the beginning or the next bytes of a reply,
-the server counts as failed."""
+"""If a connection ends after a wait of more than this many seconds for a reply or for its next bytes, the server has
+failed."""
 CLIENT_SECONDS = 5.0
-"""If the client has taken at least this many seconds to receive a reply, an early end of the reply is not a failure of
-the server."""
+"""A reply that ends too early is not the server's failure if the client took at least this many seconds to receive
+it."""
 LEAST_CONNECTIONS = 8
-"""Number of connections that each sandbox may have, however many connections the other sandboxes have."""
+"""Number of connections that each sandbox may always have, however many the other sandboxes have."""
 CHUNK = 64 << 10
 CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[\t ]*(?:;[^\r\n]*)?\r\n")
 INDEX_FIELDS = frozenset(
     {"accept", "cache-control", "content-length", "if-modified-since", "if-none-match", "range", "user-agent"}
 )
-"""The header lines that are passed on to a package index. Other lines are dropped, so that a program cannot make the
-index fail. Without `accept-encoding`, pages are not compressed, and their addresses can be replaced."""
+"""The request headers that a package index receives. Others are dropped, because they could make the index fail.
+Without `accept-encoding`, the index sends uncompressed pages, in which the proxy can replace addresses."""
 BODILESS = frozenset({204, 304})
 OVERLOADED = frozenset({502, 503, 504})
 
 
 class LimitExceeded(Exception):
-    """A limit of the sandbox's network is reached."""
+    """The sandbox has reached one of its network limits."""
 
 
 class ProxyRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """The route of an allowed request. `replaced` are pairs of texts: in the pages and redirects of a package index,
-    the first text of each pair is replaced by the second. `methods` are the allowed methods; an empty set allows all
-    methods."""
+    """The server for an allowed request.
+
+    `replaced`: pairs of an old and a new text. The proxy replaces the old texts in the pages and redirects of a package
+        index.
+    `methods`: the allowed HTTP methods. An empty set allows all methods.
+    """
 
     server: ProxiedServer
     replaced: Sequence[tuple[str, str]] = ()
@@ -76,69 +79,71 @@ class ProxyRoute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Passage(Protocol):
-    """An allowed request, until its connection ends. `sent` and `received` count bytes, and raise LimitExceeded."""
+    """An allowed request, from its admission until its connection ends. `sent` and `received` count bytes. They raise
+    LimitExceeded."""
 
     route: ProxyRoute
 
     def sent(self, number: int) -> None: ...
     def received(self, number: int) -> None: ...
     async def pause(self, number: int) -> None:
-        """Count `number` bytes, and wait until further bytes may pass."""
+        """Count `number` bytes, and wait until the limit of bytes per second allows the next ones."""
         ...
 
     def failed(self, reason: str, *, blameless: bool) -> None:
-        """Record a failure of the server. `blameless` is True if no program in the sandbox can have caused the
+        """Record that the server has failed. `blameless` is True if no program in the sandbox can have caused the
         failure."""
         ...
 
     def reached(self) -> None: ...
     def waits(self, reason: str | None, *, blameless: bool = False, patience: float = 0.0) -> None:
-        """Record that a wait for the server begins, or that it ends if `reason` is None. If the connection ends after a
-        wait of more than `patience` seconds, the server has failed, and `reason` describes this failure."""
+        """Record that the request now waits for the server. With None, the wait is over. If the connection ends after a
+        wait of more than `patience` seconds, the server has failed, and `reason` says why."""
         ...
 
     def judge(self) -> None:
-        """Record a failure if the current wait has lasted too long."""
+        """Record a failure if the current wait for the server has lasted too long."""
         ...
 
     def close(self) -> None: ...
 
 
 class ProxyGate(Protocol):
-    """Decides which requests a proxy carries."""
+    """Decides which requests the proxy forwards."""
 
     def admit(self, request: RequestHead) -> Passage:
-        """Admit a request. Raises NotPassedOn for a request that is not allowed."""
+        """Admit a request. Raises NotPassedOn if the request is not allowed."""
         ...
 
     def refuse(self, request: RequestHead, reason: str) -> None:
-        """Record that an admitted request was refused because of its server's address or its method."""
+        """Record that a request was refused after `admit`, because of its server's address or its method."""
         ...
 
 
 class Archive(Protocol):
-    """Records replies, or replays recorded replies. Not used for tunnels."""
+    """Records the replies of servers, or replays recorded ones. It never contains the content of tunnels."""
 
     def replay(self, request: RequestHead) -> bytes | None:
-        """Return the whole recorded reply, or None if this archive does not replay. Raises NotPassedOn."""
+        """Return the recorded reply, or None if this archive only records. Raises NotPassedOn if no reply to this
+        request is recorded."""
         ...
 
     def keeps(self, request: RequestHead) -> bool:
-        """Return whether the reply to a request is recorded."""
+        """Return whether the archive records the reply to this request."""
         ...
 
     def reserve(self, size: int) -> bool:
-        """Reserve room for `size` bytes of a reply. If there is not enough room, records that a reply is missing and
-        returns False. A negative `size` gives room back."""
+        """Reserve `size` bytes for a reply. If the archive is too full, note that a reply is missing, and return False.
+        A negative `size` cancels a reservation."""
         ...
 
     def keep(self, request: RequestHead, reply: bytes) -> None:
-        """Record a whole reply. Room for it is already reserved."""
+        """Record a whole reply, whose bytes have already been reserved."""
         ...
 
 
 class Proxy:
-    """A forward proxy. `name` is the prefix of the error texts that the proxy itself writes."""
+    """A forward proxy. Its own error messages begin with `name`."""
 
     def __init__(
         self, gate: ProxyGate, dialer: Dialer, *, name: str = "outrider", archive: Archive | None = None
@@ -149,7 +154,7 @@ class Proxy:
         self._archive = archive
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
-        """Carry the request of a connection. `head` is the request's head, which has already been read."""
+        """Send the request of a connection to its server, and the reply to the client. `head` is the request's head."""
         try:
             request = read_request(head)
             passage = self._gate.admit(request)
@@ -179,8 +184,8 @@ class Proxy:
             except NotAllowed as error:
                 if not route.methods:
                     raise
-                # The operator's settings name a package index, and no program can change its address. So a refused
-                # address is an error in the settings.
+                # Only a package index has `methods`. Its address comes from the operator's settings, so an address that
+                # is not allowed is a mistake in the settings.
                 raise Unreachable(f"{error}: the operator may name {route.server.place} in network.internal") from error
             passage.waits(None)
         except NotAllowed as error:
@@ -208,7 +213,7 @@ class Proxy:
                 else:
                     await self._exchange(request, route, connection, flow, reader, writer)
         except NotPassedOn as error:
-            # The program chooses the page, so a page that is not allowed is not a failure of the index.
+            # The program chooses the path. So the index has not failed if it refuses one.
             blameless = is_plain_read(request, route) and not isinstance(error, NotAllowed)
             flow.end_wait()
             passage.failed(str(error), blameless=blameless)
@@ -218,11 +223,11 @@ class Proxy:
                 flow.end_wait()
             if isinstance(error, CutShort):
                 passage.failed(str(error), blameless=is_plain_read(request, route) and error.by_server)
-            passage.judge()  # a failure is noted before the client gets the error
+            passage.judge()  # records a failure before the client learns of it
             if isinstance(error, TimeoutError) and not (request.tunnel or flow.answered or flow.exceeded):
                 text = f"{request.place} did not answer"
                 await say(reader, writer, NotPassedOn("504 Gateway Timeout", text), name=self._name)
-            writer.transport.abort()  # a reply that ends with a normal close would look complete
+            writer.transport.abort()  # after a normal close, an incomplete reply would look complete
         finally:
             connection.writer.close()
 
@@ -235,11 +240,11 @@ class Proxy:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        """Send a request to its server, and send the reply to the client. Raises Unreachable for a reply that is not
-        HTTP."""
+        """Send a request to its server, and the reply to the client. Raises Unreachable if the reply is not HTTP."""
         server = route.server
         origin = place_of(server.host, server.port, hidden=443 if server.tls else 80)
-        # The request's target is built from its parsed parts, because a server may read the client's text differently.
+        # The target is written anew from the parsed URL, because a server may interpret the client's spelling
+        # differently.
         target = f"http://{origin}{request.path}" if connection.absolute else request.path
         only = INDEX_FIELDS if route.methods else None
         head = request.head(target, origin, *connection.header, only=only)
@@ -284,8 +289,8 @@ class Proxy:
                 break
         flow.end_wait()
         flow.answered = True
-        # Such a status is a failure only of a package index, because requests to an index are restricted. By an odd
-        # request, a program can make most other servers reply with this status.
+        # Only a package index has `methods`, and it gets only simple requests, so this status means that it has failed.
+        # A program can provoke this status from most other servers by an odd request.
         if route.methods and reply.status in OVERLOADED:
             status = f"{request.place} answered with status {reply.status}"
             flow.passage.failed(status, blameless=is_plain_read(request, route))
@@ -314,8 +319,7 @@ class Proxy:
 
 
 async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: NotPassedOn, *, name: str) -> None:
-    """Send `error` in reply to a request that is not passed on, and discard the rest of the request for up to
-    LINGER_SECONDS."""
+    """Reply to a request with an error, and discard the rest of the request for up to LINGER_SECONDS."""
     body = f"{name}: {error}\n".encode()
     lines = [f"HTTP/1.1 {error.status}", "Content-Type: text/plain; charset=utf-8", f"Content-Length: {len(body)}"]
     with suppress(OSError, TimeoutError):
@@ -328,22 +332,22 @@ async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error:
 
 
 def is_plain_read(request: RequestHead, route: ProxyRoute) -> bool:
-    """Return whether the request is a read from a package index, without a body. Such a request cannot make the server
-    fail. Any other server may fail because a program sends an odd request or never completes its body."""
+    """Return whether the request reads from a package index and has no body. Such a request cannot make its server
+    fail. Others can, for example with a body that never ends."""
     return bool(route.methods) and not request.length
 
 
 async def put(writer: asyncio.StreamWriter, data: bytes) -> None:
-    """Write bytes, and wait until there is room for more. Raises OSError."""
+    """Write bytes, and wait until the writer's buffer has room again. Raises OSError."""
     try:
         writer.write(data)
-    except RuntimeError as error:  # uvloop raises RuntimeError for a closed connection
+    except RuntimeError as error:  # uvloop raises it for a closed connection
         raise ConnectionResetError(str(error)) from error
     await writer.drain()
 
 
 class AddressReplacer:
-    """Replaces addresses in a text that arrives in pieces."""
+    """Replaces addresses in a stream of text."""
 
     def __init__(self, pairs: Sequence[tuple[str, str]]) -> None:
         self._new = {old.encode(): new.encode() for old, new in pairs}
@@ -354,8 +358,8 @@ class AddressReplacer:
         self._text = b""
 
     def replaced(self, data: bytes, *, last: bool = False) -> bytes:
-        """Add a piece of the text. Returns the bytes that can be passed on, with their addresses replaced. Unless
-        `last` is true, the last bytes are held back, because they may be the beginning of an address."""
+        """Add `data`, and return the text that is ready, with its addresses replaced. Unless `last` is true, some bytes
+        at the end are held back, because an address may begin there."""
         text, found, at = self._text + data, [], 0
         for match in self._old.finditer(text):
             found += [text[at : match.start()], self._new[match[0]]]
@@ -366,12 +370,11 @@ class AddressReplacer:
 
 
 CHUNKS_END = b"\r\n\r\n"
-"""The last bytes of a chunked body, after its last chunk or its trailer."""
+"""The last bytes of every complete chunked body."""
 
 
 class CutShort(OSError):
-    """The error for a reply that ended too early. `by_server` is True if the server has ended the reply, and the client
-    was not slow."""
+    """A reply ended too early. `by_server` is True if the server ended the reply and the client was not slow."""
 
     def __init__(self, text: str, *, by_server: bool) -> None:
         super().__init__(text)
@@ -379,8 +382,8 @@ class CutShort(OSError):
 
 
 class KeptReply:
-    """Collects a reply for the archive while there is room. Unless `store` is called, the reserved room is given back
-    at the end of the block."""
+    """Collects a reply for the archive while there is room. Unless `store` is called, the room is given back at the end
+    of the `with` block."""
 
     def __init__(self, request: RequestHead, archive: Archive | None) -> None:
         self._request = request
@@ -405,7 +408,7 @@ class KeptReply:
             self._archive = None
 
     def store(self) -> None:
-        """Keep the reply, which is complete."""
+        """Put the complete reply into the archive."""
         if self._archive is not None and self._data:
             self._archive.keep(self._request, bytes(self._data))
             self._reserved = 0
@@ -418,16 +421,20 @@ class KeptReply:
 
 
 class Awaited(msgspec.Struct, frozen=True):
-    """The server whose reply a request awaits. `blameless` is True if no program in the sandbox can delay the reply."""
+    """The server that a request waits for. `blameless` is True if no program in the sandbox can delay the server's
+    reply."""
 
     place: str
     blameless: bool
 
 
 class Flow:
-    """The bytes of one connection. `answered` is True once the server's reply has begun. `exceeded` is True once a
-    limit of the sandbox has ended the connection. If `awaited` is None, the connection is a tunnel, and no reply is
-    awaited."""
+    """Moves the bytes of one connection, and watches for silence and limits.
+
+    `awaited`: the server whose reply is expected, or None for a tunnel.
+    `answered`: True once the server's reply has begun.
+    `exceeded`: True once the connection has ended because the sandbox exceeded a limit.
+    """
 
     def __init__(self, passage: Passage, awaited: Awaited | None) -> None:
         self.passage = passage
@@ -443,7 +450,7 @@ class Flow:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """End the block with TimeoutError after SILENCE_SECONDS without a byte, or after CONNECTION_SECONDS."""
+        """Raise TimeoutError in the `with` block after SILENCE_SECONDS without a byte, or after CONNECTION_SECONDS."""
         async with asyncio.timeout(CONNECTION_SECONDS), asyncio.timeout(SILENCE_SECONDS) as self._quiet:
             yield
 
@@ -452,13 +459,13 @@ class Flow:
             self._quiet.reschedule(asyncio.get_running_loop().time() + SILENCE_SECONDS)
 
     def end(self) -> None:
-        """End the block of `watched` now, because a limit of the sandbox is reached."""
+        """End the `with` block of `watched` at once, because the sandbox has exceeded a limit."""
         self.exceeded = True
         if self._quiet is not None and not self._quiet.expired():
             self._quiet.reschedule(asyncio.get_running_loop().time())
 
     def begin_wait(self) -> None:
-        """Record that the reply's next bytes are awaited."""
+        """Record that the connection now waits for the next bytes of the reply."""
         if self._awaited is not None:
             what = "stopped in the middle of its reply" if self.answered else "did not answer"
             text = f"{self._awaited.place} {what}"
@@ -468,13 +475,13 @@ class Flow:
         self.passage.waits(None)
 
     def cut_short(self) -> CutShort:
-        """Return the error of a reply that ended too early."""
+        """Return the exception for a reply that has ended too early."""
         place = "the server" if self._awaited is None else self._awaited.place
         by_server = self._server_ended and self._client_seconds < CLIENT_SECONDS
         return CutShort(f"{place} ended its reply early", by_server=by_server)
 
     async def read(self, server: asyncio.StreamReader, number: int = CHUNK) -> bytes:
-        """Return the next bytes of the server's reply, b"" at its end. Raises LimitExceeded."""
+        """Return the next bytes of the server's reply, or b"" at the end of the connection. Raises LimitExceeded."""
         self.begin_wait()
         try:
             data = await server.read(number)
@@ -488,8 +495,8 @@ class Flow:
         return data
 
     async def read_chunked(self, server: asyncio.StreamReader) -> bytes:
-        """Return the next bytes of a chunked reply's content, without the lines that state the sizes of the chunks; b""
-        at the end. Raises LimitExceeded, and CutShort for a reply that ends too early or is not HTTP."""
+        """Return the next bytes of a chunked reply without the chunks' size lines, or b"" at its end. Raises
+        LimitExceeded. Raises CutShort if the reply ends too early or its chunks are malformed."""
         if not self._left_in_chunk:
             self.begin_wait()
             try:
@@ -509,11 +516,12 @@ class Flow:
         if not data:
             raise self.cut_short()
         self._left_in_chunk -= len(data)
-        after = max(0, len(b"\r\n") - self._left_in_chunk)  # bytes of `data` after the chunk's content
+        after = max(0, len(b"\r\n") - self._left_in_chunk)  # how much of the chunk's closing CRLF is in `data`
         return data[: max(0, len(data) - after)] or await self.read_chunked(server)
 
     async def write(self, writer: asyncio.StreamWriter, data: bytes) -> None:
-        """Write bytes of the reply to the client, and wait until more may pass. Raises OSError."""
+        """Write bytes of the reply to the client, and wait until the limit of bytes per second allows the next ones.
+        Raises OSError."""
         began = time.monotonic()
         await put(writer, data)
         self.stir()
@@ -527,9 +535,9 @@ class Flow:
         count: Callable[[int], None],
         limit: int | None = None,
     ) -> None:
-        """Copy bytes from `reader` to `writer`, until `reader` ends or `limit` bytes are copied. Without a `limit`, the
-        receiver gets an end of file after the last byte. If the sandbox exceeds one of its limits, the block of
-        `watched` is ended."""
+        """Copy at most `limit` bytes from `reader` to `writer`. Without a `limit`, copy all bytes, and then close the
+        sending side of the receiver's connection. If `count` reports an exceeded limit, the connection ends (see
+        `end`)."""
         taken = 0
         with suppress(OSError):
             while limit is None or taken < limit:
@@ -553,7 +561,7 @@ class Flow:
 
 
 def _with_redirect(fields: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the header lines of a package index's reply, with the address of a redirect replaced."""
+    """Return the header lines of a package index's reply, with a replaced address in `Location`."""
     replaced = []
     for field in fields:
         name, _, value = field.partition(":")
@@ -564,7 +572,8 @@ def _with_redirect(fields: Sequence[str], pairs: Sequence[tuple[str, str]]) -> l
 
 
 def is_page(reply: ReplyHead) -> bool:
-    """Return whether a reply of a package index is a page, whose body contains addresses."""
+    """Return whether a package index has sent a page (HTML or JSON), which may contain addresses. A file is not a
+    page."""
     kind = reply.value("content-type").lower()
     return not reply.value("content-encoding") and ("html" in kind or "json" in kind)
 
@@ -579,8 +588,8 @@ async def _write_page(
     writer: asyncio.StreamWriter,
     kept: KeptReply,
 ) -> None:
-    """Write a page of a package index, with replaced addresses in its body. The new length of the body is not known
-    before the body's end."""
+    """Write a page of a package index with replaced addresses. The page is sent in chunks, because its new length is
+    unknown until the end."""
     chunks = request.version == "HTTP/1.1"
     fields = [
         field
@@ -617,15 +626,15 @@ async def _write_page(
 
 
 class ConnectionPool:
-    """Limits the clients' connections to several `ProxyServer`s together to `most`. The first LEAST_CONNECTIONS
-    connections to each `ProxyServer` are always allowed, and are not counted."""
+    """Limits the connections of all sandboxes together to `most`. The first LEAST_CONNECTIONS connections of each
+    sandbox are always allowed and do not count."""
 
     def __init__(self, most: int) -> None:
         self._left = most
 
     def take(self, others: int) -> bool:
-        """Count a new connection of a server that already has `others` connections. Returns False if there are too
-        many."""
+        """Count a new connection of a sandbox that already has `others` connections. Returns False if the pool is
+        full."""
         if others < LEAST_CONNECTIONS:
             return True
         if self._left <= 0:
@@ -634,15 +643,18 @@ class ConnectionPool:
         return True
 
     def give_back(self, others: int) -> None:
-        """Count a connection as closed. Its server still has `others` connections."""
+        """Count a closed connection of a sandbox that still has `others` connections."""
         if others >= LEAST_CONNECTIONS:
             self._left += 1
 
 
 class ProxyServer:
-    """Serves connections at a Unix socket: calls `serve` with each connection and the head of its first request. At
-    most `most` connections are open at once, and `pool` counts the connections together with those of other servers.
-    `name` is the prefix of the error texts that the server itself writes."""
+    """Accepts connections at a Unix socket, and calls `serve` with each connection and the head of its first request.
+
+    `most`: maximum number of connections to this server.
+    `pool`: a further limit, which this server shares with others.
+    `name`: the beginning of the server's own error messages.
+    """
 
     def __init__(
         self,
@@ -660,7 +672,7 @@ class ProxyServer:
 
     @asynccontextmanager
     async def at(self, path: Path | str) -> AsyncIterator[None]:
-        """Serve at a path. All connections are closed when the block ends."""
+        """Accept connections at a path. All connections are closed at the end of the `with` block."""
         server = await asyncio.start_unix_server(self._accept, path, limit=MAX_HEAD)
         try:
             yield
@@ -686,14 +698,14 @@ class ProxyServer:
             if (head := await self._head(reader, writer)) is not None:
                 await self._serve(reader, writer, head)
         except asyncio.CancelledError:
-            pass  # asyncio logs an error for a cancelled handler of a connection
+            pass  # if this were raised, asyncio would log an error
         finally:
             self._tasks.discard(task)
             self._pool.give_back(len(self._tasks))
             writer.close()
 
     async def _head(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes | None:
-        """Return the head of the first request, None if there is none."""
+        """Return the head of a connection's first request, or None if no whole head arrives."""
         try:
             async with asyncio.timeout(HEAD_SECONDS):
                 return await reader.readuntil(b"\r\n\r\n")

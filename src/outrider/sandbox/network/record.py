@@ -1,8 +1,8 @@
-"""The record of a sandbox's plain HTTP requests, and its replay.
+"""Records the plain HTTP requests of a sandbox with their replies, and replays the replies later.
 
-A record is a file of JSON lines. It has only requests without a body and without credentials. Tunnels (HTTPS) are not
-recorded, because the proxy cannot read them. Invariants: a replay reaches no server; a record, including replies that
-are not complete yet, has a bounded size.
+A record is a file of JSON lines. It contains only requests without a body and without credentials. It contains no HTTPS
+requests, because the proxy cannot read the content of a tunnel. Invariants: a replay contacts no server; the size of a
+record is bounded, even while replies arrive.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from outrider.errors import RuntimeUnavailable
 from outrider.sandbox.network.requests import NotAllowed, RequestHead
 
 MAX_BYTES = 20 << 20
-"""Maximum bytes of the URLs and the replies of one record. Encoded, they fit into one artifact."""
+"""Maximum size of one record: its URLs, its replies, and LINE_BYTES for each line. Its file then fits into one
+artifact."""
 LINE_BYTES = 256
-"""Bytes counted for a line of a record, in addition to its URL and its reply."""
+"""Bytes that each line counts in addition to its URL and its reply."""
 MAX_FILE = 64 << 20
 
 
 class RecordedReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line of a record. `reply` is the whole reply, with its head. A line whose `reply` is None means that replies
-    are missing because the record was full."""
+    """A line of a record. `reply` is the whole reply with its head. If `reply` is None, the record was full, and
+    replies are missing."""
 
     phase: Phase
     method: str = ""
@@ -35,12 +36,12 @@ class RecordedReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def size(self) -> int:
-        """The bytes that are counted for the line."""
+        """The number of bytes that this line counts."""
         return LINE_BYTES + len(self.url) + len(self.reply or b"")
 
 
 class NetworkRecord:
-    """Keeps the replies of one sandbox. `phase` returns the current phase."""
+    """An `Archive` that collects the replies to one sandbox's requests. `phase` returns the sandbox's current phase."""
 
     def __init__(self, phase: Callable[[], Phase | None]) -> None:
         self._phase = phase
@@ -67,15 +68,15 @@ class NetworkRecord:
             self.replies.append(msgspec.structs.replace(line, phase=phase))
 
     def _skip(self) -> None:
-        """Record that a reply is missing."""
+        """Add one line which says that replies are missing."""
         if not self._full and (phase := self._phase()) is not None:
             self._full = True
             self.replies.append(RecordedReply(phase))
 
 
 class NetworkReplay:
-    """Replies to requests from a record: the n-th request for a URL in a phase gets the n-th reply. If there are more
-    requests than replies, the further requests get the last reply."""
+    """An `Archive` that replies from a record. In each phase, the n-th request for a URL gets the n-th recorded reply
+    to that URL. Further requests get the last one."""
 
     def __init__(self, replies: list[RecordedReply], phase: Callable[[], Phase | None]) -> None:
         self._phase = phase
@@ -87,7 +88,7 @@ class NetworkReplay:
 
     @classmethod
     def read(cls, file: Path, phase: Callable[[], Phase | None]) -> NetworkReplay:
-        """Read a record. Blocks. Raises RuntimeUnavailable."""
+        """Read a record from its file. Blocks. Raises RuntimeUnavailable if the file is not a readable record."""
         try:
             with file.open("rb") as lines:
                 data = lines.read(MAX_FILE + 1)
@@ -95,7 +96,7 @@ class NetworkReplay:
                 raise RuntimeUnavailable(f"{file.name} is larger than any record of a network")
             return cls([msgspec.json.decode(line, type=RecordedReply) for line in data.splitlines()], phase)
         except (OSError, msgspec.MsgspecError) as error:
-            # Unlike `str(error)`, strerror does not contain the path of the folder.
+            # `strerror` does not contain the path of the file, but `str(error)` does.
             why = error.strerror if isinstance(error, OSError) else error
             raise RuntimeUnavailable(
                 f"{file.name} is no record of a network: {why}",
@@ -109,7 +110,7 @@ class NetworkReplay:
         found = None if phase is None else self._replies.get((phase, request.method, _url(request)))
         if request.length or not found:
             full = "; the record was full" if self._full else ""
-            # The timeline shows this text, and a query may hold a secret.
+            # The session's timeline shows this message, and the query of a URL may contain a secret.
             shown = _url(request).partition("?")[0][:300]
             raise NotRecorded(f"the record has no reply to {request.method} {shown} with this query{full}")
         return found.pop(0) if len(found) > 1 else found[0]
@@ -121,11 +122,11 @@ class NetworkReplay:
         return False
 
     def keep(self, request: RequestHead, reply: bytes) -> None:
-        """Keep nothing."""
+        """Do nothing, because a replay records no replies."""
 
 
 class NotRecorded(NotAllowed):
-    """The record has no reply to a request."""
+    """A request whose reply is not in the record."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -133,7 +134,8 @@ class NotRecorded(NotAllowed):
 
 
 def record_file(records: Iterable[NetworkRecord]) -> bytes:
-    """Return one file with the records of all sandboxes of a session. The records are cut at MAX_BYTES."""
+    """Join the records of all sandboxes of a session into the content of one file. Replies beyond MAX_BYTES are left
+    out."""
     lines, left = [], MAX_BYTES
     for one in (reply for record in records for reply in record.replies):
         left -= one.size

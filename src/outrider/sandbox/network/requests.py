@@ -1,6 +1,6 @@
-"""Reads the head of a request to the proxy, and of a server's reply.
+"""Parses the head of a request to the proxy, and the head of a server's reply.
 
-All functions are pure. Invariant: a head that strict and lenient servers may read differently is refused.
+All functions are pure. Invariant: the parser rejects a head that two servers may interpret differently.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ MAX_HEAD = 64 << 10
 REQUEST_LINE = re.compile(r"([A-Z-]{1,32}) ([\x21-\x7e]+) (HTTP/1\.[01])")
 STATUS_LINE = re.compile(r"HTTP/1\.[01] ([1-9][0-9]{2})( [\t\x20-\x7e\x80-\xff]*)?")
 FIELD = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*")
-"""Pattern of a header line. It does not match a space before the colon, the continuation of an earlier line, or a line
-that contains CR or LF."""
+"""A valid header line. The pattern rejects a space before the colon, the continuation of the previous line, and a CR or
+LF within a line."""
 LENGTH = re.compile("[0-9]{1,18}")
 NOT_PASSED = frozenset(
     {
@@ -25,15 +25,16 @@ NOT_PASSED = frozenset(
         *("proxy-connection", "te", "trailer", "upgrade"),
     }
 )
-"""Headers that apply to a single connection. The proxy removes or replaces these headers."""
+"""Request and reply headers that concern only one connection. The proxy drops them or writes its own."""
 
 COOKIES = frozenset({"set-cookie", "set-cookie2"})
 PERSONAL = frozenset({"authorization", "cookie", "cookie2"})
-"""The reply to a request with one of these headers may be meant only for the sender."""
+"""If a request has one of these headers, its reply may contain private data of the sender."""
 
 
 class NotPassedOn(Exception):
-    """A request that the proxy does not pass on. `status` is the reply's status code with its reason phrase."""
+    """The proxy refuses a request, or cannot get a valid reply to it. `status` is the status of the proxy's own reply,
+    such as "403 Forbidden"."""
 
     def __init__(self, status: str, text: str) -> None:
         super().__init__(text)
@@ -41,22 +42,27 @@ class NotPassedOn(Exception):
 
 
 class NotAllowed(NotPassedOn):
-    """A request to a destination that the rules do not allow."""
+    """The rules do not allow a request to this server."""
 
     def __init__(self, text: str) -> None:
         super().__init__("403 Forbidden", text)
 
 
 class Unreachable(NotPassedOn):
-    """The request was allowed, but its server cannot be reached or does not speak HTTP."""
+    """The request is allowed, but its server cannot be reached or does not reply with valid HTTP."""
 
     def __init__(self, text: str) -> None:
         super().__init__("502 Bad Gateway", text)
 
 
 class RequestHead(msgspec.Struct, frozen=True):
-    """The head of a request. `host` is the name or address as `host_name` writes it. `path` includes the query, and is
-    "" for a tunnel (CONNECT). `fields` are the header lines to pass on. `length` is the size of the body in bytes."""
+    """The parsed head of a request.
+
+    `host`: the name or the address of the server, as `host_name` normalizes it.
+    `path`: the path with the query, or "" for a tunnel (CONNECT).
+    `fields`: the header lines for the server.
+    `length`: the size of the body in bytes.
+    """
 
     method: str
     host: str
@@ -76,25 +82,25 @@ class RequestHead(msgspec.Struct, frozen=True):
 
     @property
     def personal(self) -> bool:
-        """True if the reply may be meant only for the sender."""
+        """True if the reply may contain private data of the sender."""
         return any(name in PERSONAL for name, _ in _named(self.fields))
 
     @property
     def origin(self) -> str:
-        """The value of the Host header."""
+        """The server as in a Host header: `host:port`, or only the host for port 80."""
         return place_of(self.host, self.port, hidden=80)
 
     def head(self, target: str, origin: str, *more: str, only: frozenset[str] | None = None) -> bytes:
-        """Return the head to send to the server over a connection that carries only this request. If `only` is given,
-        the head has only the client's header lines whose lower-case names are in `only`."""
+        """Return the head to send to the server, with the additional lines `more`. If `only` is given, all other client
+        headers are dropped (names in lower case)."""
         kept = [field for field in self.fields if only is None or field.partition(":")[0].lower() in only]
         lines = [f"{self.method} {target} {self.version}", f"Host: {origin}", *kept, "Connection: close", *more]
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
 class ReplyHead(msgspec.Struct, frozen=True):
-    """The head of a server's reply. `length` is the size of the body in bytes, None if the body ends with the
-    connection or is chunked."""
+    """The parsed head of a server's reply. `length` is the size of the body in bytes. It is None if the body is chunked
+    or ends with the connection."""
 
     status: int
     line: str
@@ -104,7 +110,8 @@ class ReplyHead(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, head: bytes) -> Self:
-        """Read the head of a reply, which ends with an empty line. Raises Unreachable."""
+        """Parse the head of a reply, including the empty line at its end. Raises Unreachable if the head is
+        malformed."""
         first, *fields = head[:-4].decode("latin-1").split("\r\n")
         line = STATUS_LINE.fullmatch(first)
         if line is None or not all(FIELD.fullmatch(field) for field in fields):
@@ -118,25 +125,28 @@ class ReplyHead(msgspec.Struct, frozen=True):
         return cls(int(line[1]), first, kept, int(lengths.pop()) if lengths else None, chunked)
 
     def value(self, name: str) -> str:
-        """Return the value of a header, or "" if there is no such header."""
+        """Return the value of a header, or "" if the reply does not have this header."""
         return next((value for each, value in _named(self.fields) if each == name), "")
 
     def head(self, *, recorded: bool = False) -> bytes:
-        """Return the head for the client, or the head for a record, which has no cookies."""
+        """Return the head to send to the client. With `recorded`, return the head for a record (see record.py), which
+        contains no cookies."""
         kept = [field for field in self.fields if not (recorded and field.partition(":")[0].lower() in COOKIES)]
         return ("\r\n".join([self.line, *kept, "Connection: close"]) + "\r\n\r\n").encode("latin-1")
 
 
 def place_of(host: str, port: int, *, hidden: int = 0) -> str:
-    """Return `host:port`, or only the host if the port is `hidden`."""
+    """Return `host:port`, or only the host if the port equals `hidden`."""
     shown = f"[{host}]" if ":" in host else host
     return shown if port == hidden else f"{shown}:{port}"
 
 
 def read_request(head: bytes) -> RequestHead:
-    """Read the head of a request, which ends with an empty line. Raises NotPassedOn for a head in which a lenient
-    server might read another host, or another end of the head or body. Such a head has a malformed line, a bare CR or
-    LF, a user name, a Host that contradicts the address, or an unclear length of the body."""
+    """Parse the head of a request, including the empty line at its end.
+
+    Raises NotPassedOn for a head that servers might interpret differently, because it has a malformed line, a user name
+    in the URL, a Host header that differs from the URL, or an unclear length of the body.
+    """
     first, *fields = head[:-4].decode("latin-1").split("\r\n")
     line = REQUEST_LINE.fullmatch(first)
     if line is None:
@@ -160,9 +170,8 @@ def read_request(head: bytes) -> RequestHead:
 
 
 def body_length(head: bytes) -> int | None:
-    """Return the size of the body after the head of a request to the model gateway, in bytes. Returns None if the head
-    does not show where the next request begins: the body is chunked, the protocol may change, or the length is
-    unclear."""
+    """Return the size in bytes of the body of a request to the model gateway. Returns None if the head does not show
+    where the body ends: the body is chunked, the protocol may change, or the length is unclear."""
     named = _named(head[:-4].decode("latin-1").split("\r\n")[1:])
     lengths = {value for name, value in named if name == "content-length"}
     unclear = len(lengths) > 1 or not all(map(LENGTH.fullmatch, lengths))
@@ -176,8 +185,8 @@ def _named(fields: list[str]) -> list[tuple[str, str]]:
 
 
 def _passed(fields: list[str], named: list[tuple[str, str]]) -> list[str]:
-    """Return the header lines that are passed on: all except NOT_PASSED and the headers listed in `Connection`.
-    Content-Length and Content-Type are passed on even if listed."""
+    """Return the header lines to forward: all except those in NOT_PASSED and those that the `Connection` header lists.
+    Content-Length and Content-Type are always forwarded."""
     listed = {one.strip().lower() for name, value in named if name == "connection" for one in value.split(",")}
     without = NOT_PASSED | (listed - {"content-length", "content-type", "close"})
     return [field for field, (name, _) in zip(fields, named, strict=True) if name not in without]
@@ -191,7 +200,8 @@ def _tunnel_target(target: str) -> tuple[str, int, str]:
 
 
 def _url_target(target: str) -> tuple[str, int, str]:
-    """Return the host, the port, and the path with the query of an http:// address."""
+    """Split an http:// URL into its host, its port, and its path with the query. Raises NotPassedOn for an invalid
+    URL."""
     if not target.lower().startswith("http://"):
         raise NotPassedOn("400 Bad Request", f"{target[:200]!r} is no http:// address")
     whole = target[len("http://") :].partition("#")[0]
@@ -206,7 +216,7 @@ def _url_target(target: str) -> tuple[str, int, str]:
 
 
 def _place(text: str, port: int) -> tuple[str, int] | None:
-    """Return the host and the port that `text` names, or None if the text is ambiguous."""
+    """Split `text` into host and port; `port` is the default. Returns None if the text is invalid or ambiguous."""
     name, given = split_port(text)
     host = host_name(name)
     if host is None or (given is not None and (not re.fullmatch("[0-9]{1,5}", given) or not 0 < int(given) < 65536)):

@@ -1,8 +1,5 @@
-"""The rules of sandboxes' networks: the destinations that a task asks for, limited to those that the operator allows.
-
-Pure: results depend only on the arguments and the settings. Invariant: an allow-list of the settings covers every
-destination of a sandbox.
-"""
+"""Network rules: which destinations a sandbox may reach. A task asks for destinations, and the operator's settings must
+allow them. Results depend only on the arguments and the settings."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ from outrider.sandbox.network.requests import NotAllowed, RequestHead, place_of
 from outrider.spec import RUNTIME, NetworkSpec
 
 READS = frozenset({"GET", "HEAD"})
-"""The HTTP methods that mirrors allow: packages can be fetched, but not published."""
+"""The HTTP methods that a package mirror accepts. Packages can be downloaded but not published."""
 MIRROR_SETTINGS = {"pip": "pip_index", "npm": "npm_registry", "apt": "apt_hosts"}
-"""For each mirror, the setting of [network] that names its servers. Without the setting, the mirror is not
+"""The setting in section [network] with the servers of each package mirror. If it is empty, the mirror is not
 available."""
 INSIDE = "{}.mirror.internal"
-"""The name of a mirror's server inside a sandbox. Only the proxy resolves the name."""
+"""The host name of a package mirror inside a sandbox. Only the proxy understands this name."""
 HINT = (
     "the operator allows destinations with the setting network.allow, or network.tenants for one tenant; a Harbor task"
     " runs without its network with --offline, or environment_overrides network_mode no-network"
@@ -33,8 +30,12 @@ HINT = (
 
 
 class Mirror(msgspec.Struct, frozen=True, kw_only=True):
-    """A package index. `servers` has the index's server and the servers of its files; keys are the names that a sandbox
-    uses for them. `replaced` is the field of `ProxyRoute`. `variables` point package managers at the mirror."""
+    """A package mirror. Sandboxes reach a package index by host names that only the proxy understands.
+
+    `servers`: the servers of the index and of its files, by host name in the sandbox.
+    `replaced`: the addresses to replace in pages; see `ProxyRoute.replaced`.
+    `variables`: the environment variables that make package managers use the mirror.
+    """
 
     servers: Mapping[str, ProxiedServer]
     replaced: tuple[tuple[str, str], ...]
@@ -45,7 +46,7 @@ class Mirror(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Allowed(msgspec.Struct, frozen=True):
-    """The allowed destinations of one phase of a sandbox."""
+    """The destinations that one sandbox may reach in one phase."""
 
     destinations: tuple[Destination, ...]
     mirrors: tuple[tuple[str, Mirror], ...]
@@ -53,7 +54,7 @@ class Allowed(msgspec.Struct, frozen=True):
     settings: NetworkConfig
 
     def route(self, request: RequestHead) -> ProxyRoute:
-        """Return the route of a request. Raises NotAllowed."""
+        """Return the server for a request. Raises NotAllowed if the request's destination is not allowed."""
         host, port = request.host, request.port
         if not request.tunnel and port == 80:
             for _, mirror in self.mirrors:
@@ -70,16 +71,16 @@ class Allowed(msgspec.Struct, frozen=True):
 
 
 class NetworkRules:
-    """The operator's rules for the sandboxes of a node. `service_url` is the URL at which the node's machine reaches
-    the service, None on the service's machine."""
+    """The operator's network rules for all sandboxes of a node. `service_url` is the URL at which the node reaches the
+    service, or None on the service's own machine."""
 
     def __init__(self, config: Config | None = None, *, service_url: str | None = None) -> None:
         self.settings = NetworkConfig() if config is None else config.network
         self.own = frozenset() if config is None else own_places(config, service_url)
 
     def may_ask(self, tenant: str | None) -> list[str]:
-        """Return the destinations that the tasks of a tenant may ask for. If `tenant` is None, return those of all
-        tenants together."""
+        """Return the destinations that a tenant's tasks may ask for. With None, return those of all tenants
+        together."""
         found = list(self.settings.allow)
         for one in self.settings.tenants:
             if tenant is None or one.tenant == tenant:
@@ -87,15 +88,15 @@ class NetworkRules:
         return found
 
     def check(self, spec: NetworkSpec | None, *, tenant: str | None, whose: str | None, field: str) -> None:
-        """Raise InvalidField for a destination that a tenant's tasks may not ask for. `whose` is the tenant's name in
-        the error message. If `whose` is None, the message does not list the allowed destinations."""
+        """Raise InvalidField for a destination that the tenant's tasks may not reach. `whose` names the tenant in the
+        error message. If it is None, the message does not list the allowed destinations."""
         if spec is None:
             return
         may = self.may_ask(tenant)
         for name, asked in spec.lists():
             if refused := not_covered(asked, may):
                 allowed = f"only {', '.join(may)}" if may else "nothing"
-                if whose is None:  # any tenant may read the message
+                if whose is None:  # every tenant can read this message
                     why = "is allowed to no task any more"
                 else:
                     why = f"is not allowed: the operator allows {whose} {allowed}"
@@ -114,8 +115,8 @@ class NetworkRules:
                     )
 
     def allowed(self, spec: NetworkSpec) -> dict[Phase, Allowed]:
-        """Return the destinations of each phase. Raises InvalidField for a destination that the settings do not allow,
-        or no longer allow, to any tenant."""
+        """Return the allowed destinations of each phase. Raises InvalidField for a destination that the settings allow
+        to no tenant, for example because they have changed."""
         self.check(spec, tenant=None, whose=None, field=RUNTIME)
         return {phase: self._allowed(spec.of(phase)) for phase in Phase}
 
@@ -126,7 +127,7 @@ class NetworkRules:
         return Allowed(tuple(one for one in found if not one.mirror), mirrors, "apt" in names, self.settings)
 
     def mirror(self, name: str) -> Mirror:
-        """Return the mirror `pip` or `npm`, whose package index the settings name."""
+        """Return the package mirror `pip` or `npm`, with the servers from the settings."""
         url = urlsplit(getattr(self.settings, MIRROR_SETTINGS[name]))
         inside = INSIDE.format(name)
         urls = {inside: url}
@@ -148,7 +149,7 @@ class NetworkRules:
         return Mirror(servers=servers, replaced=tuple(replaced), variables=variables[name])
 
     def variables(self, spec: NetworkSpec) -> dict[str, str]:
-        """Return the variables of the mirrors that a task asks for in any phase."""
+        """Return the environment variables of all package mirrors that a task uses."""
         found: dict[str, str] = {}
         for name in sorted(spec.mirrors - {"apt"}):
             found |= self.mirror(name).variables
@@ -156,12 +157,12 @@ class NetworkRules:
 
 
 def is_internal(host: str, port: int, settings: NetworkConfig) -> bool:
-    """Return whether the operator has named exactly this host and port as internal."""
+    """Return whether the setting network.internal lists exactly this host and port."""
     return place_of(host, port) in {place.lower() for place in settings.internal}
 
 
 def server_of(url: str, settings: NetworkConfig, *, internal: bool = False, proxy: str | None = None) -> ProxiedServer:
-    """Return the server of an http:// or https:// address."""
+    """Return the server of an http:// or https:// URL that the operator has configured."""
     parts = urlsplit(url)
     tls = parts.scheme == "https"
     host, port = parts.hostname or "", parts.port or (443 if tls else 80)
@@ -170,7 +171,8 @@ def server_of(url: str, settings: NetworkConfig, *, internal: bool = False, prox
 
 
 def own_places(config: Config, service_url: str | None = None) -> frozenset[str]:
-    """Return the addresses and names of the service, as `host:port`. `*` stands for every address of this machine."""
+    """Return the service's own addresses and host names as `host:port`. The host `*` stands for every address of this
+    machine."""
     urls = [urlsplit(url) for url in (*config.advertised_urls.values(), *([service_url] if service_url else []))]
     places = {place_of(url.hostname or "", url.port or (443 if url.scheme == "https" else 80)) for url in urls}
     return frozenset({f"*:{config.port}", *places})

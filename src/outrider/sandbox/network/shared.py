@@ -1,9 +1,8 @@
-"""Resources for the networks of all sandboxes of a node: the threads that resolve names, and the limit of bytes per
-second.
+"""Resources that the networks of all sandboxes of a node share: threads that resolve host names, and a limit of bytes
+per second.
 
-Invariants: a slow look-up of a host name delays nothing else on the node; the look-up of a host name that a program
-chose delays no look-up of a host name that a task declares; the proxies take a bounded share of the event loop's time,
-however much the sandboxes download.
+Invariants: a slow name server never blocks the node; a host name that a program invents never delays one that a task
+declares; the proxies use a bounded share of the event loop's time.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from outrider.sandbox.network.addresses import Address
 from outrider.sandbox.runtimes.node_host import Host
 
 LOOKUP_THREADS = 64
-"""Maximum number of threads in each of two pools. One pool resolves the hosts that tasks name, and the other pool
-resolves all other hosts."""
+"""Maximum number of threads in each of two thread pools. One pool resolves the hosts that tasks declare, and the other
+pool resolves all other hosts."""
 LOOKUPS = 2
-"""Maximum number of hosts that one sandbox resolves at once in each of the two pools of threads. A hostile name server
-may answer slowly, and each look-up occupies a thread of the node until the answer."""
+"""Maximum number of hosts that one sandbox resolves at once in each pool. A look-up occupies a thread until the name
+server answers, and a hostile one may answer slowly."""
 NODE_RATE = 192 << 20
-"""Maximum bytes per second that pass through the proxies of all sandboxes of a node. A chunk of 64 KiB takes about 0.1
-ms of the event loop's time, so at this rate the proxies take about a third of that time."""
+"""Maximum bytes per second for the proxies of all sandboxes of a node together. A chunk of 64 KiB takes about 0.1 ms of
+the event loop's time. So at this rate, the proxies use about a third of that time."""
 SANDBOX_RATE = 64 << 20
-"""Maximum bytes per second of one sandbox, so that the other sandboxes get a share."""
+"""Maximum bytes per second for one sandbox, so that it does not use the whole NODE_RATE."""
 LEAST_PAUSE = 0.002
 
 
 class BytePace:
-    """Limits a flow of bytes to `rate` bytes per second."""
+    """Limits traffic to `rate` bytes per second."""
 
     def __init__(self, rate: int) -> None:
         self._rate = rate
@@ -41,16 +40,18 @@ class BytePace:
         """The event loop's time at which the next bytes are due."""
 
     def pause(self, number: int) -> float:
-        """Count bytes that have passed. Returns the seconds to wait before the next bytes."""
+        """Count `number` transferred bytes. Returns how many seconds to wait before the next transfer."""
         now = asyncio.get_running_loop().time()
         self._free = max(self._free, now) + number / self._rate
         return self._free - now
 
 
 class Lookups:
-    """The look-ups of one sandbox. `look_up` runs in a thread of the pool `named` for a host that the task names, and
-    in a thread of `others` for any other host. A look-up counts against LOOKUPS until its thread ends, even if no
-    request still waits for the result."""
+    """Resolves host names for one sandbox, with at most LOOKUPS look-ups in each thread pool. The pool `named` is for
+    hosts that the task declares, and `others` is for all other hosts.
+
+    A look-up counts until its thread has finished, even if no request waits for it any more.
+    """
 
     def __init__(
         self,
@@ -63,12 +64,13 @@ class Lookups:
         self._running: dict[tuple[str, int], asyncio.Future[Sequence[str]]] = {}
 
     async def resolve(self, host: str, port: int, named: bool) -> Sequence[Address]:
-        """Return the addresses of a host. Concurrent requests for the same host share one look-up. Raises OSError."""
+        """Return the addresses of a host. Simultaneous requests for the same host and port share one look-up. Raises
+        OSError."""
         key = host, port
         if key not in self._running:
             pool, slots = self._kinds[named]
             await slots.acquire()
-            if key in self._running:  # another request has begun this look-up meanwhile
+            if key in self._running:  # another request has begun the same look-up in the meantime
                 slots.release()
             else:
                 self._begin(key, pool, slots)
@@ -87,18 +89,18 @@ class Lookups:
             del self._running[key]
 
         def end(_: object) -> None:
-            with suppress(RuntimeError):  # the event loop has ended before the thread
+            with suppress(RuntimeError):  # the event loop may already be closed
                 loop.call_soon_threadsafe(ended)
 
-        # `end` is added before the callback of `wrap_future`. Otherwise a request just after the result would share the
-        # old result.
+        # `end` must run before the callback of `wrap_future`. Otherwise, a request right after the result would reuse
+        # this result.
         thread.add_done_callback(end)
         self._running[key] = asyncio.wrap_future(thread)
 
 
 class SharedNetwork:
-    """The part of the network that all sandboxes of a node share. It is a part of the node's `Host`; `open` creates
-    it."""
+    """Network resources that all sandboxes of a node share. The node's `Host` holds one instance, which it creates with
+    `open`."""
 
     def __init__(self, named: ThreadPoolExecutor, others: ThreadPoolExecutor) -> None:
         self._named = named
@@ -116,7 +118,7 @@ class SharedNetwork:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def lookups(self) -> Lookups:
-        """Return the look-ups of a new sandbox."""
+        """Return a `Lookups` for a new sandbox."""
         return Lookups(self._named, self._others, _addresses)
 
 

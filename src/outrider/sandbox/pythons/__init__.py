@@ -1,1 +1,1 @@
-"""Python interpreters for sandboxes: a portable CPython, and the IPython for it."""
+"""Python interpreters for sandboxes: a portable CPython, and IPython for it."""

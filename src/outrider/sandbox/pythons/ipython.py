@@ -1,8 +1,7 @@
-"""The service's own IPython, for sandboxes whose Python does not have IPython.
+"""An IPython for sandboxes whose own Python does not have IPython.
 
-One folder holds the interpreter of portable.py, IPython and the requirements of IPython. Sandboxes see the folder at
-the same path as the host. Invariant: of the distributions in the service's environment, the folder holds only IPython
-and its requirements.
+One folder contains the interpreter of portable.py, IPython and the packages that IPython requires. A sandbox sees the
+folder at the same path as the host. Invariant: the folder contains no other packages of the service's environment.
 """
 
 from __future__ import annotations
@@ -28,17 +27,19 @@ WITHOUT_IPYTHON = (
 
 
 def ipython_mounts() -> tuple[Path, ...]:
-    """Return the host folders to mount read-only at the same paths, or none if IPython is not installed beside
-    Outrider. The first call builds the folder and blocks for a second or two. Raises RuntimeUnavailable if the build
-    fails."""
+    """Return the host folders that a sandbox needs for IPython, to be mounted read-only at the same paths. There are
+    none if IPython is not installed in Outrider's environment.
+
+    The first call builds the folder, which blocks for a second or two. Raises RuntimeUnavailable if the build fails.
+    """
     place = _place()
     return () if place is None else (build_once(place, _build),)
 
 
 def ipython_command() -> list[str]:
-    """Return the command that starts the interpreter in a sandbox with `ipython_mounts`, or an empty list if IPython is
-    not installed. With the options -E and -s, neither the sandbox's environment variables nor the user's site-packages
-    influence imports."""
+    """Return the command that starts Python with IPython in a sandbox with `ipython_mounts`. The list is empty if
+    IPython is not installed. The options -E and -s protect imports from the sandbox's environment variables and from
+    the user's site-packages."""
     place = _place()
     return [] if place is None else [*portable_command(str(place)), "-E", "-s"]
 
@@ -48,7 +49,7 @@ def _place() -> Path | None:
     return None if digest is None else cache_home().absolute() / "ipython" / digest
 
 
-@functools.cache  # installed packages do not change under a running service
+@functools.cache  # cached, because installed packages do not change while the service runs
 def _digest() -> str | None:
     found = _closure("ipython")
     versions = sorted(f"{name} {one.version}" for name, one in found.items())
@@ -56,8 +57,9 @@ def _digest() -> str | None:
 
 
 def _closure(name: str) -> dict[str, metadata.Distribution]:
-    """Return a distribution with its installed requirements, direct and indirect. Requirements of extras are left out.
-    Other environment markers are ignored: if a marker excludes a requirement, it is usually not installed."""
+    """Return an installed package together with its installed requirements, direct and indirect. Requirements of extras
+    are left out. All other markers (`; python_version < "3.11"`) are ignored, because a package that a marker excludes
+    is usually not installed."""
     found: dict[str, metadata.Distribution] = {}
     waiting = [name]
     while waiting:
@@ -77,7 +79,7 @@ def _closure(name: str) -> dict[str, metadata.Distribution]:
 
 def _build(folder: Path) -> None:
     def link(source: str, target: str) -> None:
-        """Make a hard link if the file system supports it, so that the standard library is not stored twice."""
+        """Copy a file as a hard link where possible, so that the standard library uses disk space only once."""
         try:
             os.link(source, target)
         except OSError:
@@ -88,7 +90,7 @@ def _build(folder: Path) -> None:
     for one in _closure("ipython").values():
         for path in one.files or ():
             if path.is_absolute() or ".." in path.parts:
-                continue  # the file is a script outside of site-packages
+                continue  # a script, which is installed outside of site-packages
             source = Path(str(one.locate_file(path)))
             if source.is_file():
                 (place / path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,11 @@
-"""A Python interpreter for any root file system of this machine's architecture, even without Python or libraries.
+"""A portable Python interpreter, which runs in any root file system of this machine's architecture, even without Python
+or shared libraries.
 
-The interpreter is a folder, which sandboxes see at PORTABLE_AT: a copy of Outrider's interpreter with the dynamic
-loader, the standard library, and every shared library that may be needed. It is started through the copied loader, so
-it uses no files outside the folder. It also needs no environment variables, which its child processes would inherit.
-Invariant: the folder `python/DIGEST` in the cache is complete, has been tried, and never changes.
+It is a folder, which sandboxes see at PORTABLE_AT: a copy of Outrider's interpreter with the standard library, the
+dynamic loader, and all shared libraries that may be needed. The copied loader starts it, so it uses no file outside of
+the folder. It needs no environment variables, which child processes would inherit.
+
+Invariant: the folder `python/DIGEST` in the cache is complete, has been tested, and never changes.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from outrider.errors import RuntimeUnavailable
 
 PORTABLE_AT = "/run/outrider-python"
 FORMAT = "1"
-"""The version of the folder's structure, which is part of the digest. Change this value when `_build` changes, so that
-existing folders are no longer used."""
+"""The version of the folder's layout. Change it when `_build` changes, so that existing folders are not used any
+more."""
 LEFT_OUT = frozenset(
     [
         "test",
@@ -42,22 +44,23 @@ LEFT_OUT = frozenset(
         "lib-dynload",
     ]
 )
-"""Folders of the standard library that no tool server needs. `lib-dynload` is copied separately."""
+"""Folders of the standard library that programs in sandboxes do not need. `_build` copies `lib-dynload` separately."""
 MODULES_LEFT_OUT = ("_tkinter", "_test", "_ctypes_test", "xx")
 BESIDE_LIBC = ("libgcc_s.so.1",)
-"""Libraries that no program lists as needed: glibc itself opens libgcc_s when a thread is cancelled."""
+"""Libraries that no ELF file lists among its dependencies. glibc loads libgcc_s itself when a thread is cancelled."""
 PT_INTERP = 3
 TRY_SECONDS = 60
 
 
 def portable_python() -> Path:
-    """Return the folder to mount at PORTABLE_AT. The first call for each interpreter builds the folder and blocks for a
-    few seconds. Raises RuntimeUnavailable."""
+    """Return the interpreter's folder, to be mounted at PORTABLE_AT. The first call builds the folder, which blocks for
+    a few seconds. Raises RuntimeUnavailable if the build fails."""
     return _built(cache_home().absolute() / "python")
 
 
 def portable_command(at: str = PORTABLE_AT) -> list[str]:
-    """Return the command that starts the interpreter in the folder `at`. Append Python's options to the command."""
+    """Return the command that starts the interpreter in the folder `at`. The caller appends Python's options and
+    arguments."""
     loader = _loader()
     program = f"{at}/bin/python3"
     if loader is None:
@@ -65,13 +68,13 @@ def portable_command(at: str = PORTABLE_AT) -> list[str]:
     return [f"{at}/lib/{loader.name}", "--library-path", f"{at}/lib", program]
 
 
-@functools.lru_cache(maxsize=8)  # cached, because every sandbox needs the folder, and a built folder never changes
+@functools.lru_cache(maxsize=8)  # cached, because every sandbox asks for it
 def _built(home: Path) -> Path:
     return build_once(home / portable_digest(), _build)
 
 
 def _executable() -> Path:
-    """Return the interpreter's own file, not a virtual environment's link to it."""
+    """Return the path of the interpreter itself. In a virtual environment, `python` is only a link to it."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     base = Path(getattr(sys, "_base_executable", None) or Path(sys.base_prefix, "bin", name))
     return base.resolve()
@@ -82,14 +85,14 @@ def _stdlib() -> Path:
 
 
 def _extensions() -> Path:
-    """Return the folder of the standard library's compiled modules."""
+    """Return the folder with the compiled modules (`*.so`) of the standard library."""
     beside = _stdlib() / "lib-dynload"
     return beside if beside.is_dir() else Path(sysconfig.get_config_var("DESTSHARED") or beside)
 
 
 def portable_digest() -> str:
-    """Return a digest of the interpreter's version, and of the paths and times of its program and library folders. It
-    names the copy. Raises RuntimeUnavailable."""
+    """Return the digest that names the folder. It covers the interpreter's version, and the paths and times of its
+    program and its library folders. Raises RuntimeUnavailable."""
     parts = [FORMAT, sys.version, sys.platlibdir]
     for path in (_executable(), _stdlib(), _extensions()):
         try:
@@ -101,7 +104,7 @@ def portable_digest() -> str:
 
 
 def _build(folder: Path) -> None:
-    """Fill an empty folder and try the result."""
+    """Copy the interpreter into an empty folder, and test the copy. Raises RuntimeUnavailable."""
     if sys.platform != "linux":
         raise RuntimeUnavailable("an interpreter for sandboxes can only be made on Linux")
     executable, extensions = _executable(), _extensions()
@@ -111,7 +114,7 @@ def _build(folder: Path) -> None:
         return [n for n in names if n in LEFT_OUT or n.startswith("config-") or ".opt-" in n or n.endswith(".a")]
 
     shutil.copytree(_stdlib(), place, ignore=left_out)
-    compileall.compile_dir(place, quiet=2)  # takes little time if the copied files are already compiled
+    compileall.compile_dir(place, quiet=2)  # fast if the compiled files were copied, too
     modules = [path for path in extensions.glob("*.so") if not path.name.startswith(MODULES_LEFT_OUT)]
     (folder / "bin").mkdir()
     (folder / "lib").mkdir(exist_ok=True)
@@ -123,7 +126,7 @@ def _build(folder: Path) -> None:
         shutil.copy2(loader, folder / "lib" / loader.name)
         for name, path in _libraries(loader, [executable, *modules]).items():
             shutil.copy2(path, folder / "lib" / name)
-    # The copy is tried, because an interpreter that was moved after installation does not find its library.
+    # Test the copy, because some interpreters do not find their standard library after they are moved.
     command = [*portable_command(str(folder)), "-I", "-c", "import ctypes, json, socket, sys; print(sys.prefix)"]
     done = subprocess.run(command, capture_output=True, text=True, env={}, timeout=TRY_SECONDS, check=False)
     if done.returncode != 0 or done.stdout.strip() != str(folder):
@@ -135,14 +138,15 @@ def _build(folder: Path) -> None:
 
 
 def _loader() -> Path | None:
-    """Return the dynamic loader of the interpreter, or None if the interpreter is statically linked."""
+    """Return the dynamic loader that the interpreter uses, or None for a statically linked interpreter."""
     named = _interpreter_of(_executable())
     return Path(named) if named else None
 
 
 @functools.lru_cache(maxsize=8)
 def _interpreter_of(program: Path) -> str | None:
-    """Return the PT_INTERP entry of a 64-bit ELF file in this machine's byte order."""
+    """Return the dynamic loader in the PT_INTERP entry of a 64-bit ELF program, or None without such an entry. Raises
+    RuntimeUnavailable for other files."""
     with program.open("rb") as file:
         header = file.read(64)
         if header[:5] != b"\x7fELF\x02":
@@ -161,12 +165,11 @@ def _interpreter_of(program: Path) -> str | None:
 
 
 def _libraries(loader: Path, programs: Iterable[Path]) -> dict[str, Path]:
-    """Return the paths of the libraries that the programs load, by the name under which the programs request each
-    library. A library that is missing on this host is left out: the host cannot import the module that needs it
-    either."""
+    """Return the paths of the shared libraries that the programs need, by library name. Libraries that this host does
+    not have are left out: a module that needs one cannot be imported on the host either."""
     found: dict[str, Path] = {}
     for program in programs:
-        # The loader lists the libraries of a program, in lines `NAME => PATH (ADDRESS)`. The kernel's vDSO has no path.
+        # `loader --list` prints one line `NAME => PATH (ADDRESS)` for each library. The kernel's vDSO has no path.
         done = subprocess.run([str(loader), "--list", str(program)], capture_output=True, text=True, check=False)
         for line in done.stdout.splitlines():
             name, arrow, rest = line.strip().partition(" => ")

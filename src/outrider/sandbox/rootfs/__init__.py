@@ -1,5 +1,5 @@
-"""Images: root file systems for sandboxes, imported from archives, pulled from registries, or built from recipes and
-Dockerfiles.
+"""Images, which are root file systems for sandboxes: imported from archives, pulled from registries, or built from
+recipes and Dockerfiles.
 
-The runtimes that run sandboxes over images are in runtimes/.
+The code that runs sandboxes on images is in runtimes/.
 """

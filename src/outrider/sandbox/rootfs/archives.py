@@ -1,7 +1,8 @@
-"""Image archives: an OCI layout, the output of `docker save` or `podman save`, or a plain tar of a root file system.
+"""Reads image archives: an OCI layout, the output of `docker save` or `podman save`, or a plain tar of a root file
+system.
 
-Each format is reduced to tar layers, which unpack.py unpacks, and the settings of the image. Invariant: a blob named by
-a digest is read only if its content has this digest.
+The result is a list of tar layers, which unpack.py unpacks, and the image's settings. Invariant: a file that is named
+by a digest is used only if its content has this digest.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from outrider.sandbox.rootfs.unpack import UNREADABLE, ArchiveMember, BadImage, 
 T = TypeVar("T")
 
 MAX_DOCUMENT = 8 << 20
-"""Maximum bytes of a JSON document."""
+"""Maximum size of a JSON document in an image, in bytes."""
 MAX_NESTING = 4
-"""Maximum nesting of indexes, and maximum number of indexes read: one on each level."""
+"""Maximum number of image indexes that are read. An index can point to another index."""
 MAX_LAYERS = 512
-"""Maximum layers of an image. Container engines make at most 127."""
+"""Maximum number of an image's layers. Container engines create at most 127."""
 MAX_MEMBERS = 10_000
-"""The format of an archive is recognized by documents among this number of entries at its beginning. Not all entries
-are searched, because a root file system may have millions."""
+"""How many entries are searched for the documents that identify the archive's format. A plain root file system may have
+millions of entries, and none of these documents."""
 CHUNK = 1 << 20
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""Names of processor architectures in image indexes. Keys are the names that `uname -m` prints."""
+"""Processor architectures: from the output of `uname -m` to the name in an image index."""
 NESTED = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
 
 
 class Layered(msgspec.Struct, frozen=True):
     """An image in layers. `layers` opens the layers one after another, the lowest first. `env` and `workdir` are the
-    variables and the working directory that the image sets for its programs."""
+    environment variables and the working directory that the image sets."""
 
     digest: str
     layers: Callable[[], Iterator[BinaryIO]]
@@ -53,7 +54,7 @@ class Platform(msgspec.Struct, frozen=True):
 
 
 class Descriptor(msgspec.Struct, frozen=True):
-    """A reference to a blob, called a descriptor in the OCI image specification."""
+    """A reference to a file of the image by its digest, called a descriptor in the OCI image specification."""
 
     digest: str
     media_type: str | None = msgspec.field(name="mediaType", default=None)
@@ -61,7 +62,7 @@ class Descriptor(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """An index (has `manifests`) or an image's manifest (has `config` and `layers`)."""
+    """Either an index, which lists `manifests`, or the manifest of one image, which has `config` and `layers`."""
 
     manifests: list[Descriptor] = []
     config: Descriptor | None = None
@@ -83,12 +84,13 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 Open = Callable[[str], BinaryIO]
-"""Function that opens a file of an image by its path. Raises BadImage for a missing file."""
+"""A function that opens a file by its path in the image. Raises BadImage if the file is missing."""
 
 
 @contextmanager
 def layered(path: Path) -> Iterator[Layered]:
-    """Open the image in a folder or a tar file. A tar file stays open until the context ends. Raises BadImage."""
+    """Open an image that is a folder or a tar file. A tar file is closed at the end of the `with` block. Raises
+    BadImage."""
     if path.is_dir():
 
         def below(name: str) -> BinaryIO:
@@ -123,9 +125,8 @@ def layered(path: Path) -> Iterator[Layered]:
 
 
 def _members(archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarInfo]:
-    """Yield the entries of an archive of `size` bytes. Raises BadImage if the archive unpacks to more than an image may
-    have. Raises BadImage also if an entry does not start after the previous entry: tarfile would read the same entries
-    over and over."""
+    """Yield the entries of a tar archive of `size` bytes. Raises BadImage if the content is too large for an image, or
+    if an entry does not start after the previous one. In that case, tarfile would read the same entries forever."""
     last = -1
     for member in archive:
         if member.offset <= last:
@@ -136,7 +137,8 @@ def _members(archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarInfo]:
 
 
 def _oci(open_: Open) -> Layered:
-    """Read the image for this machine from an OCI layout. Raises BadImage unless exactly one image fits."""
+    """Read an OCI layout, and return its image for this machine's architecture. Raises BadImage unless there is exactly
+    one such image."""
     document = _document(open_("index.json"), "index.json", Manifest)
     machine = MACHINES.get(platform.machine(), platform.machine())
     for _ in range(MAX_NESTING):
@@ -160,7 +162,7 @@ def _oci(open_: Open) -> Layered:
 
 
 def _saved(open_: Open) -> Layered:
-    """Read the image of a `docker save` archive, whose layers are files."""
+    """Read an archive of `docker save`. Raises BadImage if the archive contains several images."""
     images = _document(open_("manifest.json"), "manifest.json", list[Saved])
     if len(images) != 1:
         raise BadImage("the archive has several images: save only one")
@@ -172,8 +174,8 @@ def _saved(open_: Open) -> Layered:
 
 
 def _checked(layers: list[str]) -> list[str]:
-    """Return the names of an image's layers. Raises BadImage for more than MAX_LAYERS, because each layer is read
-    twice."""
+    """Return the names of an image's layers. Raises BadImage if there are more than MAX_LAYERS, because every layer is
+    read twice."""
     if len(layers) > MAX_LAYERS:
         raise BadImage(f"the image has {len(layers)} layers: more than {MAX_LAYERS} are not read")
     return layers
@@ -210,13 +212,13 @@ def digest_of_file(file: BinaryIO) -> str:
 
 
 def digest_of(path: Path, without: frozenset[str] = frozenset()) -> str:
-    """Return a digest of a file or of a folder's content: names, kinds, contents, and execute permissions. The paths in
-    `without` are left out."""
+    """Return a digest of a file or a folder: of all names, types, contents and execute permissions, except for the
+    paths in `without`."""
     found = hashlib.sha256()
     names = [str(path)]
     for folder, folders, files in os.walk(path):
-        # os.walk enters the folders in this list: in the same order on every machine, and without the paths of
-        # `without`.
+        # os.walk visits the folders in this list. The order must be the same on every machine, because it changes the
+        # digest.
         folders[:] = sorted(name for name in folders if os.path.join(folder, name) not in without)
         names += [os.path.join(folder, name) for name in sorted((*folders, *files))]
     for name in names:

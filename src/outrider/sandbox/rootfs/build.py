@@ -1,9 +1,9 @@
-"""Builds images with Apptainer from recipes, and reuses earlier builds.
+"""Builds images from recipes with Apptainer, and reuses earlier builds.
 
-    builds/KEY.sif    the result of a build; the key covers its inputs
+    builds/KEY.sif    the result of a build; the key covers everything that goes into the build
 
-recipe.py makes the definition of a recipe. Invariant: a file `KEY.sif` is complete, and if several processes need the
-file at once, only one builds it (see concurrency/build_once.py).
+recipe.py converts a recipe into an Apptainer definition. Invariants: every file `KEY.sif` is complete; if several
+processes need the same file, only one builds it (see concurrency/build_once.py).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from outrider.sandbox.rootfs.unpack import BadImage
 BUILD_SECONDS = 6 * 3600.0
 SIF = "image.sif"
 PROGRAMS = ("apptainer", "singularity")
-"""Names of Apptainer's program. `singularity` is the former name."""
+"""Names of Apptainer's program. Apptainer was formerly called Singularity."""
 
 
 class Reuse(StrEnum):
-    """Which earlier build may be used instead of a new build.
+    """Which earlier build may be reused.
 
-    scratch: no earlier build, except a build that another process has finished since the request.
-    versioned: a build with the same base, recipe, contents of the recipe's files, and version of Outrider.
-    lock: a build with the same base, packages and requirements; files, variables and commands are added in a second,
-        short build.
+    scratch: none, except a build that another process has finished after this one was requested.
+    versioned: a build of the same recipe, with the same base, files and version of Outrider.
+    lock: a build with the same base, packages and requirements. A second, short build adds files, variables and
+        commands.
     """
 
     SCRATCH = "scratch"
@@ -46,8 +46,8 @@ class Reuse(StrEnum):
 
 
 def apptainer_program() -> str:
-    """Return the path of Apptainer on the PATH, without trying the program. Raises RuntimeUnavailable with a hint for
-    its installation."""
+    """Return the path of the Apptainer program, without running it. If it is not installed, raises RuntimeUnavailable
+    with a hint how to install it."""
     program = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
     if program is None:
         raise RuntimeUnavailable(
@@ -58,8 +58,8 @@ def apptainer_program() -> str:
 
 
 class Builder:
-    """Builds images into `folder`. The methods block. `program` is the path of Apptainer; by default it is searched on
-    the PATH. `note` is called with a line of text before long work. A build is killed after `seconds`."""
+    """Builds images with Apptainer into `folder`. The methods block. By default, `program` is the Apptainer on the
+    PATH. `note` is called with progress messages. A build is killed after `seconds`."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class Builder:
         self._seconds = seconds
 
     def build(self, recipe: Recipe, reuse: Reuse) -> Path:
-        """Build a recipe or find an earlier build, and return the SIF file. Raises InvalidField, NotFound, BadImage
-        with Apptainer's output, and RuntimeUnavailable without Apptainer."""
+        """Return the SIF file for a recipe, from a new or an earlier build. Raises InvalidField or NotFound for a bad
+        recipe, BadImage with Apptainer's output if the build fails, and RuntimeUnavailable without Apptainer."""
         since = time.time() if reuse is Reuse.SCRATCH else 0.0
         whole = definition_of(recipe, self._store)
         if reuse is not Reuse.LOCK:
@@ -90,7 +90,7 @@ class Builder:
         return self._built(rest.key("rest"), rest)
 
     def _built(self, key: str, definition: Definition, *, since: float = 0.0) -> Path:
-        """Return the build with this key, made no earlier than `since`."""
+        """Return the SIF file with this key. Build it if it is missing or older than `since`."""
         ran = False
 
         def run(draft: Path) -> None:
@@ -115,7 +115,7 @@ class Builder:
         requirements.write_text(definition.pip, encoding="utf-8")
         recipe.write_text(definition.render(requirements), encoding="utf-8")
         self._note(f"building with {program}; this takes minutes if many packages are installed")
-        as_user = ["--fakeroot"] if os.geteuid() else []  # apt and pip need root
+        as_user = ["--fakeroot"] if os.geteuid() else []  # makes the user root in the build, for apt and pip
         with log.open("wb") as out:
             try:
                 done = subprocess.run(

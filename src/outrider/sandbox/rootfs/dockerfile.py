@@ -1,11 +1,16 @@
-"""Reads Dockerfiles as build steps for images that can be built without a container engine.
+"""Reads a Dockerfile and plans the build of its image without a container engine. sandbox/image_build.py carries out
+the plan.
 
-sandbox/image_build.py runs the steps. These parts of the language are supported: FROM an image of this machine or an
-earlier stage, COPY and ADD of local files and of other images' files, RUN, SHELL, WORKDIR, ENV, ARG, HEALTHCHECK, USER
-root, and here-documents. Labels, ports, volumes and start commands do not affect files, and are ignored. Invariants:
-- Any other instruction, and any file outside of the context, is refused with the Dockerfile's name, the line, and a
-  hint.
-- Two Dockerfiles have the same key only if they make the same image.
+Supported instructions:
+
+- FROM an image on this machine or an earlier stage
+- COPY and ADD of local files, or of files in another image
+- RUN, SHELL, WORKDIR, ENV, ARG, HEALTHCHECK and here-documents
+- USER root
+- LABEL, EXPOSE, VOLUME, CMD and others that change no files; they are ignored
+
+Invariants: every other instruction, and every file outside of the build context, causes an error with the file name,
+the line and a hint; two Dockerfiles with the same key produce the same image.
 """
 
 from __future__ import annotations
@@ -40,12 +45,13 @@ from outrider.text_files import read_text_file
 
 DOCKERFILE = "Dockerfile"
 ENVIRONMENT, TASK_TOML = "environment", "task.toml"
-"""A folder `environment` beside a file `task.toml` is the build context of a Harbor task."""
-SECRETS = frozenset({"tests", "solution", "steps", TASK_TOML})
-"""Files of a Harbor task that its agent must not see."""
-FORMAT = 2
-"""The version number in every plan's key. Increase this number when a change of the code changes the image of some
+"""A Harbor task is a folder with a file `task.toml`. Its folder `environment` is the build context of its
 Dockerfile."""
+SECRETS = frozenset({"tests", "solution", "steps", TASK_TOML})
+"""Files of a Harbor task that the agent must not see."""
+FORMAT = 2
+"""A version number in the key of every plan. Increase it when a code change means that some Dockerfile now produces a
+different image."""
 IGNORED = frozenset({"LABEL", "EXPOSE", "MAINTAINER", "CMD", "STOPSIGNAL", "VOLUME"})
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ROOT = re.compile(r"(root|0)(:(root|0))?")
@@ -54,8 +60,8 @@ MODE = re.compile(r"0?[0-7]{3}")
 WILD = re.compile(r"[*?\[]")
 SECONDS = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?(?:(\d+(?:\.\d+)?)ms)?")
 SHELLS = re.compile(r"(/(usr/)?bin/)?(env|sh|bash|dash|tini|dumb-init)|--|-\w+|sleep|infinity")
-"""Pattern of the words of a harmless ENTRYPOINT, such as `tini --`: a shell, an init, or an option. An ENTRYPOINT with
-any other word would start a program of its own, and is refused."""
+"""The words that an ENTRYPOINT may contain, such as `tini --`: shells, init programs and options. Any other ENTRYPOINT
+is refused, because sandboxes start no program of their image."""
 SHELL = ("/bin/sh", "-c")
 ARCHITECTURE = MACHINES.get(platform.machine(), platform.machine())
 PLATFORMS = {
@@ -63,27 +69,29 @@ PLATFORMS = {
     for where in ("TARGET", "BUILD")
     for name, value in (("PLATFORM", f"linux/{ARCHITECTURE}"), ("OS", "linux"), ("ARCH", ARCHITECTURE), ("VARIANT", ""))
 }
-"""The platform variables, such as TARGETARCH, that every build has."""
+"""The platform variables that Docker defines in every build, such as TARGETARCH."""
 MAX_STEPS = 512
-"""Maximum steps of a plan. Container engines refuse more than 127 layers, so real Dockerfiles have fewer steps."""
+"""Maximum number of steps in a plan. Real Dockerfiles have fewer, because container engines allow at most 127
+layers."""
 MAX_STAGES = 64
 MAX_PATH = 4096
 MAX_MESSAGE = 500
-"""Maximum characters of an error message. A message quotes its instruction, which may be a million characters long."""
+"""Maximum length of an error message in characters. The message quotes the instruction, which may have a million
+characters."""
 ADDED = ("without", "is_file", "owner")
-"""Fields that were added to build steps after the last increase of FORMAT. An empty field of these is left out of the
-key, so images built before the field was added keep their keys."""
+"""Fields of build steps that are newer than the current FORMAT. They are left out of the key if they are empty, so
+older images keep their keys."""
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
-    """Copies files and folders of the context. The content of a folder goes into `target`.
+    """Copies files and folders from the build context. The content of a source folder goes into `target`.
 
-    `sources`: the files and folders, with links resolved.
-    `target`: an absolute path.
-    `into`: True if files are put into the folder `target`. Otherwise a single file becomes `target`, unless `target` is
-        an existing folder.
-    `without`: the paths in the sources that the .dockerignore leaves out.
-    `owner`: the user and group of the copies, as for `chown`, or "" for root.
+    `sources`: the files and folders, with symbolic links resolved.
+    `target`: an absolute path in the image.
+    `into`: True if `target` is a folder. Otherwise a single file becomes `target`, or goes into it if that folder
+        exists.
+    `without`: the paths in the sources that .dockerignore excludes.
+    `owner`: the user and group of the copies, as an argument for `chown`. "" means root.
     """
 
     line: int
@@ -96,7 +104,8 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
 
 
 class CopyFrom(msgspec.Struct, frozen=True, kw_only=True, tag="CopyFrom"):
-    """Copies files of the image `origin`, as `Copy` does. `sources` are absolute paths or patterns in this image."""
+    """Copies files from the image `origin`. `sources` are absolute paths or patterns in that image. The other fields
+    are the same as in `Copy`."""
 
     line: int
     origin: BaseImage
@@ -108,8 +117,8 @@ class CopyFrom(msgspec.Struct, frozen=True, kw_only=True, tag="CopyFrom"):
 
 
 class WriteFile(msgspec.Struct, frozen=True, kw_only=True, tag="WriteFile"):
-    """Writes the text of a here-document to `target`, or, if `into` is true, to the file `name` in the folder
-    `target`."""
+    """Writes the text of a here-document to the file `target`. If `into` is true, `target` is a folder, and the file in
+    it is called `name`."""
 
     line: int
     name: str
@@ -121,7 +130,7 @@ class WriteFile(msgspec.Struct, frozen=True, kw_only=True, tag="WriteFile"):
 
 
 class RunInstruction(msgspec.Struct, frozen=True, kw_only=True, tag="Run"):
-    """Runs `argv` in `workdir`, with `env` added to the variables of the base."""
+    """Runs the command `argv` in `workdir`. `env` is added to the environment variables of the base image."""
 
     line: int
     argv: tuple[str, ...]
@@ -135,8 +144,8 @@ class MakeFolder(msgspec.Struct, frozen=True, kw_only=True, tag="MakeFolder"):
 
 
 class BaseImage(msgspec.Struct, frozen=True, kw_only=True):
-    """An image that another image is built from: an image of the store, or the image of an earlier stage, which `plan`
-    builds."""
+    """An image that a build uses: an image in the store, or an earlier stage of the Dockerfile. Only a stage has a
+    `plan`."""
 
     name: str
     digest: str
@@ -146,7 +155,7 @@ class BaseImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """The command and the settings of a HEALTHCHECK. Times are in seconds."""
+    """A HEALTHCHECK: its command and its options. Times are in seconds."""
 
     command: str
     interval: float = 30.0
@@ -160,8 +169,12 @@ BuildStep = Copy | CopyFrom | WriteFile | RunInstruction | MakeFolder
 
 
 class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan for building an image from `base`. `env` and `workdir` are the image's settings. `digest` is the plan's
-    key in the form of a digest. `health` is not part of the image: a prepare step of the task runs the check."""
+    """The plan for building an image: the `steps` to run on `base`.
+
+    `env`, `workdir`: settings of the finished image.
+    `digest`: the plan's key, in the form `sha256:HEX`.
+    `health`: the health check. It is not part of the image, because a prepare step of the task runs it.
+    """
 
     file: Path
     base: BaseImage
@@ -174,18 +187,18 @@ class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The image's name in the store. The name depends on the base image, the instructions and the copied files, but
-        not on the folder of these files."""
+        """The image's name in the store. It depends on the base image, the instructions and the copied files, but not
+        on the path of the Dockerfile."""
         return f"dockerfile/{self.digest.removeprefix('sha256:')[:32]}"
 
     @property
     def needed(self) -> tuple[BaseImage, ...]:
-        """The images that the build uses: its base first."""
+        """All images that the build uses. The base is the first."""
         return (self.base, *(step.origin for step in self.steps if isinstance(step, CopyFrom)))
 
 
 class BuildStage:
-    """The part of a Dockerfile from one FROM to the next."""
+    """One stage of a Dockerfile: a FROM and the instructions up to the next FROM."""
 
     def __init__(self, base: BaseImage, shell: tuple[str, ...], health: Health | None, name: str | None) -> None:
         self.base = base
@@ -199,8 +212,8 @@ class BuildStage:
 
 
 class ContextFolder(msgspec.Struct, frozen=True):
-    """A folder from which COPY takes files, and the patterns of its .dockerignore. `whole_task` is True for the folder
-    of a Harbor task, which has files that the agent must not see."""
+    """A folder from which COPY may take files. `ignore` has the patterns of its .dockerignore. `whole_task` is True for
+    the folder of a Harbor task, which also contains files that the agent must not see."""
 
     folder: Path
     ignore: Ignore
@@ -208,7 +221,7 @@ class ContextFolder(msgspec.Struct, frozen=True):
 
 
 def read_dockerfile(context: Path, store: ImageStore) -> BuildPlan:
-    """Return the plan of a folder's Dockerfile. Blocks while the copied files are read for their digests. Raises
+    """Read the Dockerfile of a folder and return its plan. Blocks while the copied files are read. Raises
     InvalidField."""
     file = context / DOCKERFILE
     return Reader(file, store).plan(read_text_file(file, field="dockerfile", limit=MAX_FILE))
@@ -219,7 +232,7 @@ def engine_hint(context: Path) -> str:
 
 
 class Reader:
-    """Reads one Dockerfile. The methods raise InvalidField with the file and the line."""
+    """Reads one Dockerfile. Raises InvalidField with the file and the line."""
 
     def __init__(self, file: Path, store: ImageStore) -> None:
         self._file = file
@@ -273,8 +286,8 @@ class Reader:
         return self._plan_of(self._stages[-1])
 
     def health(self, text: str) -> Health | None:
-        """Return the HEALTHCHECK of a Dockerfile that a container engine builds. Raises InvalidField for a USER other
-        than root and for an ENTRYPOINT that starts a program, because no sandbox supports them."""
+        """Return the HEALTHCHECK of a Dockerfile whose image a container engine builds. Raises InvalidField for a USER
+        other than root, and for an ENTRYPOINT that starts a program, because sandboxes support neither."""
         base = BaseImage(name="", digest="", env={}, workdir=None)
         last: dict[str, Instruction] = {}
         try:
@@ -316,8 +329,8 @@ class Reader:
                     )
             elif isinstance(step, CopyFrom):
                 fields["origin"] = step.origin.digest
-            # The key has the tag of a step and not the name of its class, because renaming a class must not change the
-            # keys of images that are already built.
+            # The key contains the tag of a step and not its class name. So the class can be renamed, and existing
+            # images keep their keys.
             said.append([type(step).__struct_config__.tag, fields])
         return BuildPlan(
             file=self._file,
@@ -368,7 +381,8 @@ class Reader:
         self._stages.append(BuildStage(base, shell, health, words[2].lower() if words[1:] else None))
 
     def _named_stage(self, name: str, *, numbers: bool = True) -> BuildStage | None:
-        """Return an earlier stage by its name or, for COPY, its number."""
+        """Return an earlier stage by its name, or with `numbers`, by its number (`COPY --from=0`). Returns None if
+        there is no such stage."""
         for stage in reversed(self._stages):
             if stage.name == name.lower():
                 return stage
@@ -381,7 +395,7 @@ class Reader:
         return BaseImage(name=plan.name, digest=plan.digest, env=plan.env, workdir=plan.workdir, plan=plan)
 
     def _image(self, one: Instruction, reference: str) -> BaseImage:
-        """Return the image of the store that a reference names."""
+        """Return the image in the store for an image reference. Raises InvalidField if there is none."""
         if reference == "scratch":
             raise self._beyond(one.line, "an image without a base (scratch) is not supported here")
         whole, at, pinned = reference.partition("@")
@@ -437,7 +451,7 @@ class Reader:
 
     def read_env(self, one: Instruction) -> None:
         words = self._words(one)
-        if not words or "=" not in words[0]:  # the older form: ENV NAME VALUE
+        if not words or "=" not in words[0]:  # the old syntax: ENV NAME VALUE
             words = [f"{words[0]}={' '.join(words[1:])}"] if len(words) > 1 else [""]
         for word in words:
             name, given, value = word.partition("=")
@@ -555,8 +569,8 @@ class Reader:
         )
 
     def _owner(self, one: Instruction, value: str) -> str:
-        """Return the owner named by --chown, in the form for `chown`, or "" for root. If --chown names no group, a
-        user's name stands for its own group, and a number for the group of the same number, as in Docker."""
+        """Convert the value of --chown into an argument for `chown`, or into "" for root. As in Docker, `ann` means ann
+        and her own group, and `1000` means user 1000 and group 1000."""
         [owner] = self._words(Instruction(one.line, one.name, value)) or [""]
         if not OWNER.fullmatch(owner):
             raise self._refusal(one.line, f"--chown={value} is not of the form USER or USER:GROUP")
@@ -565,7 +579,7 @@ class Reader:
         return owner if ":" in owner else f"{owner}:{owner if owner.isdecimal() else ''}"
 
     def _origin(self, one: Instruction, value: str) -> BaseImage:
-        """Return the image from which COPY takes files: the image of an earlier stage, or an image of the store."""
+        """Return the image that `COPY --from` names: an earlier stage, or an image in the store."""
         [name] = self._words(Instruction(one.line, one.name, value)) or [""]
         stage = self._named_stage(name)
         if stage is self._stage:
@@ -573,11 +587,11 @@ class Reader:
         return self._image(one, name) if stage is None else self._base_of(stage)
 
     def sources(self, one: Instruction, word: str) -> list[tuple[Path, tuple[Path, ...]]]:
-        """Return the files and folders of the build context that match `word`, a path or pattern, with links resolved.
-        Each is returned with the paths below it that the .dockerignore leaves out.
+        """Return the files and folders of the build context that match a path or pattern, with symbolic links resolved.
+        Each comes with the paths below it that .dockerignore excludes.
 
-        The context is the Dockerfile's folder. A path that exists only in the folder of the whole task is taken from
-        there, as if `docker build -f` had been run in that folder.
+        The build context is the Dockerfile's folder. If a path does not exist there, the whole folder of a Harbor task
+        is searched, because some Dockerfiles expect `docker build -f` in that folder.
         """
         if "://" in word or word.startswith("git@"):
             raise self._refusal(
@@ -649,9 +663,9 @@ class Reader:
         return found
 
     def _left_out(self, one: Instruction, root: ContextFolder, path: Path, goal: Path) -> Iterator[Path]:
-        """Yield the paths in a folder that the .dockerignore leaves out. A folder is yielded as a whole, but if a `!`
-        pattern includes files again, its files are yielded one by one. Raises InvalidField for a link that leads out of
-        the folder."""
+        """Yield the paths in a folder that .dockerignore excludes. An excluded folder is yielded as one path. But if
+        any pattern begins with `!`, the folder's files are checked one by one, because the pattern may include some of
+        them again. Raises InvalidField for a symbolic link that leads out of the folder."""
         ignore = root.ignore
         for at, folders, files in os.walk(goal):
             entered = []
@@ -670,7 +684,7 @@ class Reader:
             folders[:] = entered
 
     def _filled(self, one: Instruction, document: HereDocument) -> str:
-        # `_words` is not used, because its call of `split` would remove quotes and line ends.
+        # `_words` would remove the quotes and line ends of the here-document.
         try:
             return filled_words([document.body.replace(r"\$", "\0")], self._known())[0]
         except ValueError as error:
@@ -682,14 +696,14 @@ class Reader:
         return {**self._stage.args, **self._stage.base.env, **self._stage.env}
 
     def _words(self, one: Instruction, variables: Mapping[str, str] | None = None) -> list[str]:
-        """Return the words of an instruction, with quotes removed and variables filled in."""
+        """Split an instruction into words, remove quotes, and fill in variables."""
         try:
             return filled_words(split(one.text), self._known() if variables is None else variables)
         except ValueError as error:
             raise self._refusal(one.line, f"{one.name} {one.text}: {error}") from error
 
     def _beyond(self, line: int, message: str) -> InvalidField:
-        """Return the error for an instruction that Docker supports and this builder does not."""
+        """Return the error for an instruction that Docker supports but this builder does not."""
         return self._refusal(line, message, hint=engine_hint(self._file.parent))
 
     def _refusal(self, line: int, message: str, *, hint: str | None = None) -> InvalidField:
@@ -705,13 +719,13 @@ def base_of(name: str, image: RootImage) -> BaseImage:
 
 
 def kept_digest(path: Path, without: tuple[Path, ...]) -> str:
-    """Return the digest of a source without the paths of `without`."""
+    """Return the digest of a file or folder to copy, without the excluded paths."""
     return digest_of(path, frozenset(map(str, without)))
 
 
 def with_documents(one: Instruction) -> str:
-    """Return the script of a RUN. If the RUN is only a here-document, the script is the body of the here-document, run
-    by the program that the body's #! line names."""
+    """Return the script of a RUN instruction. If the RUN is only a here-document, its text is the script, and the
+    program of its #! line runs it."""
     if len(one.documents) != 1 or one.text != one.documents[0].word:
         return "\n".join((one.text, *(document.text for document in one.documents)))
     [document] = one.documents
@@ -726,7 +740,7 @@ def quoted(word: str) -> str:
 
 
 def seconds(text: str) -> float | None:
-    """Return the seconds of a duration such as 1m30s, or None if `text` is not a duration."""
+    """Convert a duration such as `1m30s` to seconds. Returns None if `text` is not a duration."""
     match = SECONDS.fullmatch(text) if text else None
     if match is None:
         return None

@@ -1,7 +1,6 @@
-"""Splits the text of a Dockerfile into instructions, and an instruction into words.
+"""Splits a Dockerfile into instructions, and an instruction into words. It reads no files and builds nothing.
 
-The module depends on no file, image or build. Invariant: only a newline ends a line, and an instruction has the number
-of its first line.
+Invariant: only a newline ends a line, and the line number of an instruction is that of its first line.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ HERE_DOCUMENT = re.compile(r"\d*<<(-?)([\"']?)([A-Za-z0-9_.]+)\2")
 WITH_DOCUMENTS = frozenset({"RUN", "COPY", "ADD"})
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-+])([^{}]*))?\})")
 MAX_VALUES = 128 << 10
-"""Maximum total characters of all variables of one kind (ARG before FROM, ARG, ENV), and of the values filled into one
-instruction. Linux does not support longer variables. Without the limit, values that refer to other values could double
-in length with each line."""
+"""Maximum characters of all variables of one kind (ARG before FROM, other ARG, ENV), and of all values in one
+instruction. Linux does not support longer variables. The limit also stops variables that repeat the previous variable
+twice and so double in length."""
 LITERAL = "\0"
-"""Placeholder for a literal $ until variables are filled in."""
+"""Stands for a literal $ until the variables have been filled in."""
 
 
 class BadText(ValueError):
-    """The text of a Dockerfile cannot be split into instructions. `line` is the number of the first bad line."""
+    """A Dockerfile has invalid syntax. `line` is the number of the first invalid line."""
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)
@@ -33,13 +32,13 @@ class BadText(ValueError):
 
 
 class HereDocument(msgspec.Struct, frozen=True):
-    """A here-document.
+    """A here-document of an instruction.
 
-    `word`: the word that opens it.
-    `name`: its name.
-    `raw`: True if the name is quoted, so that no variable is filled in.
-    `body`: its lines, without leading tabs if the word has a dash.
-    `text`: the lines as written, with the line that ends it.
+    `word`: the word that starts it, such as `<<-"EOF"`.
+    `name`: its delimiter, such as `EOF`.
+    `raw`: True if the delimiter is quoted. Variables in the text are then not replaced.
+    `body`: the text, without leading tabs if `word` contains a dash.
+    `text`: all lines as written, including the line with the delimiter.
     """
 
     word: str
@@ -57,8 +56,8 @@ class Instruction(msgspec.Struct, frozen=True):
 
 
 def instructions(text: str) -> Iterator[Instruction]:
-    """Yield the instructions, with continued lines joined, comments left out, and here-documents read. Raises
-    BadText."""
+    """Yield the instructions of a Dockerfile. Lines that end with a backslash are joined with the next line, and
+    comments are removed. Raises BadText."""
     parts: list[str] = []
     begin = 0
     directives = True
@@ -86,14 +85,14 @@ def instructions(text: str) -> Iterator[Instruction]:
 
 
 def _documents(text: str, lines: Iterator[tuple[int, str]], begin: int) -> Iterator[HereDocument]:
-    """Yield the here-documents that the words of an instruction open. Reads their lines from `lines`."""
+    """Yield the here-documents that an instruction starts. Their lines are taken from `lines`."""
     if "<<" not in text or json_list(text):
         return
     words = shlex.shlex(text, posix=False)
     words.whitespace_split, words.commenters = True, ""
     try:
         opened = list(words)
-    except ValueError:  # the quotes are unbalanced, which the sandbox's shell reports
+    except ValueError:  # unbalanced quotes; the shell in the sandbox will report them
         opened = text.split()
     for word in opened:
         if not (match := HERE_DOCUMENT.fullmatch(word)):
@@ -112,7 +111,7 @@ def _documents(text: str, lines: Iterator[tuple[int, str]], begin: int) -> Itera
 
 
 def split(text: str) -> list[str]:
-    """Split a text into words like a shell. A $ in single quotes or after a backslash becomes LITERAL. Raises
+    """Split a text into words, as a shell does. A $ in single quotes or after a backslash becomes LITERAL. Raises
     ValueError."""
     if LITERAL in text:
         raise ValueError("the text has a NUL")
@@ -122,9 +121,9 @@ def split(text: str) -> list[str]:
 
 
 def filled_words(words: Iterable[str], variables: Mapping[str, str]) -> list[str]:
-    """Fill in the variables of words: $NAME, ${NAME}, ${NAME:-WORD} and ${NAME:+WORD}, the last two also without the
-    colon. Unset variables are empty. Raises ValueError for other forms, and if the values have more than MAX_VALUES
-    characters together."""
+    """Replace variables by their values. The supported forms are $NAME, ${NAME}, ${NAME:-WORD}, ${NAME:+WORD},
+    ${NAME-WORD} and ${NAME+WORD}. An unset variable is empty. Raises ValueError for any other form, and if the values
+    together have more than MAX_VALUES characters."""
     room = MAX_VALUES
 
     def value(match: re.Match[str]) -> str:
@@ -138,7 +137,7 @@ def filled_words(words: Iterable[str], variables: Mapping[str, str]) -> list[str
         else:
             found = known or ""
         room -= len(found)
-        if room < 0:  # the limit is checked before the word is built
+        if room < 0:  # checked here, before the long text is assembled
             raise ValueError(f"its variables have more than {MAX_VALUES} characters")
         return found
 
@@ -152,7 +151,7 @@ def filled_words(words: Iterable[str], variables: Mapping[str, str]) -> list[str
 
 
 def json_list(text: str) -> tuple[str, ...] | None:
-    """Return the words of a JSON list of texts, or None for any other text and for an empty list."""
+    """Return the items of a JSON list of strings, or None for anything else and for an empty list."""
     try:
         return msgspec.json.decode(text, type=tuple[str, ...]) or None
     except msgspec.DecodeError:

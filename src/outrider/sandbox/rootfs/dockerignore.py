@@ -1,8 +1,13 @@
-"""The files of a build context that its .dockerignore leaves out.
+"""Finds the files of a build context that .dockerignore excludes from an image.
 
-The rules are Docker's: there is one pattern per line; `#` begins a comment; `!` includes files again; the last matching
-pattern decides; a pattern that matches a folder matches everything below it. All functions except `read_ignore` are
-pure.
+The rules are those of Docker:
+
+- Each line is a pattern, or a comment after `#`.
+- A pattern after `!` includes files again.
+- The last pattern that matches a path decides.
+- A pattern that matches a folder matches everything in it.
+
+All functions except `read_ignore` are pure.
 """
 
 from __future__ import annotations
@@ -21,18 +26,18 @@ from outrider.text_files import read_text_file
 MAX_FILE = 1 << 20
 MAX_PATTERNS = 1024
 IGNORE_FILES = ("Dockerfile.dockerignore", ".dockerignore")
-"""Names of the file with the patterns; the first that exists is read."""
+"""Possible names of the file with the patterns. Only the first one that exists is read."""
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """A pattern. `names` has a regular expression for each name of the path, or None for `**`, which matches any number
-    of folders. `takes_back` is True for a pattern that begins with `!`."""
+    """A line of .dockerignore. `names` has one regular expression for each part of the pattern between slashes. None
+    stands for `**`, which matches any number of folders. `takes_back` is True if the pattern starts with `!`."""
 
     names: tuple[re.Pattern[str] | None, ...]
     takes_back: bool
 
     def matches(self, path: str) -> bool:
-        """Return whether the pattern matches the path, or a folder that the path is in."""
+        """Return whether the pattern matches the path or one of the folders above it."""
         reached = self._beyond({0})
         for name in path.split("/"):
             reached = self._beyond({next for at in reached for next in self._after(at, name)})
@@ -56,7 +61,7 @@ class Pattern(msgspec.Struct, frozen=True):
 
 
 class Ignore(msgspec.Struct, frozen=True):
-    """The patterns of a context, and the file that they come from."""
+    """The patterns for a build context. `file` is the file that contains them."""
 
     file: Path
     patterns: tuple[Pattern, ...] = ()
@@ -66,7 +71,8 @@ class Ignore(msgspec.Struct, frozen=True):
         return any(pattern.takes_back for pattern in self.patterns)
 
     def leaves_out(self, path: str) -> bool:
-        """Return whether a file or folder is left out. `path` is relative to the context, in POSIX form."""
+        """Return whether the patterns exclude a file or folder. `path` is relative to the build context, with
+        slashes."""
         found = False
         for pattern in self.patterns:
             if pattern.takes_back is found and pattern.matches(path):
@@ -75,8 +81,8 @@ class Ignore(msgspec.Struct, frozen=True):
 
 
 def read_ignore(context: Path) -> Ignore:
-    """Return the patterns of a context. If the context has no file of IGNORE_FILES, there are no patterns. Raises
-    InvalidField with the file and the line."""
+    """Read the patterns for a build context. The result is empty if no file of IGNORE_FILES exists. Raises InvalidField
+    for an invalid line."""
     for name in IGNORE_FILES:
         if (file := context / name).exists():
             text = read_text_file(file, field="dockerfile", limit=MAX_FILE)
@@ -95,7 +101,7 @@ def patterns(lines: Iterable[str], file: Path) -> Iterator[Pattern]:
         if not path:
             if takes_back or bare == "/":
                 continue
-            path = "**"  # the pattern `.` stands for the whole context
+            path = "**"  # the pattern `.` matches the whole context
         count += 1
         try:
             if count > MAX_PATTERNS:
@@ -110,8 +116,8 @@ def patterns(lines: Iterable[str], file: Path) -> Iterator[Pattern]:
 
 
 def expression(name: str) -> re.Pattern[str] | None:
-    """Return the expression of one name of a pattern, or None for `**`. Raises ValueError for a `[` without a `]`, and
-    for a backslash at the end."""
+    """Convert one part of a pattern to a regular expression, or to None for `**`. Raises ValueError for a `[` without a
+    `]`, and for a backslash at the end."""
     if name == "**":
         return None
     shell, at = "", 0
@@ -132,4 +138,4 @@ def expression(name: str) -> re.Pattern[str] | None:
             at = end + 1
         else:
             shell += char
-    return re.compile(fnmatch.translate(shell))  # expressions of `translate` take at most quadratic time
+    return re.compile(fnmatch.translate(shell))  # matching takes at most quadratic time

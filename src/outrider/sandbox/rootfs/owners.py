@@ -1,8 +1,9 @@
-"""The owners of an image's files, as data beside the image: the files themselves belong to the user of the store.
+"""Keeps the owners of an image's files in a list beside the image. The files themselves belong to Outrider's user,
+because only root can give files to other users.
 
-A sandbox of several users gives the files to their owners when it starts (see guest/isolation/isolate.py). This module
-decides which images need such a sandbox. Invariant: a list of owners names only paths that exist in the image, and no
-path leads through a link.
+A sandbox with several users reads the list when it starts, and gives the files to their owners (see
+guest/isolation/isolate.py). This module decides which images need such a sandbox. Invariant: every path in the list
+exists in the image and contains no symbolic link.
 """
 
 from __future__ import annotations
@@ -15,32 +16,33 @@ from typing import TypeAlias
 import msgspec
 
 Owners: TypeAlias = dict[str, tuple[int, int]]
-"""The user id and the group id of each file that is not root's. Keys are paths below the root without a leading `/`;
-the root itself is ""."""
+"""The files that do not belong to root, with the user id and group id of their owners. Keys are paths relative to the
+root folder, which itself is ""."""
 MOST_USERS = 65_536
-"""Maximum number of user ids in a sandbox."""
+"""Maximum number of user ids in one sandbox."""
 MOST_BYTES, MOST_ENTRIES = 256 << 20, 50_000
-"""Maximum total size and maximum number of the files that are given to their owners when a sandbox starts. Each of
-these files is copied into the sandbox's memory."""
+"""Maximum total size and maximum number of the files that a sandbox gives to their owners when it starts. It copies
+each of these files into memory."""
 PLAIN_USERS = frozenset({"_apt", "man"})
-"""Users of Debian's base system that own nothing but caches. A sandbox with one user rebuilds the caches as root."""
+"""Users of Debian's base system that own only caches. A sandbox without these users can create the caches again as
+root."""
 FIRST_PERSON, HOMES = 1000, "home/"
-"""The first user id of a person, and the folder of people's homes. Such homes do not require several users, because
-many base images have an account that no program of the image uses."""
+"""The first user id of an ordinary account, and the folder of home directories. A home directory alone is no reason for
+several users, because many base images have an account that no program uses."""
 SYSTEM = ("usr", "etc", "bin", "")
-"""Paths that usually belong to root. If another user owns one of them, this user probably made the archive, so root
-gets all files of this user."""
+"""Paths that normally belong to root. If one of them belongs to another user, this user has probably created the
+archive. All files of this user then count as root's."""
 MAX_PASSWD = 1 << 20
 ONE_OWNER = "or set task.runtime.users to 1, if the task works with root as the owner of all files"
-"""The end of a hint for a task whose sandbox cannot have the owners of its image."""
+"""The end of a hint, for a task whose sandbox cannot have the file owners of its image."""
 
 
 class Ownership(msgspec.Struct, frozen=True, kw_only=True):
-    """A summary of the owners in an image.
+    """A summary of the file owners in an image.
 
-    `entries`, `bytes`: number and size of the files that the sandbox copies to give them to their owners.
-    `foreign`: describes the first file for which a sandbox needs several users, or "" if one user is enough.
-    `highest`: the highest user or group id of the files for which a sandbox needs several users.
+    `entries`, `bytes`: number and total size of the files that a sandbox copies to change their owners.
+    `foreign`: the first file that needs a sandbox with several users, with its owner, or "" if no file does.
+    `highest`: the highest user or group id among the files that need several users.
     `unkept`: the reason why no sandbox can have these owners, or "".
     """
 
@@ -52,9 +54,11 @@ class Ownership(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kept_owners(root: Path, owners: Owners, base: Owners | None = None) -> tuple[Owners, Ownership]:
-    """Return the owners, except root, of the files that exist below `root`, and the summary. `base` are the owners in
-    the image's base, if the image was built on one. If the build has made an account, its home is assumed to be used by
-    the task, so a sandbox of the image needs several users."""
+    """Return the owners of the files that exist below `root` and do not belong to root, and a summary of them.
+
+    `base` contains the owners in the base image, if there is one. A home directory that the build has created requires
+    several users, because the task probably uses this account.
+    """
     makers = {owners[path][0] for path in SYSTEM if path in owners and owners[path][0]}
     names = _user_names(root)
     kept: Owners = {}
@@ -93,12 +97,12 @@ def kept_owners(root: Path, owners: Owners, base: Owners | None = None) -> tuple
 
 
 def packed(owners: Owners) -> bytes:
-    """Return the content of an image's file of owners: `UID GID PATH` for each file, with a NUL at the end."""
+    """Encode owners for the file beside the image. Each entry is `UID GID PATH` and a NUL."""
     return b"".join(b"%d %d %s\0" % (uid, gid, os.fsencode(path)) for path, (uid, gid) in owners.items())
 
 
 def unpacked(data: bytes) -> Owners:
-    """Return the owners that `packed` has written."""
+    """Decode the result of `packed`."""
     found: Owners = {}
     for entry in data.split(b"\0")[:-1]:
         uid, gid, path = entry.split(b" ", 2)
@@ -107,7 +111,8 @@ def unpacked(data: bytes) -> Owners:
 
 
 def _is_plain(root: Path, folder: str, known: dict[str, bool]) -> bool:
-    """Return whether a folder exists below `root` and no part of its path is a link. `known` holds earlier results."""
+    """Return whether a folder exists below `root` and its path contains no symbolic link. `known` caches the
+    results."""
     if folder not in known:
         above = _is_plain(root, os.path.dirname(folder), known)
         known[folder] = above and os.path.isdir(root / folder) and not os.path.islink(root / folder)
@@ -115,7 +120,7 @@ def _is_plain(root: Path, folder: str, known: dict[str, bool]) -> bool:
 
 
 def _user_names(root: Path) -> dict[int, str]:
-    """Return the names of the users in /etc/passwd of a root file system. No link is followed."""
+    """Return the user names of an image by user id, from its /etc/passwd. Symbolic links are not followed."""
     if not _is_plain(root, "etc", {"": True}):
         return {}
     try:

@@ -1,8 +1,7 @@
-"""Pulls images from a registry with skopeo, which supports registries' protocols, credentials and mirrors better than
-code of our own could.
+"""Pulls images from a registry with skopeo, which supports the registries' protocols, credentials and mirrors.
 
-The image store unpacks the image. Invariants: the folder into which skopeo writes the image is removed after the
-import, or after a failure; at most one pull of a reference runs at a time.
+skopeo writes the image into a temporary folder, and the image store imports it from there. Invariants: the temporary
+folder is always removed; at most one pull of an image reference runs at a time.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from outrider.sandbox.rootfs.unpack import BadImage
 
 PULL_SECONDS = 3600
 LOOK_SECONDS = 0.2
-"""Seconds between two attempts to lock the file that all pulls of a reference share."""
+"""Seconds between two attempts to lock the file of a reference."""
 
 
 async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
-    """Import the image of a reference such as `docker.io/library/python:3.12`. A cancellation kills skopeo.
+    """Pull an image by its reference, such as `docker.io/library/python:3.12`, and give it a name in the store. A
+    cancellation kills skopeo.
 
-    If another process or task of this user is already pulling the same reference, this function waits for the end of
-    that pull, and then uses its image or raises its error. Errors of pulls on other machines are ignored, because
-    another machine may have another network and other credentials.
+    If another process or task of this user is pulling the same reference, wait for it, and then use its image or raise
+    its error. Errors of another machine are ignored, because its network and credentials may be different.
 
-    Raises InvalidField, and RuntimeUnavailable without skopeo. Raises BadImage if skopeo fails (with its messages) or
-    needs more than PULL_SECONDS, or if the image cannot be imported. Raises OSError if the disk is full or this process
-    lacks a resource, such as descriptors.
+    Raises InvalidField for the name or reference, and RuntimeUnavailable without skopeo. Raises BadImage if skopeo
+    fails or takes longer than PULL_SECONDS, or if the import fails. Raises OSError if the disk is full or this process
+    lacks a resource, such as file descriptors.
     """
     checked_name(name)
     tool = shutil.which("skopeo")
@@ -50,7 +49,7 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
             "skopeo is not installed",
             hint="it is in the package skopeo; or make an archive elsewhere (`docker save`) and import the archive",
         )
-    # A reference that begins with "-" would be read as an option.
+    # skopeo would interpret a reference that starts with "-" as an option.
     if not reference or reference.startswith("-") or any(char.isspace() for char in reference):
         raise InvalidField(
             f"{reference!r} is not an image reference", field="reference", hint="such as docker.io/library/debian"
@@ -61,29 +60,30 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
             field="name",
             hint=f"pull {reference.partition('@')[0]}@{name.partition('@')[2]}",
         )
-    # The process that pulls the image locks this file, empties it, and at the end writes the outcome.
+    # During a pull, this process holds a lock on the file. At the end, it writes the outcome into the file.
     with store.pull_file(reference).open("a+b") as record:
         before = os.fstat(record.fileno()).st_mtime_ns
         await _lock(record)
         record.seek(0)
         if (outcome := record.read()) and os.fstat(record.fileno()).st_mtime_ns != before:
-            # Another pull held the lock when this pull began, and has now ended.
+            # The file has changed: another pull of this reference has ended since this one began.
             ended = msgspec.json.decode(outcome, type=PullOutcome)
             if ended.failure and ended.host == host_id():
                 raise BadImage(ended.failure, hint=ended.hint)
             if ended.digest:
-                with suppress(NotFound):  # the image has been removed since
+                with suppress(NotFound):  # the image has been removed in the meantime
                     return await asyncio.to_thread(store.give, name, ended.digest)
         record.truncate(0)
         try:
             with tempfile.TemporaryDirectory(prefix="outrider-pull-") as folder:
                 layout = Path(folder, "layout")
                 await _download(tool, reference, layout)
-                # The import is shielded, because its thread cannot be cancelled, and needs the folder and the lock.
+                # The import is shielded from cancellation: its thread cannot be stopped, and it needs the folder and
+                # the lock until its end.
                 image = await shielded(lambda: asyncio.to_thread(store.import_, layout, name, pulled=True))
         except (BadImage, OSError) as error:
             if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                # The error is not recorded, because it concerns only this process: a lack of descriptors, for example.
+                # Not recorded, because the cause is in this process only, for example too few file descriptors.
                 raise
             hint = error.hint if isinstance(error, BadImage) else None
             record.write(msgspec.json.encode(PullOutcome(failure=described(error), hint=hint, host=host_id())))
@@ -93,8 +93,8 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
 
 
 class PullOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a pull, for pulls of the same reference that have waited for it: the digest of the image, or the
-    message and the hint of the failure. `host` is the machine on which the pull has failed (`host_id`)."""
+    """The outcome of a pull, for other pulls that wait for the same reference. It has either the digest of the image,
+    or the message and hint of the error. `host` identifies the machine on which the pull failed."""
 
     digest: str = ""
     failure: str = ""
@@ -103,7 +103,7 @@ class PullOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def _lock(record: BinaryIO) -> None:
-    """Lock the file. Waits by polling, because a thread that waits in `flock` cannot be cancelled."""
+    """Lock a file. It polls, because a thread that is blocked in `flock` cannot be cancelled."""
     while True:
         try:
             fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,7 +114,7 @@ async def _lock(record: BinaryIO) -> None:
 
 
 async def _download(tool: str, reference: str, layout: Path) -> None:
-    """Run skopeo, which writes the image into the new folder `layout`. Raises BadImage."""
+    """Run skopeo, which downloads the image into the new folder `layout`. Raises BadImage if skopeo fails."""
     process = await asyncio.create_subprocess_exec(
         tool,
         *("copy", "--quiet", f"docker://{reference}", f"oci:{layout}"),
@@ -130,7 +130,7 @@ async def _download(tool: str, reference: str, layout: Path) -> None:
         raise BadImage(f"skopeo did not get {reference} within {PULL_SECONDS} s") from error
     finally:
         if process.returncode is None:
-            with suppress(ProcessLookupError):  # the process has just exited
+            with suppress(ProcessLookupError):  # skopeo may have just exited
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     if process.returncode != 0:

@@ -1,9 +1,8 @@
-"""Recipes of images: a TOML file, and the Apptainer definition rendered from it.
+"""Reads recipes, which are TOML files that describe images, and converts them into Apptainer definitions.
 
-build.py runs Apptainer on the definition. Apptainer itself never reuses a build. A recipe lists an image's parts as
-data, from which a key is computed: builds of the same content have the same key, so an earlier build can be reused.
-Invariant: each text of a recipe stays in its section of the definition: no text can begin a new section or use
-Apptainer's placeholders.
+build.py runs Apptainer, which itself never reuses an earlier build. So this module computes a key from a recipe's
+content, and builds with the same key are reused. Invariant: no text of a recipe can start a new section of the
+definition or use Apptainer's placeholders.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from outrider.sandbox.rootfs.store import ImageStore
 from outrider.text_files import read_toml_file
 
 FORMAT = "2"
-"""The version of the rendered text, which is part of every build's key. Change this value when `render` changes, so
-that earlier builds are no longer used."""
+"""A version number in the key of every build. Change it when `render` changes, so that earlier builds are not
+reused."""
 REQUIREMENTS_AT = "/opt/outrider-requirements.txt"
 PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]*(:[a-z0-9]+)?([=/][A-Za-z0-9.+:~-]+)?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -34,13 +33,14 @@ INDENT = "    "
 
 
 class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The base of an image. `mirror` is the address of a Debian mirror, for debootstrap. `source` depends on `kind`:
+    """The base of an image. `mirror` is the URL of a Debian mirror for debootstrap. The meaning of `source` depends on
+    `kind`:
 
-    `docker-archive`: a file written by `docker save`.
+    `docker-archive`: a file that `docker save` has written.
     `oci`: a folder with an OCI layout.
-    `localimage`: a SIF file or a root folder.
-    `image`: the name of an imported image.
-    `debootstrap`: a Debian suite.
+    `localimage`: a SIF file or a folder with a root file system.
+    `image`: the name of an image in the image store.
+    `debootstrap`: a Debian release, such as bookworm.
     """
 
     kind: Literal["docker-archive", "oci", "localimage", "image", "debootstrap"]
@@ -56,12 +56,12 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The fields of a recipe file.
 
-    `packages`: Debian packages.
-    `pip`: requirements, one per entry.
-    `requirements`: a file of requirements.
-    `files`: files that are copied into the image.
-    `env`: variables for the commands and for every sandbox.
-    `commands`: commands that run last, each in the image's shell.
+    `packages`: names of Debian packages.
+    `pip`: Python requirements, one per entry.
+    `requirements`: the path of a file with Python requirements.
+    `files`: files to copy into the image.
+    `env`: environment variables for the commands and for every sandbox.
+    `commands`: shell commands that run at the end of the build.
     """
 
     base: Base
@@ -74,9 +74,13 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Definition(msgspec.Struct, frozen=True, kw_only=True):
-    """One build. `header` are (name, value) pairs that tell Apptainer the source of the base. `identity` identifies the
-    content of the base: a digest, or the key of an earlier build, or for debootstrap the mirror and the suite. `pip` is
-    the text of a requirements file."""
+    """The input of one Apptainer build.
+
+    `header`: (name, value) pairs that tell Apptainer where the base is.
+    `identity`: identifies the content of the base: a digest, the key of an earlier build, or for debootstrap the mirror
+        and the Debian release.
+    `pip`: the content of a requirements file.
+    """
 
     header: tuple[tuple[str, str], ...]
     identity: str
@@ -87,25 +91,26 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
     commands: tuple[str, ...] = ()
 
     def key(self, *parts: str) -> str:
-        """Return the key of the build. If two builds have the same key, one can be used for the other. `parts` are
-        further inputs of the key. Blocks while the files are read for their digests."""
+        """Return the key of the build, which also covers `parts`. Builds with the same key produce the same image.
+        Blocks while the copied files are read."""
         contents = [(file.target, digest_of(Path(file.source))) for file in self.files]
         said = [*parts, self.identity, self.packages, self.pip, contents, sorted(self.env.items()), self.commands]
         return hashlib.sha256(msgspec.json.encode([FORMAT, said])).hexdigest()[:32]
 
     def render(self, requirements: Path) -> str:
-        """Return the text of the definition file. `requirements` is a host file with the text of `pip`."""
+        """Return the text of the Apptainer definition. `requirements` is the path of a file on the host that contains
+        `pip`."""
         pip = [f"{requirements} {REQUIREMENTS_AT}"] if self.pip else []
         exports = [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
         steps: list[str] = []
         if self.packages:
-            # apt must stay root: in a user namespace with one user it cannot switch to its own user `_apt`.
+            # apt must not switch to its own user `_apt`, which does not exist in a user namespace with one user.
             apt = "apt-get -o APT::Sandbox::User=root"
             steps += ["export DEBIAN_FRONTEND=noninteractive", f"{apt} update"]
             steps += [f"{apt} install -y --no-install-recommends {' '.join(self.packages)}"]
             steps += ["rm -rf /var/lib/apt/lists/*"]
         if self.pip:
-            # Without PIP_BREAK_SYSTEM_PACKAGES, Debian's Python refuses to install packages beside Debian's own.
+            # Debian's pip refuses to install packages into the system's Python without this variable.
             install = "PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir"
             steps += [f"{install} --requirement {REQUIREMENTS_AT}", f"rm {REQUIREMENTS_AT}"]
         steps += [command.strip().replace("\n", f"\n{INDENT}") for command in self.commands]
@@ -121,7 +126,8 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read a recipe file, whose paths are relative to its folder. Raises InvalidField, which names the field."""
+    """Read a recipe file. Paths in it are relative to its folder. Raises InvalidField with the name of the invalid
+    field."""
     try:
         recipe = msgspec.convert(read_toml_file(path, field="recipe"), Recipe)
     except msgspec.ValidationError as error:
@@ -136,8 +142,8 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
-    """Return the definition of a recipe. Blocks while the base is read for its digest. Raises InvalidField, and
-    NotFound for an image that was not imported."""
+    """Convert a recipe into a definition. Blocks while the base is read for its digest. Raises InvalidField for an
+    invalid recipe, and NotFound if its base image is not in the store."""
     _check(recipe)
     base = recipe.base
     if base.kind == "image":
@@ -151,7 +157,7 @@ def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
     else:
         path = _existing(base.source, "base.source")
         header = (("Bootstrap", base.kind), ("From", str(path)))
-        # For an OCI layout the digest of index.json is enough, because the index holds the digests of all other files.
+        # The index.json of an OCI layout contains the digests of all other files.
         identity = digest_of(_existing(f"{path}/index.json", "base.source") if base.kind == "oci" else path)
     pip = "".join(f"{line}\n" for line in recipe.pip)
     if recipe.requirements is not None:
@@ -168,7 +174,7 @@ def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
 
 
 def local_base(path: Path) -> tuple[tuple[str, str], ...]:
-    """Return the header for a base that is a SIF file or a root folder."""
+    """Return the definition's header for a SIF file or a folder with a root file system."""
     return (("Bootstrap", "localimage"), ("From", str(path)))
 
 
@@ -179,7 +185,8 @@ def _existing(path: str, field: str) -> Path:
 
 
 def _check(recipe: Recipe) -> None:
-    """Raise InvalidField for a text that would leave its section of a definition. The format has no quoting."""
+    """Raise InvalidField if a text could start a new section of the definition. Apptainer's format has no way to quote
+    a text."""
     for name in recipe.packages:
         if not PACKAGE.fullmatch(name):
             raise InvalidField(

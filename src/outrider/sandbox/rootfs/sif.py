@@ -1,8 +1,8 @@
-"""Reads SIF files, Apptainer's images: finds the root file system in a file and unpacks it.
+"""Reads SIF files, the image files of Apptainer: finds and unpacks their root file system.
 
-The layout is from the SIF specification: a header of 128 bytes, then descriptors of 585 bytes. Only the system
-partition is used, and it must be squashfs, because Apptainer builds no other kind. Invariant: offsets and sizes in the
-file are used only within the file's bounds.
+A file starts with a header of 128 bytes, and descriptors of 585 bytes follow (SIF specification). Only the system
+partition is used. It must be squashfs, because Apptainer builds nothing else. Invariant: no offset or size in a file
+leads beyond the file's end.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from outrider.sandbox.rootfs.unpack import BadImage, Contents, Room, check_expan
 MAGIC = b"SIF_MAGIC\0"
 MAGIC_AT = 32
 HEADER = struct.Struct("<64x8q")
-"""The numbers of the header: times of creation and change, numbers of free and of all descriptors, offset and length of
-the descriptors, offset and length of the data."""
+"""The numbers in the header: creation time, modification time, number of free descriptors, number of all descriptors,
+offset and length of the descriptors, offset and length of the data."""
 DESCRIPTOR = struct.Struct("<i?IIIqqqqqqq128s384s")
 PARTITION = 0x4004
 SQUASHFS = 1
 SYSTEM_PARTITION = 2
 MAX_DESCRIPTORS = 4096
 UNSQUASHFS_SECONDS = 3600.0
-"""Time limit in seconds for each run of unsquashfs. It runs twice: to list an image, and then to unpack it."""
+"""Time limit in seconds for each run of unsquashfs. It runs twice: to list the files, and then to unpack them."""
 MAX_LINE = 64 << 10
-"""Maximum bytes read as one line of a listing. A path has at most 4096 bytes."""
+"""Maximum bytes of a line in the list of files. A path has at most 4096 bytes."""
 
 
 class Partition(NamedTuple):
-    """Position of the root file system in the file, in bytes."""
+    """Where the root file system is in a SIF file, in bytes."""
 
     offset: int
     size: int
@@ -49,7 +49,7 @@ def is_sif(path: Path) -> bool:
 
 
 def root_partition(path: Path) -> Partition:
-    """Return the partition of the root file system. Raises BadImage if it is missing, or is not squashfs."""
+    """Find the root file system in a SIF file. Raises BadImage if there is none or if it is not squashfs."""
     length = path.stat().st_size
     with path.open("rb") as file:
         header = file.read(HEADER.size)
@@ -73,8 +73,8 @@ def root_partition(path: Path) -> Partition:
 
 
 def unpack_sif(path: Path, target: Path, *, seconds: float = UNSQUASHFS_SECONDS) -> Contents:
-    """Unpack the root file system into an empty folder. `seconds` limits each run of unsquashfs. Raises BadImage, and
-    RuntimeUnavailable without unsquashfs."""
+    """Unpack the root file system of a SIF file into an empty folder. `seconds` limits each run of unsquashfs. Raises
+    BadImage, and RuntimeUnavailable if unsquashfs is not installed."""
     tool = shutil.which("unsquashfs")
     if tool is None:
         raise RuntimeUnavailable("unsquashfs is not installed", hint="it is in the package squashfs-tools")
@@ -90,7 +90,7 @@ def unpack_sif(path: Path, target: Path, *, seconds: float = UNSQUASHFS_SECONDS)
         )
     except subprocess.TimeoutExpired as error:
         raise _too_slow(path, seconds) from error
-    # Exit status 2: some files were left out, such as devices, which an ordinary user cannot make.
+    # Status 2: some files are missing, such as devices, which only root can create.
     if done.returncode not in (0, 2):
         raise BadImage(f"{path} cannot be unpacked: {done.stderr.decode(errors='replace').strip()[-500:]}")
     make_own(target)
@@ -98,8 +98,8 @@ def unpack_sif(path: Path, target: Path, *, seconds: float = UNSQUASHFS_SECONDS)
 
 
 def _check_size(tool: str, path: Path, offset: int, target: Path, seconds: float) -> None:
-    """Check the total of the listed sizes before any file is written. Many files of a squashfs can share the same few
-    bytes, so a small image may unpack to a huge tree. Raises BadImage."""
+    """Raise BadImage if the files would be too large in total, before any file is written. Many files in squashfs can
+    share the same bytes, so a small image may unpack to a huge folder."""
     room, total = Room(target, path.stat().st_size), 0
     command = [tool, "-lln", "-offset", str(offset), str(path)]
     until = time.monotonic() + seconds
@@ -108,7 +108,7 @@ def _check_size(tool: str, path: Path, offset: int, target: Path, seconds: float
         limit = Timer(seconds, said.kill)
         limit.start()
         try:
-            # A name with a newline adds a line and removes none, so no size is missed.
+            # A newline in a file name only adds a line to the list, so every size is still counted.
             while line := said.stdout.readline(MAX_LINE):
                 room.take_entry()
                 if line.startswith(b"-") and len(parts := line.split(maxsplit=3)) > 2 and parts[2].isdigit():
@@ -117,7 +117,7 @@ def _check_size(tool: str, path: Path, offset: int, target: Path, seconds: float
         finally:
             limit.cancel()
             said.kill()
-    if time.monotonic() >= until:  # the listing may be incomplete, because unsquashfs was killed
+    if time.monotonic() >= until:  # unsquashfs was killed, so the list may be incomplete
         raise _too_slow(path, seconds)
     room.take(total)
 
@@ -129,8 +129,8 @@ def _too_slow(path: Path, seconds: float) -> BadImage:
 
 
 def make_own(root: Path) -> None:
-    """Give a tree to this process's user, with readable and writable files and folders. When run as root, unsquashfs
-    keeps the owners, but a sandbox over the tree has only one user."""
+    """Make all files below a folder readable and writable for this process's user, and give them to this user.
+    unsquashfs keeps other owners if root runs it, but a sandbox on the files has only one user."""
     user, group = os.getuid(), os.getgid()
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):

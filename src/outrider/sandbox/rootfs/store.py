@@ -1,13 +1,13 @@
-"""The images of this user on this machine: root folders, named by a digest, and the names given to them.
+"""The image store: the images that a user has on this machine, and their names.
 
-    images/HEX/root         the root file system, owned by the user
-    images/HEX/image.json   its description
-    images/HEX/owners       the owners of its files that are not root's, if there are any (see owners.py)
+    images/HEX/root         the root file system, whose files all belong to the user
+    images/HEX/image.json   the description of the image
+    images/HEX/owners       the owners of its files, if some do not belong to root (see owners.py)
     images/names/NAME       the HEX of the image with this name
 
-Any number of processes may import, use and remove images at once (see concurrency/build_once.py). One lock covers all
-changes of names. Invariants: a folder `HEX/root` is complete, and never changes; a name is given only to an image that
-exists.
+HEX is the image's digest. Any number of processes may import, use and remove images at the same time (see
+concurrency/build_once.py). A single lock protects all names. Invariants: every folder `HEX/root` is complete and never
+changes; only an existing image gets a name.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from outrider.sandbox.rootfs.unpack import UNREADABLE, BadImage, Contents, unpac
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64})?(@sha256:[0-9a-f]{64})?")
 PINNED = re.compile(r"@sha256:[0-9a-f]{64}")
-"""Pattern of the digest at the end of an image's name, which is the digest of a registry's manifest. The name is given
-only to the image with this digest."""
+"""The digest at the end of an image's name, which comes from a registry. Only the image with this digest may have the
+name."""
 
 OWNERS = "owners"
 
@@ -45,12 +45,12 @@ OWNERS = "owners"
 class RootImage(msgspec.Struct, frozen=True, kw_only=True):
     """The description of an image.
 
-    `digest`: identifies the content of the source from which the image was made.
-    `env`, `workdir`: the image's settings.
-    `created`: the time of import or build, in seconds since the epoch.
+    `digest`: the digest of the image's source.
+    `env`, `workdir`: the environment variables and the working directory that the image sets.
+    `created`: the time of the import or build, in seconds since the epoch.
     `bytes`: the total size of the image's files.
-    `left_out`: the number of devices, sockets and pipes that were left out.
-    `owners`: the summary of the files' owners.
+    `left_out`: the number of devices, sockets and pipes that were not imported.
+    `owners`: the summary of the file owners.
     """
 
     digest: str
@@ -65,16 +65,19 @@ class RootImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageStore:
-    """A folder of images. The methods block."""
+    """A folder of images. All methods block."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or cache_home() / "images"
 
     def import_(self, source: Path, name: str, *, pulled: bool = False) -> RootImage:
-        """Make an image from an archive and give it a name (see `give`). Content that was imported before is not
-        unpacked again. A name with a digest is given only to an image of this digest; `pulled` is true if the caller
-        has already checked the digest. Raises BadImage, NotFound, InvalidField for the name, and RuntimeUnavailable
-        without the tool that the archive needs."""
+        """Import an image from a file or folder, and give it a name (see `give`). What was imported before is not
+        unpacked again.
+
+        If the name contains a digest, the image must have it, unless `pulled` says that the caller has checked that.
+        Raises InvalidField for the name, NotFound without `source`, BadImage for an invalid image, and
+        RuntimeUnavailable if a required program is not installed.
+        """
         checked_name(name)
         if not source.exists():
             raise NotFound(f"no file or folder {source}")
@@ -106,8 +109,8 @@ class ImageStore:
         env: Mapping[str, str] = {},
         workdir: str | None = None,
     ) -> RootImage:
-        """Give the image with this digest a name, and return the image. If the image does not exist, it is made first:
-        `fill` fills its empty root, and the other arguments are its description."""
+        """Give a name to the image with this digest, and return the image. A missing image is created first: `fill`
+        writes the files into its empty root folder, and the other arguments become its description."""
 
         def build(draft: Path) -> None:
             (draft / "root").mkdir(mode=0o755)
@@ -130,15 +133,15 @@ class ImageStore:
 
         while True:
             build_once(self._folder / _hex(digest), build, is_built=lambda place: (place / "image.json").exists())
-            with suppress(NotFound):  # if another process has just removed the image, it is made again
+            with suppress(NotFound):  # another process may have just removed the image: create it again
                 return self.give(name, digest)
 
     def give(self, name: str, digest: str) -> RootImage:
-        """Give the image with this digest a name, and return the image.
+        """Give a name to the image with this digest, and return the image.
 
-        An earlier image with this name loses the name. If it has no other name, its digest becomes its name, so that it
-        can still be listed, used and removed. Raises InvalidField for an invalid name, and NotFound if there is no such
-        image.
+        Another image with the name loses it. If that image has no other name, its digest becomes its name, so that
+        users can still list, use and remove it. Raises InvalidField for an invalid name, and NotFound if no image has
+        this digest.
         """
         place = self._name(checked_name(name))
         with locked(self._names):
@@ -152,24 +155,24 @@ class ImageStore:
         return image
 
     def images(self) -> dict[str, RootImage]:
-        """Return the images by name."""
+        """Return all images by their names."""
         found = {unquote(path.name): self._named(path) for path in sorted(self._name_files())}
         return {name: image for name, image in found.items() if image is not None}
 
     def names(self) -> frozenset[str]:
-        """Return the names of all images without reading the images."""
+        """Return the names of all images, without reading the images."""
         return frozenset(unquote(path.name) for path in self._name_files())
 
     def image(self, name: str) -> RootImage:
-        """Return the image with this name. Raises NotFound."""
+        """Return the image with this name. Raises NotFound if there is none."""
         image = self._named(self._name(checked_name(name)))
         if image is None:
             raise NotFound(f"no image {name!r} on this node", hint="`outrider image import FILE` makes one")
         return image
 
     def pull_file(self, reference: str) -> Path:
-        """Return the path of the file that all pulls of this reference share (see pull.py). Each architecture has its
-        own file, because a reference may stand for one image per architecture."""
+        """Return the file that all pulls of a reference lock (see pull.py). There is one file for each processor
+        architecture, because the same reference may mean a different image on each."""
         pulled = f"{platform.machine()} {reference}"
         file = lock_file(self._folder / f"pull-{hashlib.sha256(pulled.encode()).hexdigest()}")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -179,42 +182,42 @@ class ImageStore:
         return self._folder / _hex(image.digest) / "root"
 
     def owners_file(self, image: RootImage) -> Path | None:
-        """Return the file with the owners of the image's files (see owners.py), or None if all belong to root."""
+        """Return the file with the owners of the image's files (see owners.py), or None if all files belong to root."""
         file = self._folder / _hex(image.digest) / OWNERS
         return file if file.exists() else None
 
     def remove(self, name: str) -> bool:
-        """Remove a name, and the image if it has no other name. Returns True if the image was removed. Sandboxes that
-        run on the image break. Raises NotFound."""
+        """Remove a name. If the image has no other name, remove the image too, and return True. Sandboxes that use the
+        image then break. Raises NotFound if there is no such name."""
         with ExitStack() as held:
-            with locked(self._names):  # locked, so that the image gets no new name meanwhile
+            with locked(self._names):  # keeps other processes from giving the image a new name
                 image = self.image(name)
                 self._name(name).unlink()
                 if _hex(image.digest) in self._used():
                     return False
                 place = self._folder / _hex(image.digest)
                 held.enter_context(locked(place))
-                # The folder first gets a draft's name, because a half-removed image must not be found. If this process
-                # is killed before the folder is gone, the next import removes the rest as an abandoned draft.
+                # First move the image away, so that no process finds a half-removed image. If this process is killed,
+                # the next import removes the rest.
                 gone = new_draft(place)
                 os.rename(place, gone / "image")
-            remove_tree(gone)  # the removal takes seconds, and the names are not locked meanwhile
+            remove_tree(gone)  # takes seconds, so the lock on the names is already released
         return True
 
     def _used(self) -> set[str]:
-        """Return the digests of all images that have a name, in hexadecimal form. The caller holds the lock of the
+        """Return the digests of all images with a name, in hexadecimal form. The caller must hold the lock on the
         names."""
         return {path.read_text() for path in self._name_files()}
 
     def _named(self, place: Path) -> RootImage | None:
-        """Return the image whose digest is in the file `place`, or None. Each such file stands for one name."""
+        """Return the image for a file in `images/names`, or None if there is no such file or image."""
         try:
             return self._described(place.read_text())
         except FileNotFoundError:
             return None
 
     def _described(self, content: str) -> RootImage | None:
-        """Return the image whose hexadecimal digest is `content`, or None."""
+        """Return the image with a digest in hexadecimal form, or None if there is no such image."""
         try:
             return msgspec.json.decode((self._folder / content / "image.json").read_bytes(), type=RootImage)
         except FileNotFoundError:
@@ -238,13 +241,12 @@ def _write_name(place: Path, digest: str) -> None:
         file.write(_hex(digest))
         file.flush()
         os.fsync(handle)
-    os.replace(draft, place)  # other readers see the old content or the new, never a part
+    os.replace(draft, place)  # readers see either the old or the new content, never a part of it
 
 
 def has_image(name: str | None, names: frozenset[str] | None = None) -> bool:
-    """Return True if the image of a task need not be fetched: the task has no image, `name` is a path, or an image of
-    this name has been imported. A container engine's own images are not looked up. For another machine, pass the
-    `names` of the images imported there."""
+    """Return whether a task can run without a pull: it has no image, `name` is a path, or the store has this image. For
+    another machine, `names` are the image names there. Images of a container engine do not count."""
     if name is None or os.path.isabs(name):
         return True
     if names is not None:
@@ -257,14 +259,14 @@ def has_image(name: str | None, names: frozenset[str] | None = None) -> bool:
 
 
 def begins_with(image: str, prefix: str) -> bool:
-    """Return True if the image's name begins with `prefix`, and `prefix` ends where a part of the name ends: `python`
-    allows python:3.12, but not pythonic/x."""
+    """Return whether an image's name starts with `prefix`. The prefix must end where a part of the name ends: `python`
+    matches `python:3.12`, but not `pythonic/x`."""
     rest = image.removeprefix(prefix)
     return image.startswith(prefix) and (not rest or prefix[-1:] in ("/", ":", "@") or rest[0] in "/:@")
 
 
 def known_image(name: str) -> RootImage:
-    """Return the image with this name. Raises InvalidField, naming the task's field, if there is no such image."""
+    """Return the image with this name. If there is none, raises InvalidField for the field task.runtime.image."""
     try:
         return ImageStore().image(name)
     except RequestError as error:
@@ -272,7 +274,7 @@ def known_image(name: str) -> RootImage:
 
 
 def checked_name(name: str, *, field: str = "name") -> str:
-    """Return the name. Raises InvalidField for an invalid name."""
+    """Return the name unchanged if it is a valid image name. Raises InvalidField otherwise."""
     if not NAME.fullmatch(name) or ".." in name or "//" in name:
         raise InvalidField(
             f"{name!r} is not a valid name for an image", field=field, hint="such as debian, or tools/python:3.12"
@@ -281,7 +283,7 @@ def checked_name(name: str, *, field: str = "name") -> str:
 
 
 def _check_pin(name: str, digest: str, pulled: bool) -> None:
-    """Raise InvalidField if the name ends with a digest that is not known to be the image's."""
+    """Raise InvalidField if the name contains a digest that is not the digest of the image."""
     _, pinned, wanted = name.partition("@")
     if pinned and not pulled and digest != wanted:
         raise InvalidField(

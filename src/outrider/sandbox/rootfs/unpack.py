@@ -1,9 +1,8 @@
-"""Unpacks tar layers into one folder, which belongs to the user who unpacks them.
+"""Unpacks the tar layers of an image into one folder, whose files all belong to the current user.
 
-archives.py reads the image formats. The owners of files are returned, and not set (see owners.py). Set-user-id bits and
-extended attributes are dropped. Devices, sockets and pipes are skipped and counted. Links in a layer are followed with
-the folder as `/`. Invariant: no archive can cause a read or a write outside of the folder. A malformed archive raises
-BadImage.
+The owners of the files are returned and not set (see owners.py). Set-user-id bits and extended attributes are dropped.
+Devices, sockets and pipes are skipped and counted. For symbolic links in the image, the folder is `/`. Invariant: no
+archive can cause a read or write outside of the folder. A malformed archive raises BadImage.
 """
 
 from __future__ import annotations
@@ -28,36 +27,34 @@ from outrider.sandbox.rootfs.owners import Owners
 
 WHITEOUT = ".wh."
 OPAQUE = ".wh..wh..opq"
-"""Names by which a layer removes files of lower layers, from the OCI image specification. `.wh.NAME` removes NAME.
-OPAQUE removes all lower content of its folder."""
+"""Names with which a layer removes files of lower layers, according to the OCI image specification. `.wh.NAME` removes
+the file NAME. OPAQUE removes all files in its folder that come from lower layers."""
 MAX_LINKS = 40
-"""Maximum links followed on the way to one entry, the same as in Linux."""
+"""Maximum number of symbolic links in one path, as in Linux."""
 MAX_DEPTH = 256
-"""Maximum depth of folders, because the kernel cannot use a path that is too long. Real root file systems have about
-thirty levels."""
+"""Maximum depth of folders, because the kernel rejects long paths. Real root file systems have about thirty levels."""
 MAX_HEADER = 1 << 20
-"""Maximum bytes of an entry's long name or extended header. tarfile reads such a field in one piece."""
+"""Maximum bytes of an entry's long name or extended header, because tarfile reads it into memory."""
 MAX_BYTES = 64 << 30
-"""Maximum bytes of an image's files, and maximum bytes of its layers when they are unpacked."""
+"""Maximum bytes of an image's files. It also applies to the image's layers after decompression."""
 RATIO, ANY_RATIO_BYTES = 100, 1 << 30
-"""Limits of compression: an image may be RATIO times as large as its archives, and an image of up to ANY_RATIO_BYTES is
-always allowed. Layers of real images shrink to a third. A file of zeros can shrink to a thousandth, and a sparse file
-to nothing."""
+"""An image may be at most RATIO times as large as its archives, or ANY_RATIO_BYTES if that is more. A file of zeros can
+shrink to a thousandth, and a sparse file to nothing. Layers of real images shrink to about a third."""
 MAX_ENTRIES = 4_000_000
-"""Maximum files, folders and links of an image. The largest images for machine learning have a million."""
+"""Maximum number of files, folders and links in an image. The largest images for machine learning have a million."""
 KEPT_FREE, KEPT_SHARE = 1 << 30, 20
-"""An image must leave space on its disk: KEPT_FREE bytes, or 1/KEPT_SHARE of the disk if that is less."""
+"""Space that an image must leave free on its disk: KEPT_FREE bytes, or 1/KEPT_SHARE of the disk if that is less."""
 COPY_BYTES = 1 << 20
 PERMISSIONS = 0o777
-"""The mode bits that files and folders of an archive keep."""
+"""The permission bits that are taken from the archive."""
 ROOT = (0, 0)
 OLDEST, NEWEST = -(1 << 31), 1 << 33
-"""Range of times that every file system can store, in seconds since the epoch: 1901 to 2242."""
+"""The range of file times that every file system supports, in seconds since the epoch: from 1901 to 2242."""
 
 
 class BadImage(RequestError):
-    """An image cannot be made, because its archive is broken, too large or not an image, or because a build or a
-    download has failed."""
+    """An image cannot be created. Its archive is broken, too large or not an image, or a build or download has
+    failed."""
 
     code = "bad_image"
 
@@ -72,12 +69,12 @@ UNREADABLE = (
     OverflowError,  # A number is larger than any offset in a file.
     RecursionError,  # tarfile reads the header after an extended header by recursion.
 )
-"""Exceptions from reading a broken archive, besides OSError."""
+"""Exceptions that tarfile raises for a broken archive, in addition to OSError."""
 
 
 class ArchiveMember(tarfile.TarInfo):
-    """An entry of a tar archive, with checks of its sizes. Without these checks, tarfile seeks back for a negative
-    size, and reads a header of any size into memory."""
+    """An entry of a tar archive whose sizes are checked. Without the checks, tarfile would seek backwards for a
+    negative size, and read a huge header into memory."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:  # tarfile calls this method for each entry
         if self.size < 0 or (self.type in HEADERS and self.size > MAX_HEADER):
@@ -107,8 +104,8 @@ HEADERS = (
 
 
 class Room:
-    """The remaining space for an image in `folder`. `archived` is the size, in bytes, of the image's archives so far.
-    The methods raise BadImage."""
+    """Checks that an image in `folder` does not become too large. `archived` is the total size of the archives read so
+    far, in bytes. The methods raise BadImage."""
 
     def __init__(self, folder: Path, archived: int = 0) -> None:
         self._folder = folder
@@ -117,7 +114,7 @@ class Room:
         self._entries = 0
 
     def take(self, size: int) -> None:
-        """Reserve `size` bytes. Called before the bytes are written."""
+        """Count `size` bytes before they are written. Raises BadImage if the image or the disk would exceed a limit."""
         self._bytes += size
         check_expansion(self._bytes, self.archived)
         disk = os.statvfs(self._folder)
@@ -135,8 +132,8 @@ class Room:
 
 
 def check_expansion(size: int, archived: int) -> None:
-    """Raise BadImage if an image of `size` bytes is larger than any image may be, or too large for archives of
-    `archived` bytes."""
+    """Raise BadImage if `size` bytes are too much for any image, or too much for an image from `archived` bytes of
+    archives."""
     if size > MAX_BYTES:
         raise BadImage(f"the image is larger than {MAX_BYTES >> 30} GiB")
     if size > ANY_RATIO_BYTES and size > RATIO * archived:
@@ -146,13 +143,13 @@ def check_expansion(size: int, archived: int) -> None:
 
 
 class Contents(msgspec.Struct):
-    """The contents of a root file system.
+    """What a root file system contains.
 
     `entries`: the number of files, folders and links.
-    `bytes`: the bytes of files.
+    `bytes`: the total size of the files.
     `left_out`: the number of special files that were skipped.
-    `owners`: the owners of files that are not root's.
-    `base_owners`: the owners in the image's base, or None for an image without a base.
+    `owners`: the owners of the files that do not belong to root.
+    `base_owners`: the owners of the base image's files, or None if the image has no base image.
     """
 
     entries: int = 0
@@ -163,7 +160,7 @@ class Contents(msgspec.Struct):
 
 
 def contents_of(root: Path) -> Contents:
-    """Count the contents of an unpacked root file system."""
+    """Count the entries and bytes of an unpacked root file system."""
     found = Contents()
     for folder, folders, files in os.walk(root):
         found.entries += len(folders) + len(files)
@@ -172,11 +169,11 @@ def contents_of(root: Path) -> Contents:
 
 
 def unpack(layers: Iterable[BinaryIO], target: Path, *, owners: Mapping[str, tuple[int, int]] = {}) -> Contents:
-    """Unpack layers, the lowest first, into a folder, and close them. Layers are tar, optionally compressed with gzip,
-    bzip2 or xz. `owners` are the owners of the files that are already in the folder. The returned owners may name paths
-    that a later layer has removed.
+    """Unpack layers into a folder, the lowest first, and close them. Each is a tar archive, optionally compressed with
+    gzip, bzip2 or xz. `owners` are the owners of files that are already in the folder. The returned owners may contain
+    paths that a higher layer has removed.
 
-    Raises BadImage, also if the image exceeds a limit. After an error, the folder holds a part of the image.
+    Raises BadImage if a layer is broken or the image exceeds a limit. The folder then contains a part of the image.
     """
     contents, room = Contents(owners=dict(owners)), Room(target)
     for number, layer in enumerate(layers):
@@ -194,9 +191,8 @@ def unpack(layers: Iterable[BinaryIO], target: Path, *, owners: Mapping[str, tup
 
 
 class _Layer:
-    """Unpacks one layer. `_own` holds the paths written by this layer, and all folders above them. A whiteout
-    removes only files of lower layers, so it does not remove the paths in `_own`, even if it comes after them in the
-    archive."""
+    """Unpacks one layer. A whiteout, which is an entry that removes files of lower layers, must not remove the paths in
+    `_own`: the paths that this layer has written, and the folders above them."""
 
     def __init__(self, root: Path, contents: Contents, room: Room) -> None:
         self._root = str(root)
@@ -209,14 +205,13 @@ class _Layer:
         opaque: set[str] = set()
         for member in archive:
             self._room.take_entry()
-            # The offset is the end of the entry's data. The data of skipped entries also counts, because tarfile reads
-            # it.
+            # `archive.offset` is the end of this entry. Skipped entries also count, because tarfile reads their data.
             check_expansion(archive.offset, self._room.archived)
             folder, name = self._place(member.name)
             if name.startswith(WHITEOUT):
-                # A whiteout removes files of lower layers: one name, or all content of the folder. A second opaque
-                # whiteout of a folder has no effect. It is skipped, so that a folder with a million files is not listed
-                # a million times.
+                # A whiteout removes one file of a lower layer, or all in its folder (opaque). A repeated opaque
+                # whiteout is skipped: it has no effect, and an archive may repeat it a million times for a large
+                # folder.
                 if name == OPAQUE and folder in opaque:
                     continue
                 opaque |= {folder} if name == OPAQUE else set()
@@ -245,13 +240,13 @@ class _Layer:
                 self._contents.left_out += 1
                 continue
             self._own_by(place, (member.uid, member.gid))
-        for place, mode, changed in reversed(folders):  # set last, because writing an entry changes its folder's time
+        for place, mode, changed in reversed(folders):  # last, because writing a file changes its folder's time
             if os.path.isdir(place) and not os.path.islink(place):
                 os.chmod(place, mode & PERMISSIONS | stat.S_IRWXU)
                 _set_time(place, changed)
 
     def _put(self, archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> bool:
-        """Write an entry other than a folder. Returns False for a special file."""
+        """Write a file or link. Returns False for a special file, which is not written."""
         if member.issym():
             if "\0" in member.linkname:
                 raise BadImage(f"the target of the link {member.name!r} has a NUL: {member.linkname!r:.200}")
@@ -295,17 +290,17 @@ class _Layer:
             self._own_by(place, ROOT)
 
     def _place(self, name: str) -> tuple[str, str]:
-        """Return the folder of an entry, created if missing, and the entry's name there. The name is "" for the root
-        itself."""
+        """Return the folder of an entry and the entry's name in it. The folder is created if it is missing. For the
+        root itself, the name is ""."""
         parts = [part for part in name.split("/") if part not in ("", ".")]
         if ".." in parts or "\0" in name:
             raise BadImage(f"the entry {name!r:.200} leads out of the image")
         return (self._folder(parts[:-1]), parts[-1]) if parts else (self._root, "")
 
     def _folder(self, parts: list[str]) -> str:
-        """Return the host's path of a folder in the image. Missing parts of the path, and parts that are not folders,
-        become folders. Links are followed with the root as `/`. The kernel must not resolve the path, because it would
-        follow absolute links out of the image."""
+        """Return the path on the host of a folder in the image. Missing folders are created, and other files on the
+        path become folders. Symbolic links are resolved here, because the kernel would follow an absolute link out of
+        the image."""
         at: list[str] = []
         todo = deque(parts)
         links = 0
@@ -333,14 +328,14 @@ class _Layer:
 
 
 def _set_time(place: str, changed: float) -> None:
-    """Set the modification time, or the nearest time that every file system can store. NaN, which headers can have,
-    becomes 0."""
+    """Set a file's modification time, or the nearest time that every file system can store. NaN, which a header may
+    contain, becomes 0."""
     when = 0 if math.isnan(changed) else min(NEWEST, max(OLDEST, changed))
     os.utime(place, (when, when))
 
 
 def _clear(place: str) -> None:
-    """Remove the file or the folder tree at a path."""
+    """Remove a file, or a folder with its content. Does nothing if the path does not exist."""
     try:
         if stat.S_ISDIR(os.lstat(place).st_mode):
             shutil.rmtree(place)

@@ -1,8 +1,8 @@
-"""Pulls images that sessions need and this machine lacks, if the operator allows their references.
+"""Pulls the images that sessions need and this machine does not have, if the operator allows it.
 
-A session waits for its images before any resources are set aside for the session. Invariants: an image is pulled only
-if its name begins with an allowed reference; in this process, at most one pull of the same image and at most MAX_PULLS
-pulls run at once. If a session is cancelled, its pull continues for other sessions.
+A session first waits for its images, and only then for resources such as memory. Invariants: only images whose names
+start with an allowed prefix are pulled; this process pulls an image only once at a time, with at most MAX_PULLS pulls
+at once; the pull of a cancelled session continues, because other sessions may wait for it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from outrider.spec import RuntimeSpec
 log = logging.getLogger("outrider.node")
 
 MAX_PULLS = 4
-"""Maximum number of pulls that run at once: more would share the same network and disk."""
+"""Maximum number of pulls that run at once, because they share one network and one disk."""
 
 
 def may_pull(spec: RuntimeSpec, kind: RuntimeKind, allowed: Sequence[str]) -> bool:
-    """Return True if the image of a sandbox may be pulled: sandboxes of this kind use this machine's image store, and
-    the image's name begins with one of the `allowed` references."""
+    """Return whether a sandbox's image may be pulled. The sandbox must use this machine's image store, and the image's
+    name must start with one of the `allowed` prefixes."""
     named = spec.image
     if named is None or os.path.isabs(named) or not getattr(kind, "uses_image_store", False):
         return False
@@ -37,7 +37,8 @@ def may_pull(spec: RuntimeSpec, kind: RuntimeKind, allowed: Sequence[str]) -> bo
 
 
 class ImagePulls:
-    """The pulls of a node. `allowed` are the prefixes of the references that may be pulled. `chores` runs the pulls."""
+    """The image pulls of a node. `allowed` are the prefixes of image names that may be pulled. `chores` runs the pulls
+    in the background."""
 
     def __init__(self, allowed: Sequence[str], chores: Chores) -> None:
         self._allowed = tuple(allowed)
@@ -46,9 +47,9 @@ class ImagePulls:
         self._slots = asyncio.Semaphore(MAX_PULLS)
 
     async def want(self, spec: RuntimeSpec, *, field: str) -> None:
-        """Wait until the image of a sandbox is on this machine, if the image may be pulled. Returns at once if the
-        image is already there or may not be pulled. `field` is the task's field that holds the spec, as named in
-        errors. Raises RuntimeFailure, with the message of the registry, if the pull fails."""
+        """Wait until a sandbox's image is on this machine. Returns at once if the image is already there or may not be
+        pulled. `field` is the task's field with this spec, for error messages. Raises RuntimeFailure with the error
+        message of the pull."""
         if spec.image is None or not may_pull(spec, resolve("runtime", spec.sandbox_kind), self._allowed):
             return
         if await asyncio.to_thread(has_image, spec.image):
@@ -57,13 +58,13 @@ class ImagePulls:
             task = self._chores.create_task(self._pull(spec.image), name="pull an image")
             self._running[spec.image] = task
             task.add_done_callback(partial(self._ended, spec.image))
-        # A cancelled session does not cancel the pull, because other sessions may wait for it.
+        # `wait` does not cancel the pull when this session is cancelled, because other sessions may wait for the pull.
         await asyncio.wait({task})
         if (failure := task.result()) is not None:
             raise failure.replace(field=f"{field}.image")
 
     def cancel(self) -> None:
-        """Cancel all pulls, at the end of the node."""
+        """Cancel all pulls, because the node stops."""
         for task in self._running.values():
             task.cancel()
 
@@ -71,8 +72,8 @@ class ImagePulls:
         self._running.pop(reference, None)
 
     async def _pull(self, reference: str) -> RuntimeFailure | None:
-        """Pull an image, which gets its reference as its name. Returns the failure, because an exception would be
-        recorded as a failure of the node."""
+        """Pull an image, and use its reference as its name. A failure is returned and not raised, because an exception
+        here would count as a failure of the node."""
         async with self._slots:
             log.info("pulling %s, which a session wants", reference)
             try:

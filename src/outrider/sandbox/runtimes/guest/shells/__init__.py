@@ -1,1 +1,1 @@
-"""The live shells of a sandbox: bash or sh, and the programs of live Python and IPython shells."""
+"""Live shells of a sandbox (bash, sh, Python and IPython), and the programs that run in the Python and IPython ones."""

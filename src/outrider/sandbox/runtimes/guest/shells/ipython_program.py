@@ -1,9 +1,9 @@
-"""The program of a live IPython shell. It runs inputs as a notebook would, without Jupyter and its messages.
+"""The program of a live IPython shell. It runs inputs as a notebook does, but without Jupyter and its messages.
 
-The source of this module is appended to python_program.py, and started the same way. Output is plain text without
-colours. Values with formats other than text (pictures, HTML, JSON) are kept as displays. Nothing is written to the home
-folder, and no history is kept. Invariant: the values in the displays of one input have at most DISPLAY_MAX bytes
-together. A value that would exceed this is replaced by a note.
+This source is appended to that of python_program.py, and both run as one program. Output is plain text without colours.
+Pictures, HTML and JSON are returned separately as displays. The program writes nothing to the home folder and keeps no
+history. Invariant: all displays of one input together have at most DISPLAY_MAX bytes. A short note replaces a value
+that would exceed this limit.
 """
 
 import binascii
@@ -32,19 +32,19 @@ DISPLAY_MAX = 8 << 20
 DISPLAYS_MAX = 1000
 FORMS_MAX = 60
 MIME_MAX = 100
-"""Maximum numbers: displays of an input, formats of a display, and characters of a MIME type. Anything beyond them is
-dropped. They are small because the host decodes all displays of an input at once."""
+"""Maximum number of displays of an input, of formats of a display, and of characters in a MIME type. The program drops
+anything beyond. The limits are small, because the host decodes all displays of an input at once."""
 BINARY = ("image/png", "image/jpeg", "image/gif", "image/webp", "application/pdf")
 BACKEND = "module://matplotlib_inline.backend_inline"
 SPECIAL = re.compile(r"[%!?]|^\s*(?:[,;/]|>>>|\.\.\.|In ?\[)|\A\s", re.MULTILINE)
-"""Matches a text that may use IPython's own syntax. A text without a match is plain Python, unless it is just the name
-of a magic or alias."""
+"""Matches code that may use IPython's own syntax. All other code is plain Python, unless it is only the name of a magic
+or an alias."""
 WORD = re.compile(r"\w+")
 PLAIN_TYPES = (int, float, complex, bool, str, bytes)
 
 
 def plain_data(mime: str, value: Any) -> Any:
-    """Return a display's value as str or bytes: pictures as bytes, JSON as text."""
+    """Convert the value of a display to bytes (for pictures) or str (for everything else, such as JSON)."""
     if mime in BINARY and isinstance(value, str):
         try:
             return binascii.a2b_base64(value)
@@ -56,7 +56,7 @@ def plain_data(mime: str, value: Any) -> Any:
 
 
 class Gallery:
-    """Collects the displays of one input within the limits."""
+    """Collects the displays of one input, within the limits above."""
 
     def __init__(self, session: InputResults) -> None:
         self.session = session
@@ -67,7 +67,7 @@ class Gallery:
         self.session.displays = []
 
     def add(self, data: dict[str, Any]) -> None:
-        """Add a display. A value that has only plain text is not kept, because its text is printed."""
+        """Add a display. Plain text alone is not added, because the program prints it."""
         if set(data) <= {"text/plain"}:
             return
         kept: dict[str, Any] = {}
@@ -84,13 +84,14 @@ class Gallery:
 
 
 class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in full
-    """Prints the value of an input's last expression, without IPython's `Out[n]:`. Only the last three values are kept,
-    as `_`, `__` and `___`. IPython itself keeps every value in `Out`, so a long session would use ever more memory."""
+    """Prints the value of an input's last expression, without IPython's `Out[n]:`. It keeps only the last three values,
+    as `_`, `__` and `___`. IPython's own hook keeps every value in `Out`, so a long session would need ever more
+    memory."""
 
     kept: tuple[Any, ...] = ("", "", "")
 
     def record_plain_printers(self) -> None:
-        """Record IPython's printers for plain types, to detect later whether an input has registered others."""
+        """Record IPython's printers for simple types, to notice later if an input has replaced one."""
         formatter = self.shell.display_formatter
         text = formatter.formatters["text/plain"].type_printers
         self.text_printers = text
@@ -101,7 +102,7 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
         self.rich_printers = [one for one in self.rich_printers if one is not text]
 
     def compute_format_data(self, result: object) -> tuple[Any, Any]:
-        """Format a value. A plain value, such as a number, is only formatted as text, without trying IPython's dozen
+        """Format a value. Simple values, such as numbers, only need text. This skips IPython's dozen other
         formatters."""
         kind = type(result)
         if (
@@ -113,8 +114,8 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
         return super().compute_format_data(result)  # type: ignore[no-any-return]  # IPython is not typed in full
 
     def update_user_ns(self, result: object) -> None:
-        """Assign the result to `_`, and the two previous results to `__` and `___`. Does nothing if the user has
-        assigned one of these names."""
+        """Assign the last three results to `_`, `__` and `___`. Does nothing if the user has assigned one of these
+        names."""
         names = self.shell.user_ns
         if all(names.get("_" * length, "") is self.kept[length - 1] for length in (1, 2, 3)):
             self.kept = (result, *self.kept[:2])
@@ -140,7 +141,7 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
 
 
 class DisplayKeeper(DisplayPublisher):  # type: ignore[misc]  # IPython is not typed in full
-    """Receives the displays of inputs. Rich formats go to the gallery, plain text to the output."""
+    """Receives the displays of an input. Plain text is printed, and displays with other formats go to the gallery."""
 
     def publish(self, data: dict[str, Any], metadata: object = None, **options: object) -> None:
         self.shell.gallery.add(data)
@@ -152,21 +153,21 @@ class DisplayKeeper(DisplayPublisher):  # type: ignore[misc]  # IPython is not t
 
 
 class Leave(ExitAutocall):  # type: ignore[misc]  # IPython is not typed in full
-    """The `exit` of the live IPython shell. It ends the input but not the shell, as in the live Python shell."""
+    """The command `exit`. As in the live Python shell, it ends the input but not the shell."""
 
     def __call__(self, code: object = None) -> None:
         raise SystemExit(code)
 
 
 class NoProfile:
-    """Replaces the object for the profile folder, because there is no such folder."""
+    """Stands for IPython's profile folder, which does not exist here."""
 
     location = ""
 
 
 class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not typed in full
-    """IPython's shell without files in the home folder. IPython itself creates the only instance, so the session and
-    the gallery are attributes of the class."""
+    """An IPython shell that writes no files to the home folder. IPython creates the only instance itself, so the
+    session and the gallery are attributes of the class."""
 
     session: InputResults
     gallery: Gallery
@@ -175,17 +176,17 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
     kept: dict[str, Any] = {}  # noqa: RUF012  # there is one shell in the process
 
     def init_ipython_dir(self, ipython_dir: object) -> None:
-        """Do nothing, because IPython's method would make a folder in the home folder."""
+        """Do nothing. IPython's own method would create a folder in the home folder."""
 
     def init_profile_dir(self, profile_dir: object) -> None:
-        """Do nothing, like `init_ipython_dir`."""
+        """Do nothing, for the same reason as `init_ipython_dir`."""
 
     def init_virtualenv(self) -> None:
         pass
 
     @property
     def db(self) -> dict[str, Any]:
-        """The storage for magics. It is in memory, because IPython's own is a file in the home folder."""
+        """Storage for magics. It is in memory, because IPython's own storage is a file in the home folder."""
         return self.kept
 
     @db.setter
@@ -200,7 +201,7 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
         self.system_raw(cmd)
 
     def showtraceback(self, exc_tuple: object = None, *args: object, **options: object) -> None:
-        """Show an exception. Interrupts are ignored meanwhile, because showing an exception takes longer than the time
+        """Print an exception. Interrupts are ignored until the next input, because printing takes longer than the time
         between two interrupts."""
         self.session.interruptible = False
         error = sys.exc_info()[1]
@@ -210,8 +211,8 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
 
 
 class RichEngine:
-    """Runs inputs through IPython's own steps, but skips steps that would change nothing. Those take most of the time
-    of a short input."""
+    """Runs inputs with IPython's own steps. Steps that would change nothing are skipped, because they take most of the
+    time of a short input."""
 
     def __init__(self, session: InputResults) -> None:
         os.environ.setdefault("MPLBACKEND", BACKEND)
@@ -223,12 +224,12 @@ class RichEngine:
             config=settings(), display_pub_class=DisplayKeeper, displayhook_class=EchoHook
         )
         self.shell.displayhook.record_plain_printers()
-        self.shell.builtin_trap.__enter__()  # never exited, because threads of an input may outlive the input
+        self.shell.builtin_trap.__enter__()  # never exited, because an input may start threads that run on after it
         self.shell.display_trap.__enter__()
         self.transformers = self.count_transformers()
 
     def run(self, source: str, number: int) -> int:
-        """Execute one input, like `PlainEngine.run`."""
+        """Run one input. Returns the same as `PlainEngine.run`."""
         self.gallery.clear()
         self.session.interruptible = True
         self.shell.source = source
@@ -236,14 +237,14 @@ class RichEngine:
         return left_with(error) if isinstance(error, SystemExit) else int(error is not None)
 
     def execute(self, source: str) -> object:
-        """Run an input like `InteractiveShell.run_cell`, without history. Returns the exception that ended the input,
-        or None."""
+        """Run an input as `InteractiveShell.run_cell` does, but without a history. Returns the exception that ended the
+        input, or None."""
         shell = self.shell
         cell, failed = source, None
         if self.may_be_special(source):
             try:
                 cell = shell.transform_cell(source)
-            except Exception:  # the input has raised an exception, which is shown below
+            except Exception:  # raised by the input, and printed below
                 failed = sys.exc_info()
         given = {"transformed_cell": cell, "preprocessing_exc_tuple": failed}
         work = shell.run_cell_async(source, **given)
@@ -252,7 +253,7 @@ class RichEngine:
         try:
             result = shell.loop_runner(work) if waits else finished(work)
             return result.error_before_exec or result.error_in_exec
-        except BaseException as error:  # the input has raised an exception, which is shown
+        except BaseException as error:  # raised by the input, and printed
             work.close()
             shell.showtraceback()
             return error
@@ -261,7 +262,7 @@ class RichEngine:
             shell.events.trigger("post_run_cell", result)
 
     def may_be_special(self, source: str) -> bool:
-        """Return whether IPython may transform the text."""
+        """Return whether IPython may change the code before it runs."""
         if SPECIAL.search(source) or self.count_transformers() != self.transformers:
             return True
         word = WORD.match(source)
@@ -275,14 +276,14 @@ class RichEngine:
         )
 
     def count_transformers(self) -> int:
-        """Count the input transformers. If an extension has added one, every input must be transformed."""
+        """Count IPython's input transformers. If an extension has added one, every input must pass through them."""
         manager = self.shell.input_transformer_manager
         lists = (manager.cleanup_transforms, manager.line_transforms, manager.token_transformers)
         return sum(map(len, lists)) + len(self.shell.input_transformers_post)
 
 
 def finished(work: object) -> object:
-    """Run a coroutine that awaits nothing, without an event loop, and return its result."""
+    """Run a coroutine that never waits, without an event loop. Returns its result."""
     try:
         work.send(None)  # type: ignore[attr-defined]  # `work` is a coroutine
     except StopIteration as stop:
@@ -293,7 +294,7 @@ def finished(work: object) -> object:
 def settings() -> object:
     from IPython import version_info
 
-    if hasattr(interactiveshell, "PickleShareDB"):  # exists in IPython before 9, and would make a folder
+    if hasattr(interactiveshell, "PickleShareDB"):  # in IPython before 9, this would create a folder
         interactiveshell.PickleShareDB = lambda path: {}
     config = Config()
     config.HistoryManager.enabled = False

@@ -1,12 +1,15 @@
 """The program of a live Python shell. It runs one input after another, keeps their variables, and prints the value of
 an input's last expression.
 
-Standard library only, Python 3.8 or newer, in one file. The tool server starts the program as `python3 -c SOURCE`.
-Inputs come on descriptor 3 as u32 length, u32 number, source. What an input prints goes to standard output at once.
-Each input ends with a frame on descriptor 4: u32 length, u32 number, u32 status, u32 length of the echo, the echo, and
-the rich results (see `packed`). The echo is the text of the last expression's value. A first frame, with the number 0,
-signals that the program is ready. The program has no time limits. SIGINT raises KeyboardInterrupt in the running input,
-and nowhere else.
+It uses only the standard library and runs in Python 3.8 or newer. The tool server starts it as `python3 -c SOURCE`.
+What an input prints goes to standard output. Otherwise the program and the tool server exchange these messages:
+
+- Input, on descriptor 3: u32 length, u32 number, source code.
+- Result, on descriptor 4, after each input: u32 length, u32 number, u32 status, u32 length of the echo, the echo, and
+  the displays (see `packed`). The echo is the text of the last expression's value.
+- A first result with the number 0 says that the program is ready.
+
+The program has no time limits. SIGINT raises KeyboardInterrupt only in code of an input.
 """
 
 import ast
@@ -23,12 +26,12 @@ from typing import Any
 INPUTS = 3
 RESULTS = 4
 ECHO_MAX = 1 << 15
-"""Maximum characters of the echo in a frame. A longer echo is printed instead, because the tool server shortens long
-output but not frames."""
+"""Maximum characters of the echo in a result. A longer echo is printed instead, because the tool server can shorten
+printed output."""
 
 
 class InputResults:
-    """The results of the running input so far, except what it printed."""
+    """What the running input has produced so far, except for printed text."""
 
     def __init__(self) -> None:
         self.echo = ""
@@ -36,8 +39,8 @@ class InputResults:
         self.interruptible = False
 
     def show(self, text: str) -> None:
-        """Add the value of an input's last expression to the echo. If the echo would exceed ECHO_MAX characters, it is
-        printed instead."""
+        """Add the value of a last expression to the echo. If the echo becomes longer than ECHO_MAX, print it
+        instead."""
         if len(text) + len(self.echo) > ECHO_MAX:
             sys.stdout.write(self.echo + text)
             self.echo = ""
@@ -49,14 +52,14 @@ class InputResults:
             raise KeyboardInterrupt
 
     def watch_interrupts(self) -> None:
-        """Set our handler of SIGINT, also after an input has replaced it. We do not ignore the signal, because programs
-        that an input starts would then ignore it too. They do not inherit a handler."""
+        """Install the handler for SIGINT, which an input may have replaced. Ignoring the signal would not work, because
+        programs that an input starts would then ignore it, too. They do not inherit a handler."""
         if signal.getsignal(signal.SIGINT) != self.interrupt:
             signal.signal(signal.SIGINT, self.interrupt)
 
 
 class PlainEngine:
-    """Runs inputs like Python's own prompt."""
+    """Runs inputs as Python's interactive prompt does."""
 
     def __init__(self, session: InputResults) -> None:
         self.session = session
@@ -72,16 +75,16 @@ class PlainEngine:
             self.session.show(repr(value) + "\n")
 
     def run(self, source: str, number: int) -> int:
-        """Execute one input. Returns 0 on success, 1 after an exception, else the status of the input's `exit`."""
+        """Run one input. Returns 0 on success, 1 after an exception, and the exit status if the input calls `exit`."""
         name = f"<input {number}>"
-        # Tracebacks take the lines of the input from `linecache.cache`.
+        # Tracebacks take the source lines from this cache.
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         try:
             self.execute(source, name)
             return 0
         except SystemExit as stop:
             return left_with(stop)
-        except BaseException as error:  # the input has raised an exception, which is shown
+        except BaseException as error:  # raised by the input, and printed
             self.session.interruptible = False
             trace = error.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename != name:
@@ -102,7 +105,7 @@ class PlainEngine:
 
 
 def left_with(stop: SystemExit) -> int:
-    """Return the status of an input that called `exit`."""
+    """Return the exit status of an input that has called `exit`."""
     if stop.code is None or isinstance(stop.code, int):
         return (stop.code or 0) & 0xFF
     sys.stderr.write(f"{stop.code}\n")
@@ -110,7 +113,8 @@ def left_with(stop: SystemExit) -> int:
 
 
 class Inputs:
-    """Reads inputs from a descriptor, most of them with one system call. Raises EOFError at the end."""
+    """Reads inputs from a descriptor. Most inputs need only one system call. Raises EOFError when the descriptor is
+    closed."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -126,14 +130,15 @@ class Inputs:
         return data
 
     def next(self) -> tuple[int, str]:
-        """Return the next input's number and text."""
+        """Return the number and the source code of the next input."""
         head = self.take(8)
         text = self.take(int.from_bytes(head[:4], "big"))
         return int.from_bytes(head[4:], "big"), text.decode("utf-8", "replace")
 
 
 def packed(displays: list[dict[str, Any]]) -> bytes:
-    """Encode displays as msgpack. Each is a dictionary of text and bytes. Returns b"" if there are none."""
+    """Encode displays as msgpack. Each display is a dictionary with str or bytes values. Returns b"" if there are
+    none."""
     if not displays:
         return b""
     out = b"\xdd" + len(displays).to_bytes(4, "big")
@@ -157,7 +162,7 @@ def answer(number: int, status: int, session: InputResults) -> None:
 
 
 def flush() -> None:
-    """Flush `sys.stdout` and `sys.stderr`, which an input may have closed or replaced."""
+    """Flush standard output and standard error. An input may have closed or replaced them."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -166,7 +171,7 @@ def flush() -> None:
 def serve(engine: type) -> None:
     sys.argv = [""]
     for fd in (INPUTS, RESULTS):
-        os.set_inheritable(fd, False)  # the programs that an input starts must not use these descriptors
+        os.set_inheritable(fd, False)  # programs that an input starts must not use it
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # text streams
     session = InputResults()
@@ -182,7 +187,7 @@ def serve(engine: type) -> None:
         session.watch_interrupts()
         try:
             status = runner.run(source, number)
-        except KeyboardInterrupt:  # SIGINT arrived while another exception was being shown
+        except KeyboardInterrupt:  # SIGINT arrived during the handling of another exception
             status = 1
         session.interruptible = False
         flush()

@@ -1,9 +1,11 @@
-"""Live shells, which keep their state between inputs: bash or sh on a terminal, Python and IPython on pipes.
+"""Live shells, which keep their state from one input to the next. Bash and sh run on a terminal, and Python and IPython
+on pipes.
 
-Apart from PRELUDES, the code for bash and sh uses only POSIX features. Python and IPython report each result in a frame
-(see python_program.py). Rich results in a frame are not decoded here. Invariants: whatever an input does, about two
-seconds after its time limit the shell takes the next input or has ended; a Python shell is reported as open only after
-its first frame, and each program has OPEN_SECONDS to send this frame.
+The code for bash and sh uses only POSIX features, except for PRELUDES. Python and IPython send each result as a
+length-prefixed frame (see python_program.py). Invariants:
+
+- About two seconds after an input's time limit, the shell accepts the next input or has ended.
+- A Python shell is reported as open only after its first frame. It has OPEN_SECONDS to send this frame.
 """
 
 from __future__ import annotations
@@ -32,13 +34,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 INTERRUPT_EVERY = 0.1
-"""Seconds between two interrupts of an input that keeps running."""
+"""Seconds between two interrupts of an input that does not end."""
 KILL_AFTER = 3
-"""The first interrupt that also kills the programs started by the input, counted from 1. Later interrupts kill them
-too."""
+"""From this interrupt on (counted from 1), the programs that the input has started are also killed."""
 RESTART_AFTER = 20
-"""After this many interrupts (two seconds) the shell itself is killed and restarted. The sh of busybox hangs if SIGINT
-arrives during a memory allocation, because it then waits for a lock that is never released."""
+"""After this many interrupts (two seconds), the shell itself is killed and started again. The sh of busybox can hang:
+if SIGINT arrives while it allocates memory, it waits for a lock that is never released."""
 
 SHELLS = {
     "bash": ["bash", "--norc", "--noprofile", "--noediting", "-i"],
@@ -48,34 +49,34 @@ PRELUDES = {
     "bash": b"PS1=; export -n PS1; PS2=; unset PROMPT_COMMAND HISTFILE; set +o history +H;",
     "sh": b"unset PS1 HISTFILE; PS1=; PS2=;",
 }
-"""Commands that turn off prompts and the history, and in bash also the expansion of `!`."""
+"""Commands that turn off the prompt and the history. In bash, they also turn off the expansion of `!`."""
 STATUS = b' __status=0; __set_status() { return "$1"; }; '
-"""Definitions for setting `$?` before each input. It is 0 for the first input, and then the previous input's status."""
+"""Definitions that let each input start with the previous input's status in `$?`. For the first input, it is 0."""
 GREETING_MAX = 1 << 16
-"""Maximum bytes that a shell may print before its first marker. Output before the marker is dropped. If this much
-output arrives without a marker, it is dropped and the marker is no longer awaited."""
+"""Maximum bytes that a shell may print before its first marker (see `Bash`). This output is dropped. If no marker has
+arrived by then, the shell is used without it."""
 STATUS_MAX = 8
-r"""Maximum bytes of the status in a marker, including the final \x1e."""
+r"""Maximum bytes of the exit status in a marker (see `Bash`), including the \x1e at its end."""
 TERMIOS_SIZE = 64
-"""Bytes of a buffer that can hold a `struct termios` on any architecture."""
+"""Size of a buffer that is large enough for a `struct termios` on every architecture."""
 
 FRAME_MAX = 10 << 20
-"""Maximum bytes of a frame, more than any result needs. Only an input that itself writes to the descriptor sends
-more."""
+"""Maximum bytes of a frame. Results are always smaller, unless an input itself writes to the descriptor for results."""
 OPEN_SECONDS = 25.0
-"""If a program is not ready after this many seconds, it is killed and the next command is tried. IPython loads
-slowly from a slow disk."""
+"""A program that is not ready after this many seconds is killed, and the next command is tried. IPython takes long to
+load from a slow disk."""
 WHY_MAX = 2000
-"""Maximum bytes kept of the output of an interpreter that did not start."""
+"""Maximum bytes to keep of the output of an interpreter that fails to start."""
 
 
 class LiveShell:
-    """A live shell: one program that takes one input at a time. Output that arrives between two inputs is returned with
-    the second input's output.
+    """A live shell. It runs one input at a time. Output that arrives between two inputs is returned with the output of
+    the second one.
 
-    `program` starts the process, sends inputs and reads output. Its commands are tried in order, and the first that
-    works opens the shell. `opening` is the number of the call that opens the shell, or 0 after the reply to that call.
-    `ticks` counts the interrupts of the running input.
+    `program`: starts the process, sends inputs and reads output.
+    `commands`: the commands to try, in this order. The first one that works is used.
+    `opening`: the number of the host's call that opens the shell, or 0 once that call has its reply.
+    `ticks`: how often the running input has been interrupted.
     """
 
     def __init__(self, calls: Calls, number: int, args: dict[str, Any]) -> None:
@@ -104,8 +105,8 @@ class LiveShell:
             raise
 
     def _open(self) -> None:
-        """Start the next command. If there is none, report that the shell cannot be opened. Raises OSError when the
-        program cannot be started. Then the shell is dead, and all its descriptors are closed."""
+        """Start the next command. If none is left, report that the shell cannot be opened. Raises OSError if the
+        program cannot be started; all descriptors are then closed."""
         if not self.commands:
             self._give_up()
             return
@@ -131,8 +132,8 @@ class LiveShell:
         self._open_again()
 
     def _open_again(self) -> str:
-        """Call `_open`. Return its error message, or "". If the shell was not yet open, the error is also the reply to
-        the call that opens it. Raises nothing, because the loop does not handle exceptions."""
+        """Call `_open`, and return its error message or "". If the call that opens the shell still waits for its reply,
+        it also gets the error. Raises nothing, because the event loop does not handle exceptions."""
         try:
             self._open()
         except OSError as error:
@@ -145,12 +146,12 @@ class LiveShell:
         return ""
 
     def opened(self) -> None:
-        """Report that the shell is open, because its program runs. Does nothing the second time."""
+        """Report that the shell is open and its program runs. A second call does nothing."""
         if self.opening:
             self._answer_opening({"shell": self.number})
 
     def _give_up(self) -> None:
-        """Report that the shell could not be opened, because no command is left or the host has cancelled the call."""
+        """Report that the shell cannot be opened, because no command is left or the host has cancelled the call."""
         if self.commands:
             self.close()
         self._answer_opening({"shell": None, "why": self.why})
@@ -163,7 +164,7 @@ class LiveShell:
 
     @property
     def dead(self) -> bool:
-        """True if no program runs. Its descriptors are closed as soon as it has ended."""
+        """True if the program does not run. Its descriptors are closed when it ends."""
         return not self.descriptors
 
     def run(self, call: int, text: bytes, milliseconds: int, cap: int) -> None:
@@ -186,7 +187,7 @@ class LiveShell:
             self.program.take(data)
 
     def drain(self) -> None:
-        """Read the output that has arrived so far."""
+        """Read all output that has already arrived."""
         for _ in range(READS_AT_END):
             data = read_ready(self.output)
             if not data:
@@ -194,7 +195,7 @@ class LiveShell:
             self.program.take(data)
 
     def finish(self, code: int | None) -> None:
-        """Reply to the call of the running input."""
+        """Send the result of the running input to the host."""
         call, self.call = self.call, 0
         self.calls.running.pop(call, None)
         self.calls.loop.timers.pop(self, None)
@@ -208,9 +209,12 @@ class LiveShell:
         self.calls.reply(call, fields)
 
     def cancel(self) -> None:
-        """Interrupt the running input, now and every INTERRUPT_EVERY seconds. SIGINT interrupts its process group, and
-        SIGKILL ends its programs in other groups. From interrupt number KILL_AFTER on, all its programs are killed.
-        After interrupt number RESTART_AFTER, the shell is restarted."""
+        """Interrupt the running input now, and again every INTERRUPT_EVERY seconds until it ends.
+
+        Each time, the input's process group gets SIGINT, and its programs in other process groups get SIGKILL. From
+        interrupt KILL_AFTER on, all its programs get SIGKILL. After RESTART_AFTER interrupts, the shell is
+        restarted.
+        """
         if not self.call:
             return
         self.ticks += 1
@@ -220,7 +224,7 @@ class LiveShell:
             return
         table = processes()
         group, members = self.program.victims(table)
-        # The group's interrupt does not reach programs in other process groups, so these are killed at once.
+        # Programs in other process groups do not get the SIGINT, so they are killed at once.
         strays = {pid for pid in descendants(table, members) if table[pid].group != group}
         for pid in members | strays if self.ticks >= KILL_AFTER else strays:
             send_signal(pid, SIGKILL)
@@ -228,8 +232,8 @@ class LiveShell:
         self.program.interrupted()
 
     def restart(self, reason: bytes) -> None:
-        """Kill the shell and start it again. If an input was running, its result reports that the state is lost, or why
-        the shell could not be started."""
+        """Kill the shell and start it again. If an input was running, its result says that the shell's state is lost,
+        or why the shell could not be started."""
         self._kill()
         error = self._open_again()
         outcome = f"could not be started anew: {error}" if error else "was started anew: its state is lost"
@@ -264,7 +268,7 @@ class LiveShell:
         self.descriptors = set()
 
     def close(self) -> None:
-        """Kill the shell and its descendants. If an input is running, its call gets a reply."""
+        """Kill the shell and its descendants. A running input gets a result."""
         if not self.dead:
             self._kill()
         if self.call:
@@ -273,12 +277,12 @@ class LiveShell:
 
 
 class Bash:
-    r"""A live bash, or sh in a sandbox without bash, on a raw terminal.
+    r"""A live bash on a raw terminal. In a sandbox without bash, it is sh.
 
-    Inputs come on a pipe, because on the terminal the sh of busybox would edit lines, and each input would have to pass
-    through the kernel's terminal. A marker, ``\x1e TOKEN.SEQUENCE : STATUS \x1e``, ends the output of each input. It is
-    printed on the same terminal, so all output precedes it. Text before the first marker, which has the number 0, is
-    not output.
+    Inputs arrive on a pipe. On a terminal, the sh of busybox would edit lines, and the kernel would process every input
+    first. After the output of each input, the shell prints a marker on the same terminal: ``\x1e TOKEN.SEQUENCE :
+    STATUS \x1e``. So all output of an input comes before its marker. The first marker has the number 0, and text before
+    it is dropped.
     """
 
     def __init__(self, shell: LiveShell) -> None:
@@ -292,7 +296,7 @@ class Bash:
         return [SHELLS[self.shell.calls.shell()]]
 
     def start(self, command: list[str], env: dict[str, str]) -> None:
-        """Start the program. The shell is reported as open at once, because its first input shows any problem."""
+        """Start the program, and report the shell as open at once. If something is wrong, its first input shows it."""
         self.token = posix.urandom(8).hex().encode()
         self.pending = bytearray()
         self.begun = False
@@ -314,11 +318,11 @@ class Bash:
         shell.opened()
 
     def give(self, text: bytes) -> None:
-        """Send an input to the program."""
+        """Send an input to the shell."""
         keep_terminal(self.shell.output, self.mode)
         quoted = text.replace(b"\0", b"").replace(b"'", b"'\\''")
-        # Without `command`, a plain sh would drop the whole line on a syntax error in `eval`. Standard input is
-        # /dev/null, because the input's programs would otherwise read the next input.
+        # Without `command`, sh would drop the rest of the line after a syntax error in `eval`. Standard input is
+        # /dev/null, because programs would otherwise read the next input.
         line = b"__set_status $__status; command eval '" + quoted + b"\n' </dev/null; __status=$?; "
         self.shell.writer.write(line + self._report(self.shell.sequence) + b"\n")
 
@@ -326,7 +330,7 @@ class Bash:
         return b"printf '\\036%s:%d\\036' " + self.token + b".%d $__status" % sequence
 
     def take(self, data: bytes) -> None:
-        """Process a piece of output."""
+        """Process output that has arrived."""
         self.pending += data
         if not self.begun:
             _, begun, rest = self.pending.partition(b"\x1e%s.0:0\x1e" % self.token)
@@ -346,24 +350,24 @@ class Bash:
                     self.shell.finish(int(status))
                 return
             if not end and len(status) < STATUS_MAX and (status + b"0").isdigit():
-                return  # the rest of the marker has not arrived yet
+                return  # the rest of the marker is still missing
             self._print(start + 1)
             start = self.pending.find(marker)
         last = self.pending.rfind(b"\x1e", -len(marker))
         self._print(len(self.pending) if last < 0 else last)
 
     def _print(self, size: int) -> None:
-        """Add the first `size` pending bytes to the output."""
+        """Move the first `size` pending bytes to the output."""
         self.shell.capture.add(bytes(self.pending[:size]))
         del self.pending[:size]
 
     def ended(self) -> None:
-        """Add the pending bytes to the output, because no marker can be completed after the program's exit."""
+        """Move all pending bytes to the output. The shell has exited, so no marker can follow."""
         self._print(len(self.pending))
 
     def clean(self, out: bytes) -> bytes:
-        """Remove the markers of interrupted lines. The shell usually drops the marker with the rest of an interrupted
-        line, but sometimes prints it."""
+        """Remove markers from the output of an interrupted input. Usually the shell drops such a marker, but sometimes
+        it prints it."""
         marker = b"\x1e" + self.token
         while marker in out:
             start = out.index(marker)
@@ -372,8 +376,8 @@ class Bash:
         return out
 
     def victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
-        """Return the process group to interrupt (the terminal's foreground group), and the processes to kill if that
-        fails."""
+        """Return the terminal's foreground process group, which is to be interrupted, and the processes to kill if they
+        ignore the interrupt."""
         try:
             group = posix.tcgetpgrp(self.shell.output)
         except OSError:
@@ -381,16 +385,16 @@ class Bash:
         return group, {p.pid for p in table.values() if p.group == group and not p.zombie} - {self.shell.pid}
 
     def interrupted(self) -> None:
-        """Print another marker, because an interrupt makes the shell drop the rest of its line, including the input's
+        """Make the shell print a new marker. After an interrupt, it drops the rest of its line with the input's own
         marker."""
         self.shell.sequence += self.shell.ticks == 1
         self.shell.writer.write(b"\n" + self._report(self.shell.sequence) + b"\n")
 
 
 def raw_terminal(fd: int) -> bytes:
-    """Make a terminal raw, so that it passes output through unchanged and echoes nothing. Returns the terminal's mode,
-    a `struct termios`."""
-    import fcntl  # only `Bash` needs these modules
+    """Make a terminal raw: it passes output on unchanged and echoes nothing. Returns the terminal's mode, a `struct
+    termios`."""
+    import fcntl  # imported here, because only `Bash` needs them
     import termios
 
     mode = termios.tcgetattr(fd)
@@ -401,8 +405,8 @@ def raw_terminal(fd: int) -> bytes:
 
 
 def keep_terminal(fd: int, mode: bytes) -> None:
-    """Restore a terminal's mode if a program has changed it. The mode is read first, because reading takes a tenth of
-    the time of setting."""
+    """Restore the terminal's mode if a program has changed it. It is compared first, because reading is ten times as
+    fast as setting."""
     import fcntl
     import termios
 
@@ -411,8 +415,8 @@ def keep_terminal(fd: int, mode: bytes) -> None:
 
 
 class Interpreter:
-    """A live Python or IPython. Output arrives on one pipe. At the end of each input, a frame arrives on another
-    pipe."""
+    """A live Python or IPython. Its output arrives on one pipe. After each input, the result arrives as a frame on
+    another pipe."""
 
     def __init__(self, shell: LiveShell) -> None:
         self.shell = shell
@@ -420,8 +424,8 @@ class Interpreter:
         self.frames = bytearray()
 
     def commands(self) -> list[list[str]]:
-        """Return the commands to try: the sandbox's `python3`, then an interpreter provided by the host. Commands that
-        do not exist are left out."""
+        """Return the commands to try: first the sandbox's `python3`, then an interpreter of the host. Programs that do
+        not exist are left out."""
         calls, args = self.shell.calls, self.shell.args
         commands = [["python3"]] if find_program("python3", calls.base_env.get("PATH", DEFAULT_PATH)) else []
         own = calls.python or [sys.executable]
@@ -429,7 +433,7 @@ class Interpreter:
         return commands + ([spare] if spare and find_program(spare[0], "") else [])
 
     def start(self, command: list[str], env: dict[str, str]) -> None:
-        """Start the program, which sends a frame with the number 0 when it is ready."""
+        """Start the program. When it is ready, it sends a frame with the number 0."""
         shell = self.shell
         self.frames = bytearray()
         shell.capture = Capture(WHY_MAX)
@@ -451,7 +455,7 @@ class Interpreter:
         self.shell.writer.write(len(text).to_bytes(4, "big") + self.shell.sequence.to_bytes(4, "big") + text)
 
     def take(self, data: bytes) -> None:
-        """Process a piece of output."""
+        """Process output that has arrived."""
         self.shell.capture.add(data)
 
     def _answered(self, events: int) -> None:
@@ -470,7 +474,7 @@ class Interpreter:
                 return
             frame = bytes(self.frames[4 : 4 + size])
             del self.frames[: 4 + size]
-            # The fields of a frame (see python_program.py): number, status, length of the echo, the echo, rich results.
+            # A frame contains: number, status, length of the echo, the echo, the displays (see python_program.py).
             number, status, length = (int.from_bytes(frame[at : at + 4], "big") for at in (0, 4, 8))
             shell.drain()
             if number == 0 and shell.opening:
@@ -482,14 +486,15 @@ class Interpreter:
                 shell.finish(status)
 
     def ended(self) -> None:
-        """Do nothing, because an interpreter has no pending output."""
+        """Do nothing, because an interpreter's output is never pending."""
 
     def clean(self, out: bytes) -> bytes:
         return out
 
     def victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
-        """Return the process group to interrupt (the program's own), and the processes to kill if that fails."""
+        """Return the program's own process group, which is to be interrupted, and the processes to kill if they ignore
+        the interrupt."""
         return self.shell.pid, descendants(table, {self.shell.pid}) - {self.shell.pid}
 
     def interrupted(self) -> None:
-        """Do nothing, because the program sends the input's frame even after an interrupt."""
+        """Do nothing, because the program sends a frame even after an interrupt."""
