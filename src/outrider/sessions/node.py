@@ -1,7 +1,7 @@
-"""A node: the process that hosts sessions, with their sandboxes, model endpoints and lanes.
+"""The node in this process. It hosts sessions with their sandboxes, model endpoints and lanes.
 
-A node receives attempts and returns results. Nodes in other processes are in `nodes/`. Invariant: a session's
-credential works from the start of the attempt to the end of the run, and at no other time.
+A node receives attempts and returns results. For nodes in other processes, see `nodes/`. Invariant: a session's
+credential is valid only from the start of the attempt to the end of the run.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from outrider.wire.file_descriptors import available, shares
 log = logging.getLogger("outrider.session")
 
 WRITE_CHECK = "node folder"
-"""The name of the background check that writes to the node's folder every WRITE_CHECK_SECONDS."""
+"""Name of the background check that writes to the node's folder every WRITE_CHECK_SECONDS."""
 WRITE_CHECK_SECONDS = 2.0
 
 
 class LocalNode:
-    """The node in this process. `async with LocalNode(...) as node`; leaving the block ends the node's background tasks
-    and removes its folder with all contents."""
+    """The node in this process. Use it as `async with LocalNode(...) as node`. Leaving the block ends the node's
+    background tasks and removes its folder with all contents."""
 
     def __init__(
         self,
@@ -79,8 +79,9 @@ class LocalNode:
         failures: Failures | None = None,
     ) -> None:
         """Failures of background work are recorded in `failures`. For `service_silence`, see `NodeServices`.
-        `service_url` is the URL of a service on another machine, which sandboxes must not reach through their
-        network."""
+
+        `service_url` is the URL of the service if it runs on another machine. Sandboxes must not reach this URL through
+        their network."""
         self.name = self.machine = name
         self._config = config
         self.backend = backend
@@ -156,34 +157,34 @@ class LocalNode:
 
     @property
     def gateway_socket(self) -> Path:
-        """The Unix socket on which the model gateway must listen. Sandboxes without network use the socket."""
+        """The Unix socket on which the model gateway must listen, because sandboxes without network use it."""
         return self._folder.path / "gateway.sock"
 
     @property
     def host(self) -> Host:
-        """The parts that the sandboxes and evaluators share."""
+        """The objects that all sandboxes and evaluators of this node share."""
         return self._services.sandboxes.host
 
     def gateway_at(self, url: str) -> AbstractContextManager[None]:
-        """Set the URL of the model gateway for sandboxes made within this block; see `Sandboxes.gateway_at`."""
+        """Within the block, new sandboxes use `url` to reach the model gateway. See `Sandboxes.gateway_at`."""
         return self._services.sandboxes.gateway_at(url)
 
     def models(self, key: str) -> SessionModels | None:
-        """Return the models to which a credential gives access, or None. A credential gives access while its run
+        """Return the models to which a credential gives access, or None. A credential is valid only while its run
         lasts."""
         return self._models.get(key)
 
     async def refusal(self, key: str) -> OutriderError:
-        """Return the error for a credential that gives access to no models."""
+        """Return the error for a model call whose credential is not valid."""
         return Unauthorized("this session key is unknown, or its run is over")
 
     def note_stall(self, seconds: float) -> None:
-        """Record that the service, which runs in another process, was stalled for `seconds`."""
+        """Record that the service process, which is not this process, was stalled for `seconds`."""
         self._services.watchdog.note(seconds)
 
     def stats(self) -> NodeStats:
-        """Return the state of the node. While its folder cannot be written the capacity is 0, because the sandboxes of
-        new sessions would fail, one after another."""
+        """Return the state of the node. Its capacity is 0 while its folder cannot be written, because the sandbox of
+        every new session would fail."""
         failing = tuple(msgspec.structs.replace(each, node=self.name) for each in self.failures.failing())
         return NodeStats(
             name=self.name,
@@ -207,8 +208,10 @@ class LocalNode:
         return await pull(reference, name, ImageStore())
 
     async def run(self, attempt: Attempt) -> SessionResult:
-        """Run an attempt and return its result, which has the error if something fails. Raises only CancelledError."""
-        # Python hashes texts with a random seed, so the time of a look-up in `_models` reveals nothing about the key.
+        """Run an attempt and return its result. Errors of the session are part of the result. Raises only
+        CancelledError."""
+        # The time of a look-up in `_models` reveals nothing about the key, because Python hashes strings with a random
+        # seed.
         key = f"{KEY_PREFIX}s_{secrets.token_urlsafe(24)}"
         task = with_default_runtime(attempt.task, self._config.sandboxes.default_kind)
         attempt = msgspec.structs.replace(attempt, task=task)
