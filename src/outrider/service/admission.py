@@ -1,8 +1,7 @@
 """Parses request bodies into specs, and checks whether this machine can run a task.
 
 The checks look up everything that a task names, such as its runtime, but start nothing. Invariant: a group is stored
-only after it has passed the checks. A session may still fail for a checked reason if it runs on another machine, or if
-this machine has changed since.
+only after it has passed the checks.
 """
 
 from __future__ import annotations
@@ -104,8 +103,7 @@ def parse_body(kind: type[S], body: bytes) -> S:
     """Parse a request body into a spec. The body must be strict JSON (no NaN, no invalid UTF-8). An empty body means
     `{}` if the spec has no required field.
 
-    Raises RequestError if the body is not a JSON object. Raises InvalidField with the field's name for an invalid
-    value."""
+    Raises RequestError if the body is not a JSON object, and InvalidField for an invalid value."""
     if not body and not any(field.is_required() for field in kind.model_fields.values()):
         body = b"{}"
     try:
@@ -246,15 +244,13 @@ def check_group(
     here: bool = True,
     pull: Sequence[str] = (),
 ) -> list[Evaluator]:
-    """Check everything about a group that depends on this machine. Returns the evaluators of the task's steps, for
-    `SubmissionChecks`. Blocks on the file system. Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
+    """Check everything about a group that depends on this machine. Returns the evaluators of the task's steps. Blocks
+    on the file system. Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
 
     paths: the files of this machine that a task may name.
     endpoints: the external graders.
-    here: True if sessions run on this machine. Then its runtimes and harnesses are also checked. Other machines check
-        theirs when a session starts there.
-    pull: prefixes of image references. An image with such a prefix need not be on this machine, because it is pulled
-        when a session needs it.
+    here: True if sessions run on this machine. Then its runtimes and harnesses are also checked.
+    pull: prefixes of image references. An image with such a prefix is pulled when a session needs it.
     """
     task = spec.task
     runtimes = runtimes_of(task)
@@ -333,8 +329,8 @@ def _runtime_kind(name: str, *, field: str) -> RuntimeKind:
 class SubmissionChecks:
     """Runs the slow checks of evaluator specs, such as parsing a gold answer.
 
-    The groups of a tenant are checked one at a time, so that one tenant cannot occupy the whole machine. All checks of
-    a group together may take `seconds`, including the wait for earlier groups.
+    One group of a tenant is checked at a time, so that no tenant can occupy the whole machine. The checks of a group
+    may take `seconds`, including the wait for earlier groups.
     """
 
     def __init__(self, host: Host, *, seconds: float = CHECK_SECONDS) -> None:

@@ -1,7 +1,7 @@
-"""Checks a task against the operator's settings: the Python code, runtimes, images, networks and callback hosts that it
-names. Also checks the addresses to which callbacks connect.
+"""Checks the Python code, runtimes, images, networks and callback hosts that a task names against the operator's
+settings. Also checks the addresses to which callbacks connect.
 
-Paths of the host are checked in admission.py. This module never imports the Python code that a task names.
+Host paths are checked in admission.py. This module never imports the Python code that a task names.
 """
 
 from __future__ import annotations
@@ -118,8 +118,7 @@ class AllowLists:
         return socket.socket(family, kind, protocol)
 
     def _refused(self, address: Address) -> bool:
-        """Return True if an address is sensitive and the setting callbacks.allow does not list it. Sensitive addresses
-        are:
+        """Return True if an address is sensitive and callbacks.allow does not list it. Sensitive addresses are:
 
         - link-local and multicast addresses
         - cloud metadata services, which give credentials to any process on this machine

@@ -1,7 +1,7 @@
 """Creates a service on this machine with all its components, in the order of their dependencies.
 
 Only this module chooses the store, the engines and the node of a service. Invariant: if a component cannot be opened,
-the components that are already open are closed in reverse order.
+those that are already open are closed in reverse order.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Opened(NamedTuple):
 
 @asynccontextmanager
 async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> AsyncIterator[Opened]:
-    """Open a service. The settings decide whether its sessions run on a node in this process or on nodes in other
-    processes. `pauses` are the waits before a failed session is tried again.
+    """Open a service. The settings decide whether its sessions run on a node in this process or in other processes.
+    `pauses` are the waits before a failed session is tried again.
 
     Raises InvalidField for settings that cannot work on this machine. Raises ServiceError if the data folder or the
-    database is in use or cannot be used.
+    database cannot be used or is in use.
     """
     async with AsyncExitStack() as stack:
         failures = Failures()

@@ -1,8 +1,8 @@
 """Writes the audit log: one JSON line with the caller, the time and the outcome of each call that may change data.
 
 The log is a file in the data folder instead of a table, because log collectors can read files, and API clients cannot
-change them. Invariants: the log has at most FILES files, each of at most FILE_BYTES plus one line; a failed write
-leaves no part of its line.
+change them. Invariants: there are at most FILES files of at most FILE_BYTES plus one line; a failed write leaves no
+part of its line.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AuditLog:
-    """Appends lines to audit.jsonl in `folder`. When the file is full, it is renamed to audit.1.jsonl. An older
-    audit.1.jsonl is renamed to audit.2.jsonl, and so on."""
+    """Appends lines to audit.jsonl in `folder`. A full file is renamed to audit.1.jsonl, an older audit.1.jsonl to
+    audit.2.jsonl, and so on."""
 
     def __init__(self, folder: Path, failures: Failures | None = None) -> None:
         self._failures = failures or Failures()

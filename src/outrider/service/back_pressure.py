@@ -1,11 +1,11 @@
 """Refuses new groups while the queue is full, and computes when the client should try again.
 
-A group of any size is accepted if one of these conditions holds. Its own sessions are not counted.
+A group of any size is accepted if one of these conditions holds:
 
 - The queue is shorter than the limit.
-- The queue is shorter than twice the limit, and the group's run has fewer sessions in the queue than its share. The
-  share is the limit divided by the number of runs. So one run cannot block all others.
-- The queue is shorter than three times the limit, and the group's tenant has less than its share. So one tenant cannot
+- The queue is shorter than twice the limit, and the group's run has fewer queued sessions than its share, which is the
+  limit divided by the number of runs. So one run cannot block all others.
+- The queue is shorter than three times the limit, and the group's tenant has fewer than its share. So one tenant cannot
   block the others with many runs.
 
 The sessions of a run are in one bucket of the queue (see `store/queue.py`).

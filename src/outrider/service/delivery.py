@@ -1,12 +1,12 @@
-"""Sends finished groups to their callback URLs, at least once. The groups to send are listed in the outbox, a table of
-the store.
+"""Sends finished groups to their callback URLs, at least once. The outbox, a table of the store, lists the groups to
+send.
 
-The body of the request is the reply to `GET /v1/groups/{id}`. A group submitted through another system's API
+The request's body is the reply to `GET /v1/groups/{id}`. A group submitted through another system's API
 (`GroupRow.translator`) is sent in that system's format instead. The header `Idempotency-Key` is the group's id, so that
-a receiver can recognize repeated requests.
+receivers can recognize repeated requests.
 
 Invariant: a delivery leaves the outbox only after a 2xx reply, or when an admin discards it. A delivery that is given
-up stays in the outbox as a dead letter.
+up stays there as a dead letter.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ class Deliverer:
 
     async def _session(self) -> aiohttp.ClientSession:
         # aiohttp is imported before the first delivery, because a service without callbacks does not need it, and the
-        # import takes a seventh of the processor time that a service needs to start. It runs in a thread, so that it
-        # does not block the event loop.
+        # import takes a seventh of the processor time of a service's start. A thread keeps it from blocking the event
+        # loop.
         await asyncio.to_thread(import_module, "aiohttp")
         import aiohttp
 

@@ -1,7 +1,7 @@
 """Stores the usual speed of each engine (its pace, see `engines/pool/waits.py`), so that it is known after a restart.
 
-Otherwise, a service that starts while an engine is silent or slow would take this for the engine's usual speed, and
-would blame agents for the engine's failure.
+Otherwise, a service that starts while an engine is slow would take this for the engine's usual speed, and would blame
+agents for the engine's failure.
 """
 
 from __future__ import annotations

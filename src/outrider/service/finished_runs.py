@@ -1,7 +1,6 @@
-"""Shows a finished run without a service. The run is read from the data folder of a service that has ended, or from a
-file of samples.
+"""Shows a finished run without a service, from the data folder of a service that has ended, or from a file of samples.
 
-This module never changes a run. Invariant: for a data folder, it shows what the service would show.
+Invariants: a run is never changed; for a data folder, this module shows what the service would show.
 """
 
 from __future__ import annotations
@@ -167,8 +166,8 @@ class _Sessions:
 
 class SampleFileRun:
     """A run in a JSONL file of samples that `outrider export` or the demo has written. The file has token ids and no
-    messages, so texts are decoded from the ids. Only the positions of the rows are kept in memory, and a row is read
-    when it is needed."""
+    messages, so texts are decoded from the ids. A row is read when it is needed; only the positions of the rows are
+    kept in memory."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer | None) -> None:
         """Read the whole file once. Raises InvalidField if it cannot be read, or if its rows are not samples."""

@@ -1,8 +1,8 @@
 """Counts a service's model calls, sessions and groups since its start, for the metrics.
 
-Counting a call takes only a few additions (`note_turn`). Invariant: the memory is limited. At most MOST_NAMED engines
-have their own counts, and all other names come from fixed sets. For sessions and groups that have not ended, records
-are kept within MOST_REMEMBERED and PROMPT_BYTES; the oldest records are dropped first.
+Counting a call takes only a few additions. Invariant: the memory is limited. At most MOST_NAMED engines have their own
+counts, and all other names come from fixed sets. Records of unfinished sessions and groups are kept within
+MOST_REMEMBERED and PROMPT_BYTES; the oldest are dropped first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Opens the policy and the frozen models: a renderer and an engine pool for each.
 
 A service and each of its node processes open the same models. This module does not depend on the service, so that a
-node process does not import the service's components.
+node process need not import it.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ async def open_models(
     """Open the models that the settings name, with engine pools that are still empty. Raises InvalidField for a wrong
     setting of a model.
 
-    known: the policy's version as an earlier service process stored it.
+    known, paces: the policy's version and the engines' usual speeds, as an earlier service process stored them.
     keep: stores a new version.
-    paces: the engines' usual speeds as an earlier service process stored them.
     leader: if given, each pool follows the pool of the same model in another process."""
     if config.model.tokenizer is None:
         # A misspelled engine kind is reported before the missing tokenizer, because an engine of the intended kind may

@@ -1,13 +1,13 @@
 """Chooses a node for each session, and counts the sessions that are placed on each node.
 
-The sessions on a machine may together need twice the machine's processors, memory and GPUs. On the machine, they wait
-until enough of these are free.
+The sessions on a machine may together need twice its processors, memory and GPUs. They wait on the machine until enough
+of these are free.
 
-If no machine has room for a session, it stays in the queue and keeps its position. Machines that are large enough for
-it then get no other session that needs the same scarce resources, because small sessions could otherwise starve a large
-one. Sessions that need none of these resources are still placed (see `room_behind`).
+If no machine has room for a session, it stays in the queue. Machines that are large enough for it then get no other
+session that needs the same scarce resources, because small sessions could otherwise starve a large one. Sessions that
+need none of these resources are still placed (see `room_behind`).
 
-Invariant: a node that has as many sessions as slots gets no more sessions.
+Invariant: a node never gets more sessions than it has slots.
 """
 
 from __future__ import annotations
@@ -172,8 +172,7 @@ class NodePlacement:
 
     def may_fit(self, needs: ResourceAmount, *, others: bool = True) -> bool:
         """Return True if a node that is large enough for these needs has joined or may still join. A node that has left
-        may join again. With `others`, the result is also True in the first JOIN_SECONDS of the service, because a node
-        of any size may join then."""
+        may join again. With `others`, a node of any size may join in the first JOIN_SECONDS of the service."""
         if others and time.monotonic() - self._began < JOIN_SECONDS:
             return True
         here = (total_of(place.node.stats().resources).quantities for place in self._places.values())

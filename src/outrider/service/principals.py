@@ -20,7 +20,7 @@ ALLOWED: dict[Role, frozenset[Role]] = {
 
 class Principal(NamedTuple):
     """A caller of the API. `name` and `role` are those of its token. `tenant` owns the caller's groups. `max_queued` is
-    the maximum number of the tenant's sessions that are queued or running (None: unlimited)."""
+    the maximum number of sessions that the token may have queued or running (None: unlimited)."""
 
     name: str
     role: Role

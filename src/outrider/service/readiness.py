@@ -1,7 +1,7 @@
 """Checks for `/readyz` whether the service is ready. It is ready while its store accepts writes.
 
-The check writes a single row of the store. Invariant: for any number of callers, the store is checked at most once in
-FRESH_SECONDS, and no caller waits much longer than STORE_SECONDS.
+Invariant: for any number of callers, the store is checked at most once in FRESH_SECONDS, and no caller waits much
+longer than STORE_SECONDS.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ async def regraded_group(
     left out.
 
     Raises NotFound for an unknown group, for a group of another tenant, and if a run was removed. Raises Conflict if
-    the group is not done, no run can be graded, or the task has several steps. Raises UnreadableTask if the stored task
-    cannot be read. Raises InvalidField if the new evaluator needs files that were not kept.
+    the group is not done, no run can be graded, or the task has several steps. Raises UnreadableTask, and InvalidField
+    if the new evaluator needs files that were not kept.
     """
     spec = await stored_group(store, (await store.group(group_id, tenant=tenant)).id)
     # If the group itself graded earlier sessions again, the new group grades the runs of those sessions. So no files
@@ -72,9 +72,9 @@ def _can_be_graded(row: SessionRow) -> bool:
 
 
 def _regrading(old: StoredGroupSpec, runs: list[str], asked: RegradeSpec) -> StoredGroupSpec:
-    """Return the spec of a group that has the task of `old` and grades `runs` again, which are ids of sessions. The
-    evaluator gets the files that were kept at the first grading. Raises Conflict for a task with several steps. Raises
-    InvalidField if the new evaluator needs files that were not kept."""
+    """Return the spec of a group that has the task of `old` and grades the sessions `runs` again. The evaluator gets
+    the files that were kept at the first grading. Raises Conflict for a task with several steps, and InvalidField if
+    the new evaluator needs files that were not kept."""
     task, first = old.task, old.task.evaluator
     if task.then:
         raise Conflict(

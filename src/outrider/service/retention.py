@@ -1,10 +1,10 @@
 """Removes finished groups with all their stored data: rows, images and artifacts.
 
-Groups are removed when they are too old. While the total size is too large, the oldest groups are removed.
-`store/removals.py` protects groups that a consumer or a callback still needs.
+A group is removed when it is too old, or when it is the oldest and the total size is too large. `store/removals.py`
+protects groups that a consumer or a callback still needs.
 
 Invariants: a group disappears from all API replies, except the stream of events, before any of its data is deleted; if
-the service is killed during a deletion, the next service process completes it.
+the service is killed during a deletion, the next service completes it.
 """
 
 from __future__ import annotations
@@ -83,11 +83,10 @@ class Retention:
                 await chores.begin("retention", keep)
 
     async def collect(self, spec: GcSpec) -> GcReport:
-        """Remove the groups that exceed the age or total size in `spec`, oldest first. A dry run only counts them. The
-        call takes about REQUEST_SECONDS at most.
+        """Remove the groups that exceed the age or total size in `spec`, oldest first, for about REQUEST_SECONDS. A dry
+        run only counts them.
 
-        If `spec` has no limits, the limits in the settings apply. Raises InvalidField if these have no limits
-        either."""
+        If `spec` has no limits, those in the settings apply. Raises InvalidField if there are none either."""
         if spec.days is None and spec.size_mb is None:
             spec = spec.model_copy(update={"days": self._settings.days, "size_mb": self._settings.size_mb})
         if spec.days is None and spec.size_mb is None:

@@ -1,8 +1,7 @@
 """Repeats a call of the store until it succeeds. So a failing database delays the scheduler and the deliveries, but no
 result is lost.
 
-With PostgreSQL, the store itself also repeats a call for `PATIENCE_SECONDS` if the server cannot be reached. Invariant:
-`retry_store` returns only after the call has succeeded.
+With PostgreSQL, the store itself also repeats a call for `PATIENCE_SECONDS` if the server cannot be reached.
 """
 
 from __future__ import annotations

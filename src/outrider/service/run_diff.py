@@ -87,8 +87,8 @@ def _rewards(runs: Sequence[ListedRun]) -> dict[str, list[float]]:
 
 
 def _ks(*sides: Rewards) -> list[int]:
-    """Return the numbers k for which pass@k is computed. Let m be the largest number of graded sessions of any task.
-    The result has the powers of two up to m, and m itself."""
+    """Return the numbers k for which pass@k is computed: the powers of two up to the largest number of graded sessions
+    of any task, and this largest number itself."""
     most = max((len(of_task) for rewards in sides for of_task in rewards.values()), default=0)
     return sorted({*(1 << power for power in range(most.bit_length())), most} - {0})
 

@@ -1,8 +1,7 @@
 """Lists, compares, cancels and retries sessions that match a filter, for people and programs that inspect runs.
 
-Matching sessions are found in the index of runs (`store/run_index/`). Their data is then read from the store, and every
-change is made in the store. Invariant: a caller who is not an admin sees and changes only sessions of the caller's own
-tenant.
+Matching sessions are found in the index of runs (`store/run_index/`). Their data is read, and changed, in the store.
+Invariant: a caller who is not an admin sees and changes only sessions of the caller's own tenant.
 """
 
 from __future__ import annotations
@@ -128,8 +127,8 @@ class Runs:
         """Retry the matching sessions that are done. For each of their groups, a new group of the same task and tenant
         is submitted. It has one session for each match, and the label RETRY_LABEL.
 
-        Raises Conflict if more than `max_matches` sessions match. Raises the errors of `Service.submit` if the only
-        group is refused, or if the service is busy before any group was accepted.
+        Raises Conflict if more than `max_matches` sessions match. Raises the errors of `Service.submit` only if no
+        group was accepted, because the only group was refused or the service is busy.
         """
         found, skipped = await self._matching(asked, (SessionState.DONE.value,), caller)
         ids = [id for id, _ in found]

@@ -1,11 +1,10 @@
 """Schedules sessions: takes them from the queue in order, places them on nodes, and stores how each attempt ended.
 
-`store/queue.py` defines the order. `placing.py` chooses the node of a session, or leaves the session in the queue until
-a node has room.
+`store/queue.py` defines the order. `placing.py` chooses the node of a session, or leaves it in the queue until a node
+has room.
 
-Invariant: every started attempt ends with exactly one call of `Store.finish` or `Store.requeue`, unless the node or
-this process is killed. In that case the attempt's lease expires, and `Store.recover` puts the session back into the
-queue.
+Invariant: every started attempt ends with exactly one call of `Store.finish` or `Store.requeue`. If the node or this
+process is killed, the attempt's lease expires instead, and `Store.recover` puts the session back into the queue.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ from outrider.trajectory import SessionResult
 log = logging.getLogger("outrider.scheduler")
 
 LEASE_SECONDS = 30.0
-"""Lifetime of a lease. The scheduler holds a lease for each running attempt, and renews it three times in this period.
-If the lease expires, the session goes back into the queue."""
+"""Lifetime of the lease of a running attempt. The scheduler renews it three times in this period. If it expires, the
+session goes back into the queue."""
 
 MAX_RECOVERED = 10
 """Maximum number of new attempts that a session gets because its node was lost. The loss does not count as a failure of
@@ -153,8 +152,8 @@ class Scheduler:
         starts.
 
         A missing resource (disk, descriptors, memory, threads, database) only delays placement. Any other error is a
-        bug in the bookkeeping of the queue, after which a session might run twice or never. Such an error ends the
-        service, and the next service rebuilds the bookkeeping from the store.
+        bug in the bookkeeping, after which a session might run twice or never. It ends the service, and the next
+        service rebuilds the bookkeeping from the store.
         """
         async with Chores(self._failures, fatal=_is_bug) as chores:
             await chores.until_done("scheduler", self._take_up)

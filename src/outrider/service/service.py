@@ -116,9 +116,9 @@ class Service:
     For a `caller` who is not an admin, objects of other tenants do not exist: their ids raise NotFound, and lists leave
     them out (see docs/security.md).
 
-    `service/assembly.py` creates the service from components that are already open. The service closes none of them.
-    `host` is shared by all checks of tasks. `pauses` are the waits before a failed session is tried again. Failures of
-    background work are recorded in `failures`.
+    `service/assembly.py` opens and closes the components that are passed to the service. `host` is shared by all checks
+    of tasks. `pauses` are the waits before a failed session is tried again. Failures of background work are recorded in
+    `failures`.
     """
 
     def __init__(
@@ -237,8 +237,8 @@ class Service:
         URL of the service.
 
         Enter the block after the model gateway has started, and leave it before the gateway stops, because sessions
-        fail without a gateway. Sessions that run at the end of the block are interrupted. The next service with the
-        same data starts them again.
+        fail without a gateway. Sessions that still run at the end are interrupted, and the next service with the same
+        data starts them again.
         """
         self._url = url
         tasks = asyncio.TaskGroup()

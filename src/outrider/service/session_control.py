@@ -1,7 +1,7 @@
 """Opens and completes external sessions, whose agents run outside of Outrider.
 
 A session is opened in a new group of one session, or taken from a group whose harness is `external`.
-`sessions/external.py` hosts these sessions. Invariant: a completion is stored before the client gets the reply, and is
+`sessions/external.py` hosts these sessions. Invariant: a completion is stored before the client gets the reply, and
 never replaced.
 """
 

@@ -1,4 +1,4 @@
-"""Builds the view of a session's timeline from the stored entries, turns and events. The module has no side effects.
+"""Builds the view of a session's timeline from the stored entries, turns and events.
 
 Invariants: all times in a view are seconds since the epoch by the clock of the machine that runs the session's node;
 each stored turn is exactly one span.

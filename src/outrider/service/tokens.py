@@ -1,5 +1,5 @@
-"""Authenticates callers of the control API. A caller uses the operator's token, or a token with a role; the latter are
-stored as digests.
+"""Authenticates callers of the control API by the operator's token, or by tokens with roles, which are stored as
+digests.
 
 Invariants: the text of a token appears only in the reply to the request that creates it; once a token exists, no caller
 is admitted without one.
@@ -37,7 +37,7 @@ class TokenRegistry:
     """The tokens of a service. `operator` is the token in the settings.
 
     Tokens are compared by their SHA-256 digests. No slow hash is needed, because a token is 32 random bytes and cannot
-    be guessed. The duration of comparing two digests reveals nothing about the text of a token.
+    be guessed. The duration of a comparison reveals nothing about the text of a token.
     """
 
     def __init__(self, store: Store, operator: str | None, *, clock: Callable[[], float] = time.time) -> None:

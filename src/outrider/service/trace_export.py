@@ -1,7 +1,7 @@
 """Sends a trace of each session that has ended to an OpenTelemetry collector, by OTLP over HTTP.
 
 Traces are built from the store after a session has ended, so they delay no rollout. The position in the stream of
-events is stored, so that a restarted service continues there. One message contains the traces of several sessions.
+events is stored, so that a restarted service continues there.
 
 Invariants: a trace is sent until the collector has accepted it or has permanently refused it; a collector that cannot
 be reached delays nothing else.

@@ -1,10 +1,10 @@
 """Builds OpenTelemetry spans from the timelines of a session. All spans of a session are one trace.
 
 Names follow the GenAI semantic conventions (SCHEMA). Spans contain no text of agents and no arguments of commands,
-because traces leave the service. The module has no side effects.
+because traces leave the service.
 
 Invariants: every span except the root has a parent in the same trace, and is within the trace's time; the ids depend
-only on the session, so a trace that is sent twice has the same ids both times.
+only on the session, so a trace that is sent twice keeps its ids.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ def session_trace(
     labels: Mapping[str, str],
     traceparent: str | None,
 ) -> list[TraceSpan]:
-    """Return the spans of a session that is done. The root is the first one.
-
-    `timelines` are the timelines of the session's attempts, without the arguments of commands. `traceparent` is the W3C
-    trace context of the request that submitted the session. The root has a link to it."""
+    """Return the spans of a session that is done, beginning with the root. `timelines` are those of its attempts,
+    without the arguments of commands. The root has a link to `traceparent`, the W3C trace context of the request that
+    submitted the session."""
     return list(_Trace(session, agent, model, labels, traceparent).spans(timelines))
 
 

@@ -189,11 +189,9 @@ class ViewReader:
         return await self._made(results, lambda stored, result: build(stored.turns(), result))
 
     async def _made(self, results: Sequence[SessionResult], make: Callable[[StoredTurns, SessionResult], B]) -> list[B]:
-        """Call `make` with the stored turns and the result of each session. Returns the values that `make` returned, in
-        the order of `results`.
-
-        The turns are decoded in the thread that uses them, because switching threads takes as long as building the rows
-        of a session."""
+        """Call `make` with the stored turns and the result of each session. Returns the values of `make` in the order
+        of `results`. The turns are decoded in the thread that uses them, because switching threads takes as long as
+        building the rows of a session."""
         found: list[B] = []
         for some in (results[at : at + SESSIONS_AT_ONCE] for at in range(0, len(results), SESSIONS_AT_ONCE)):
             stored = await self._store.turns_of([(result.session_id, result.attempt) for result in some])
@@ -308,8 +306,8 @@ def without_samples(view: S) -> S:
 class Page:
     """A page of results. Groups are encoded when they are added, so the size of the page is always known.
 
-    `full` is True once the page has PAGE_BYTES. `cursor` is that of the last group, or `after` if there is no group.
-    With `columns`, the samples are in batches of an Arrow stream, and not in the JSON or in `groups`.
+    `full` is True once the page has PAGE_BYTES. `cursor` is that of the last group, or `after` if there is none. With
+    `columns`, the samples are in batches of an Arrow stream instead of the JSON.
     """
 
     def __init__(self, after: int, *, columns: bool = False) -> None:

@@ -1,9 +1,8 @@
 """HTTP client for agent services: programs of the operator that run agents outside of Outrider.
 
 Requests are signed like callbacks. aiohttp is imported only when a run begins, because the import takes a seventh of
-the processor time that Outrider needs to start.
-
-Invariants: an error message contains neither the address nor the key of a service; a reply has at most MAX_STATE bytes.
+the processor time that Outrider needs to start. Invariants: an error message contains neither the address nor the key
+of a service; a reply has at most MAX_STATE bytes.
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ class ServiceCalls:
         """Send a request and return the content of the reply. The request is repeated for up to `patience_seconds`
         while no reply comes or the reply's status is in `again_on`.
 
-        Raises RemoteRunFailed when this time is over. Any other status outside of 200 to 299 raises RemoteRunFailed at
-        once."""
+        Raises RemoteRunFailed after this time, and at once for any other status outside of 200 to 299."""
         loop, name = asyncio.get_running_loop(), self.name
         give_up_at = loop.time() + self._service.patience_seconds
         for tries in count():

@@ -119,11 +119,8 @@ class ArtifactCollector:
         return collection.listed()
 
     async def keep_carried(self, file: Path, name: str, listed: ArtifactList) -> ArtifactList:
-        """Keep the files that were carried from the agent's sandbox to the grading, and add them to the list. Returns
-        the new list.
-
-        The files are packed in the local file `file`. `name` is their name in the list, one of KEPT. If `file` is too
-        large, it is listed as left out."""
+        """Keep the files that were carried to the grading, and add them to the list as `name`, one of KEPT. Returns the
+        new list. The files are packed in the local file `file`, which is listed as left out if it is too large."""
         session_id, attempt, limit = listed.session_id, listed.attempt, self._limits.file_bytes
         assert attempt is not None
         try:

@@ -36,10 +36,10 @@ LEASE_EXPIRED = "lease_expired"
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt of a session, as a node receives it.
 
-    session: the session. `session.attempt` is the number of this attempt, from 1.
+    session: `session.attempt` is the number of this attempt, from 1.
     reserved: True if the attempt uses the slots reserved for evaluations.
-    stored: the result of an earlier run, if the attempt only grades that run and starts no agent; else None. The run
-        belongs to an earlier session or, if the agent ran elsewhere, to this session.
+    stored: if the attempt starts no agent and only grades an earlier run, the result of that run. The run belongs to an
+        earlier session or, if the agent ran elsewhere, to this session.
     """
 
     session: SessionRow
@@ -178,10 +178,8 @@ def session_result(
 
     frozen: the attempt's turns of frozen models, by model.
     task: None if the stored task cannot be read. Then the default branch policy applies and there are no labels.
-    at_most: an upper bound for the branch policy. With MASK, for example, rows for which the task chose TRAIN are
-        masked.
-    forks: the number of forks by cause, counted while the attempt ran. It takes precedence over the counts from
-        `turns`.
+    at_most: an upper bound for the branch policy. With MASK, rows for which the task chose TRAIN are masked.
+    forks: the number of forks by cause, if it was counted while the attempt ran. It replaces the counts from `turns`.
     """
     policy = {} if task is None else policy_of(task.branches)
     order = list(BranchPolicy)  # ordered from TRAIN, which lets training use the most rows, to DROP

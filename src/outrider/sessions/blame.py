@@ -1,8 +1,8 @@
 """Decides what happens after a stage of an attempt has ended. The attempt is graded, ends without a grade, fails with
 an error, or its agent is blamed (`agent_excess`).
 
-`decide(facts)` applies the first rule of RULES that fits. The module has no side effects: its callers collect the facts
-and build the errors. docs/failure.md lists the rules.
+`decide(facts)` applies the first rule of RULES that fits. Its callers collect the facts and build the errors.
+docs/failure.md lists the rules.
 
 Invariants, which tests/sessions/test_blame.py checks for all combinations of facts:
 
@@ -23,9 +23,9 @@ from outrider.lifecycle import StopReason
 from outrider.sessions.calls.limits import LimitReached
 
 HARMFUL_SECONDS = 2.0
-"""A delay of this many seconds can make an agent's client give up. The delay is either one stall of the service, or the
-sum of the seconds by which the run's waits for an engine or the store were too long. Shorter delays are ignored,
-because a slow model call takes as long."""
+"""A delay of this many seconds can make an agent's client give up. It is one stall of the service, or the sum of the
+seconds by which a run's waits for an engine or the store were too long. Shorter delays are ignored, because a slow
+model call takes as long."""
 
 
 class Stage(StrEnum):
@@ -150,8 +150,8 @@ class Blame(StrEnum):
     AGENT = "agent_excess"
     """The session ends with `agent_excess` if the failed operation succeeds in a sandbox that no agent has touched.
 
-    If the agent's work can still be graded, the session gets the verdict on the work. Otherwise the reward is 0, or the
-    reward for doing nothing if that reward is lower."""
+    If the agent's work can still be graded, its verdict counts. Otherwise the reward is 0, or the reward for doing
+    nothing if that is lower."""
     ERROR = "error"
     """The attempt fails. It is tried again if the error is retryable and the task has attempts left."""
 
@@ -181,7 +181,7 @@ class BlameRule(msgspec.Struct, frozen=True, kw_only=True):
     stages, ends, when: the rule fits if the stage is in `stages`, the end is in `ends`, and all facts named in `when`
         are true.
     cause: the error with which the attempt ends, or None.
-    reason: the stop reason of an attempt without `cause`; None means the stop reason of the limit that was reached. The
+    reason: without a `cause`, the stop reason of the attempt; None means that of the limit that was reached. The
         attempt is then graded, except after SESSION_TIMEOUT.
     maybe_agent: if True, the agent is blamed instead, provided that the error came from inside the sandbox and the
         model had replied.

@@ -1,8 +1,8 @@
-"""Clocks of a session. A budget limits working time, a cutoff ends a run, a timeout can be paused, and a stopwatch
+"""Clocks of a session: a budget limits working time, a cutoff ends a run, a timeout can be paused, and a stopwatch
 measures the stages.
 
-Invariant: no budget is charged while the event loop is blocked or the policy is paused, or outside of a `spend` block.
-So a wait for a slot, for example, costs nothing.
+Invariant: no budget is charged while the event loop is blocked or the policy is paused, or outside of a `spend` block,
+for example during a wait for a slot.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Hosts sessions whose agents run elsewhere, for example on another cluster, on a laptop, or under another scheduler.
 
-Such a session has models, a credential and clocks, but no sandbox, and it takes no slot of a lane. It accepts model
-calls from the start of its attempt, and ends when a client completes it with a report. The report is stored before the
-client gets the reply.
-
-If the service is lost, the next attempt continues the session: it takes over the stored turns, restores the
-conversations from them, and accepts the same credential.
+Such a session has models, a credential and clocks, but no sandbox and no slot of a lane. It accepts model calls from
+the start of its attempt, and ends when a client completes it with a report. The report is stored before the client gets
+the reply. If the service is lost, the next attempt takes over the stored turns and accepts the same credential.
 
 Invariants: a session that nobody completes ends with an error, never with a reward; a credential gives access only to
 the model calls of one session.
@@ -116,7 +113,7 @@ class ExternalStore(AttemptStore, RunStore, Protocol):
 class ExternalSessions:
     """The node that hosts external sessions in the service's own process. `async with` runs its watchdog.
 
-    grader: waits for a node that can grade a session and returns it. It is called for tasks whose evaluator is not
+    grader: waits for a node that can grade a session and returns it. It is called unless the task's evaluator is
         `reported`.
     services: the agent services, which run the agents of tasks with a remote harness.
     paths: the host paths from which the files of such tasks are read.

@@ -1,8 +1,8 @@
 """Applies a task's filters to a graded session. A filter matches one kind of run, such as runs that were cut off, and
 restricts what training does with the session.
 
-Invariant: a filter never raises the session's reward. The filter action `zero` also removes the rewards of single turns
-and rows, even negative ones.
+Invariant: a filter never raises the session's reward. The action `zero` also removes the rewards of single turns and
+rows, even negative ones.
 """
 
 from __future__ import annotations

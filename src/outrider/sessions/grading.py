@@ -1,15 +1,14 @@
 """Grades the outcome of an agent's run. If grading is impossible, decides whether the agent is to blame.
 
 An outcome is graded in the agent's own sandbox. If the task carries files to the grading (`evaluator.carry`), it is
-graded in a new sandbox that no agent has touched. The new sandbox has the evaluator's runtime, or else the agent's.
+graded in a new sandbox that no agent has touched, with the evaluator's runtime, or else the agent's.
 
 - With carried paths or a diff, the new sandbox gets only these, and may start while the agent still runs.
 - With `all`, the new sandbox starts from all files that the agent wrote.
 
 Invariants:
 
-- With carried files, the evaluator begins after the agent's sandbox has stopped, unless another step follows in that
-  sandbox.
+- With carried files, the evaluator begins after the agent's sandbox has stopped, unless another step follows in it.
 - Every sandbox that this module starts is stopped.
 - Two sandboxes of a session run at once only while the resources of both are set aside. Exceptions are a second sandbox
   that needs no resources, and one that `Outcome.beside` opens.
@@ -92,9 +91,9 @@ class Origin(msgspec.Struct, frozen=True, eq=False):
 
 
 class Grading:
-    """Grades one step of a task. Use it as `async with Grading(...) as grading`. Call `start_ahead` when the agent's
-    run begins and `grade` once when the run has ended, or call only `grade_again`. Leaving the block stops all
-    sandboxes that the grading has started and not yet stopped.
+    """Grades one step of a task. Within `async with Grading(...) as grading`, call `start_ahead` when the agent's run
+    begins and `grade` once when the run has ended, or call only `grade_again`. Leaving the block stops all sandboxes
+    that the grading has started.
 
     keep: stores a file of carried data as an artifact with the given name.
     log: receives the output of the evaluator.
@@ -102,7 +101,7 @@ class Grading:
     numbers: yields a new number for each sandbox in which this session is graded.
     field: the evaluator's field in the task.
     goes_on: True if another step follows in the agent's sandbox. Then this sandbox is stopped only if the agent is to
-        be blamed, and the session's resources are enough for a second sandbox that is used for grading.
+        be blamed, and the session's resources are enough for a second sandbox, used for grading.
     """
 
     def __init__(
@@ -179,8 +178,8 @@ class Grading:
         """Start the new sandbox for grading now, if it can start without the agent's files and its resources are free.
 
         The sandbox that grades the last step cannot start ahead if it has GPUs, because the agent uses the session's
-        GPUs until the end of the run. A sandbox that grades an earlier step gets no GPUs. Its other resources are
-        already set aside as part of the session's.
+        GPUs until the end of the run. A sandbox that grades an earlier step gets no GPUs, and its other resources are
+        already set aside for the session.
         """
         needs = required(self._graders.runtime)
         if not isinstance(self._carry, list | DiffSpec) or (needs.gpus and not self._goes_on):
@@ -204,10 +203,8 @@ class Grading:
         """Grade the agent's work in `sandbox`. If files are carried to a new sandbox, `sandbox` is stopped first,
         unless another step follows in it.
 
-        `failure` is the error from inside the sandbox that ended the agent's run, if any. The agent's work up to this
-        failure is still graded if possible. `gpus` are the session's GPUs, which the agent uses until `sandbox` is
-        stopped.
-
+        `failure` is the error from inside the sandbox that ended the agent's run, if any. The work up to this failure
+        is still graded if possible. `gpus` are the session's GPUs, which the agent uses until `sandbox` is stopped.
         Raises the failure of the run or of the grading if the agent is not to blame.
         """
         verdict: Verdict | None = None
@@ -251,11 +248,11 @@ class Grading:
     async def grade_again(
         self, outcome: Outcome, fetch: Callable[[Path], Awaitable[None]] | None, *, gpus: tuple[str, ...]
     ) -> Grade:
-        """Grade a run whose sandbox no longer exists. `gpus` are set aside for this grading.
+        """Grade a run whose sandbox no longer exists. `gpus` are set aside for this grading. Raises the errors of
+        `grade` and of `fetch`.
 
-        `fetch` writes the run's carried data into a file. It is None if no data was kept. Then the evaluator gets no
-        files, only the agent's answer, the transcript and `Outcome.beside`. Raises the errors of `grade` and of
-        `fetch`."""
+        `fetch` writes the run's carried data into a file. If no data was kept, it is None, and the evaluator gets only
+        the agent's answer, the transcript and `Outcome.beside`."""
         self._gpus = gpus
         if fetch is None:
             self._carry = None
@@ -339,7 +336,7 @@ class Grading:
 
     async def _verdict(self, outcome: Outcome) -> Verdict:
         """Evaluate the outcome. A failed evaluation is repeated, up to the task's `max_attempts` evaluations, so that
-        the agent's work is not lost because of one failure.
+        one failure does not lose the agent's work.
 
         If the failure comes from inside the sandbox, at least TRIES_BEFORE_BLAME evaluations are made. With carried
         files, a retryable RuntimeFailure is repeated as well, because each evaluation has a new sandbox. Any other
@@ -401,8 +398,8 @@ class Grading:
         shell (if `failure` is NoShell), and carry the task's files. If one of them fails, `failure` is raised.
 
         Then `outcome` is evaluated in such a sandbox, as if the agent had done nothing. The reward is that of this
-        evaluation, but at most 0. If the evaluation raises EvaluatorError, the reward is 0. If `failure` is an
-        EvaluatorError as well, `failure` is raised instead.
+        evaluation, but at most 0. If the evaluation raises EvaluatorError, the reward is 0; but if `failure` is an
+        EvaluatorError too, `failure` is raised.
         """
         reward, reason = 0.0, storable(f"{EXCESS}: {failure.message}")
         shell = failure.kind if isinstance(failure, NoShell) else None
@@ -566,8 +563,8 @@ async def probe(runtime: Runtime, shell: ShellKind | None) -> None:
 class GraderSandbox:
     """A sandbox for grading. It starts as soon as this object is created, in an asyncio task of `owner`.
 
-    `starts` limits how many such sandboxes start at once. A start may take `seconds`. The wait for a slot of `starts`
-    and the time for which a service such as E2B queues the start do not count.
+    `starts` limits how many such sandboxes start at once. A start may take `seconds`, without the wait for a slot of
+    `starts` and the time for which a service such as E2B queues the start.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """Starts agents on a Harbor run server and follows their runs.
 
-A run server accepts a task folder and the name of an agent (docs/external.md). The server assigns an id to the run.
-Outrider stores it, so that after a restart it follows the same run. The server cannot be asked to end a run. So if a
-session is cancelled, its key becomes invalid, and the agent's model calls fail.
+A run server accepts a task folder and the name of an agent (docs/external.md). Outrider stores the id that the server
+assigns to the run, and follows the same run after a restart. The server cannot be asked to end a run. So if a session
+is cancelled, its key becomes invalid, and the agent's model calls fail.
 
-Invariants: a run that is lost or fails is an error, never a reward. A request that may have started a run is not sent
+Invariants: a run that is lost or fails is an error, never a reward; a request that may have started a run is not sent
 again as another run, because two agents would then write into one session.
 """
 
@@ -78,8 +78,8 @@ class HarborRunVerifier(Spec):
 
 
 class HarborRemoteOptions(Spec):
-    """The `options` of a task whose agent runs on a Harbor run server. `reward` is the name of the run's reward that
-    becomes the session's reward. All other fields are sent to the server.
+    """The `options` of a task whose agent runs on a Harbor run server. `reward` names the run's reward that becomes the
+    session's reward. All other fields are sent to the server.
 
     Harbor's `max_retries` is not supported, because the turns of a failed run would stay in the session. Use the task's
     `max_attempts` instead."""

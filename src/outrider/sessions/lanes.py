@@ -76,11 +76,11 @@ class HeldSlot:
 class Lanes:
     """The lanes of a node.
 
-    init: slots for sandboxes of agents that are being prepared. A prepared sandbox holds no slot of `init`, so it does
-        not delay others.
-    ready: slots for sandboxes that are being prepared or wait for a slot of `run`. A session holds its slot from before
-        the preparation until it has a slot of `run`. By default there are twice as many slots as in `init`.
-    grading: slots for sandboxes for grading that are starting.
+    init: for sandboxes of agents that are being prepared. A prepared sandbox holds no slot of `init`, so it does not
+        delay others.
+    ready: for sandboxes that are being prepared or wait for a slot of `run`. By default there are twice as many slots
+        as in `init`.
+    grading: for sandboxes for grading that are starting.
     """
 
     def __init__(self, sizes: LanesConfig) -> None:

@@ -33,15 +33,14 @@ INPROCESS = "inprocess"
 
 
 MOST_FAILURES = 64
-"""Maximum number of different names in `FailureCounts`. Further names are counted as `other`, because clients choose
-the paths of requests and could create any number of names."""
+"""Maximum number of names in `FailureCounts`. Further names are counted as `other`, because clients could create any
+number of them by choosing paths."""
 MAX_NAME = 100
 
 
 class FailureCounts:
-    """Counts an attempt's model calls that were answered with an error. Calls are counted by name. The name is the
-    error's code, followed by the faulty field of the request if there is one. For an unknown path, it is the code, the
-    method and the path."""
+    """Counts an attempt's model calls that were answered with an error, by name. The name is the error's code, followed
+    by the faulty field of the request if there is one. For an unknown path, it is the code, the method and the path."""
 
     def __init__(self) -> None:
         self.counted: dict[str, int] = {}
@@ -65,9 +64,8 @@ class FailureCounts:
 
 
 class SessionModels:
-    """The conversations of an attempt.
+    """The conversations of an attempt: `policy`, and `frozen` by model name.
 
-    policy, frozen: the conversation with the policy, and those with frozen models, by model name.
     bodies: counts the bytes of the request bodies of all unfinished calls.
     under_way: the number of unfinished calls, which the gateway maintains.
     failed_calls: counts the calls that were answered with an error."""
@@ -101,9 +99,8 @@ class SessionModels:
         return self.frozen[name]
 
     async def contexts(self) -> dict[str, int | None]:
-        """Return the context length of each model by name, or None where it is unknown. If the policy's context length
-        is not configured, this waits until an engine of the policy is assigned. It waits for no engine of a frozen
-        model."""
+        """Return the context length of each model by name, or None where it is unknown. Waits until the policy has an
+        engine, unless the settings have the policy's context length. Does not wait for engines of frozen models."""
         found = {self.policy.backend.model: await self.policy.context_tokens()}
         for name, conversation in self.frozen.items():
             backend = conversation.backend

@@ -1,4 +1,4 @@
-"""The node in this process. It hosts sessions with their sandboxes, model endpoints and lanes.
+"""The node in this process, which hosts sessions with their sandboxes, model endpoints and lanes.
 
 A node receives attempts and returns results. For nodes in other processes, see `nodes/`. Invariant: a session's
 credential is valid only from the start of the attempt to the end of the run.

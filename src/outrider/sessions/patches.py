@@ -1,8 +1,8 @@
 """Makes a patch of the agent's changes to a git repository, and applies it in a sandbox that no agent has touched.
 
-The patch is made in a new sandbox. Its git compares the sandbox's repository with the files that the agent left. So the
-agent's own `.git` has no effect: none of its hooks, filters or attribute drivers runs, and the patch is the same
-whether or not the agent has committed its changes.
+The patch is made in a new sandbox, whose git compares the sandbox's repository with the files that the agent left. So
+none of the hooks, filters or attribute drivers in the agent's `.git` runs, and the patch is the same whether or not the
+agent has committed its changes.
 
 Invariant: after `make_patch` and `apply_patch`, the repository is the result of the sandbox's preparation plus the
 patch, and contains nothing else from the agent.
@@ -43,8 +43,8 @@ git() {{
     command git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false -c core.autocrlf=false "$@"
 }}
 """
-# The base of the patch is the state of the folder, not HEAD, because the preparation of the sandbox may have made
-# changes without committing them. Those are not the agent's changes.
+# The base of the patch is the state of the folder, not HEAD. HEAD lacks uncommitted changes of the sandbox's
+# preparation, and these are not the agent's.
 BASE = """test -d .git || {{ echo 'it has no folder .git' >&2; exit 3; }}
 git read-tree HEAD
 git add -A --ignore-errors . || true
@@ -134,8 +134,8 @@ async def is_unchanged(runtime: Runtime, spec: DiffSpec, repository: str, base: 
     """Return True if the repository in the agent's sandbox has exactly the files of the git tree `base`, so that the
     agent's patch is empty. Returns False if the check fails or is uncertain.
 
-    The agent may have replaced programs in the sandbox. With such programs it can pretend that its patch is empty, but
-    it cannot fake another patch.
+    The agent may have replaced programs in the sandbox. They can pretend that its patch is empty, but cannot fake
+    another patch.
     """
     place = shlex.quote(f"{runtime.scratch}/outrider-unchanged-{secrets.token_hex(8)}")
     script = UNCHANGED.format(repository=shlex.quote(repository), place=place, base=base, excluded=_excluded(spec))
@@ -151,11 +151,11 @@ def _excluded(spec: DiffSpec) -> str:
 
 
 class PatchBases:
-    """Remembers the git tree that each repository has right after the sandbox's preparation. The key is the sandbox's
-    runtime and the repository's path.
+    """Remembers the git tree that each repository has right after the sandbox's preparation, by the sandbox's runtime
+    and the repository's path. The gradings of a node share one object (`Host.part`).
 
     A grading that makes a patch stores the tree. If the preparation is not reproducible, the next sandbox has another
-    tree, and the stored tree is useless but harmless. The gradings of a node share one object (`Host.part`)."""
+    tree, and the stored tree is useless but harmless."""
 
     def __init__(self, host: Host) -> None:
         self._trees: OrderedDict[bytes, str] = OrderedDict()

@@ -1,9 +1,8 @@
 """A queue for shares of a limited resource, such as the slots of a lane, or the processors, memory and GPUs of a node.
 
 Every request has an owner, for example a tenant. Owners take turns: the owner who holds the least is served next, and
-among owners who hold equal amounts the one who was served longest ago. An owner's requests are served by priority, then
-in order of arrival. A priority has no effect on the requests of other owners, except that URGENT requests come before
-all others.
+among equals the one who was served longest ago. An owner's requests are served by priority, then in order of arrival.
+URGENT requests come before all others; any other priority has no effect on other owners.
 
 While a request waits for some resource, such as memory, no later request may take any memory, because small requests
 could otherwise starve a large one. A later request that needs no memory may be served first, if enough of the other
@@ -37,10 +36,9 @@ def fits(needs: Quantities, room: Quantities) -> bool:
 
 
 def room_behind(needs: Quantities, room: Quantities, *, first: bool) -> Quantities:
-    """Return the part of `room` that later requests may use while a request with these `needs` waits.
-
-    Of a resource that is too scarce for the waiting request, they get nothing. Of any other resource they get
-    everything. If the waiting request is the first in line, its needs are subtracted from this."""
+    """Return the part of `room` that later requests may use while a request with these `needs` waits. They get nothing
+    of a resource that is too scarce for the waiting request. They get all of any other resource, less the needs of the
+    waiting request if it is the first in line."""
     return tuple(0 if need > have else have - need if first else have for need, have in zip(needs, room, strict=True))
 
 
@@ -128,9 +126,8 @@ class PrioritySemaphore:
         return [self._urgent, *self._owners.values()]
 
     def _rank(self, line: _Owner) -> tuple[bool, float, int]:
-        """Return the sort key of a line, which is one owner's queue or the queue of urgent requests. The urgent queue
-        comes first. Then comes the owner who holds the smallest fraction of any resource, and then the owner who was
-        served longest ago."""
+        """Return the sort key of a line, which is one owner's queue or the urgent queue. The urgent queue comes first,
+        then the owner who holds the smallest fraction of any resource, then the owner who was served longest ago."""
         parts = (has / most for has, most in zip(line.taken, self.capacity, strict=True) if most)
         return line is not self._urgent, max(parts, default=0.0), line.last
 

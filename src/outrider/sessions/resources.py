@@ -1,7 +1,7 @@
 """The processors, memory and GPUs of a node: how much there is, and how much is set aside for sandboxes.
 
-Actual usage is neither measured nor limited here. Each runtime limits its sandbox, and this module keeps the sum of
-these limits within the total. Invariants: no more is set aside than exists, and no GPU belongs to two shares at a time.
+Each runtime limits its sandbox, and this module keeps the sum of these limits within the total. Actual usage is not
+measured. Invariants: no more is set aside than exists, and no GPU belongs to two shares at a time.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ class ResourceShare(Slot):
 def session_needs(task: TaskSpec) -> ResourceAmount:
     """Return the resources to set aside for a session. They are enough for each of these:
 
-    - the agent's sandbox, together with a sandbox that grades an earlier step and has no GPUs
+    - the agent's sandbox, with a sandbox that grades an earlier step and has no GPUs
     - the sandbox that grades the last step, after the agent's sandbox has stopped
 
-    All resources are taken at once. If sessions requested the second sandbox's resources later, each could wait for
-    resources that the others hold.
+    All are taken at once. If sessions requested the second sandbox's resources later, each could wait for resources of
+    the others.
     """
     agent = required(task.runtime)
     *beside, last = [

@@ -5,9 +5,8 @@ slot of each lane in turn.
     → READY → run slot (then the ready slot is released) → harness runs → artifacts collected
     → eval slot (then the run slot is released) → verdict → teardown → result
 
-The steps of a task run one after another in the same sandbox. All steps except the last are graded while the attempt
-holds its run slot. An attempt that grades an earlier run again starts no agent: it takes resources and an eval slot,
-and grades.
+The steps of a task run one after another in the same sandbox. All except the last are graded while the attempt holds
+its run slot. An attempt that grades an earlier run again starts no agent, and takes only resources and an eval slot.
 
 A session is cancelled by cancelling this coroutine. Invariant: whatever happens, the sandbox is stopped exactly once,
 and then every slot and the resources are released.
@@ -104,8 +103,8 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
 
     def stalled_seconds(self) -> float:
         """Return the total seconds so far during which no session could make progress, because the event loop was
-        blocked, the service was stalled or the policy was paused. Where two of these overlap, the time counts twice,
-        which gives sessions more time rather than less."""
+        blocked, the service was stalled or the policy was paused. Overlapping periods count twice, in favor of the
+        sessions."""
         return self.watchdog.stalled_seconds() + self.service_silence() + self.model.pool.policy.gate.paused_seconds()
 
 
@@ -381,11 +380,11 @@ class Rollout:
     async def _begin_step(
         self, grading: Grading, sandbox: Sandbox, harness: Harness, context: HarnessContext
     ) -> Ending | None:
-        """Prepare the sandbox and the agent for the next step. Returns None. If the time has run out or the agent is to
-        blame for a failure, returns the ending of the session. Raises a failure for which the agent is not to blame.
+        """Prepare the sandbox and the agent for the next step. If the time has run out or the agent is to blame for a
+        failure, returns the ending of the session, else None. Raises a failure for which the agent is not to blame.
 
-        The agent is to blame if a prepare command fails in this sandbox, where the agent has worked, but succeeds in a
-        new sandbox.
+        The agent is to blame if a prepare command fails in this sandbox, where it has worked, but succeeds in a new
+        sandbox.
         """
         before = len(self._verdicts) - 1  # index of the new step in `then`, which does not contain the first step
         self._step = self._steps[before + 1]
@@ -555,9 +554,9 @@ class Rollout:
         return End.RETURNED, None, outcome
 
     def _timed_out(self, stage: Stage, *others: Budget) -> Ending:
-        """Return the ending for a TimeoutError that was raised outside of the agent's run. `others` are budgets in
-        addition to the session's budget. Raises HarnessError if no budget is exhausted, because then a plugin raised
-        the TimeoutError by itself."""
+        """Return the ending for a TimeoutError that was raised outside of the agent's run. `others` are budgets
+        besides the session's. Raises HarnessError if no budget is exhausted, because a plugin has then raised the
+        TimeoutError."""
         exhausted = any(budget.exhausted for budget in (self._budget, *others))
         decision = decide(Facts(stage=stage, end=End.SESSION_CLOCK if exhausted else End.TIMEOUT))
         if decision.reason is None:
@@ -566,10 +565,8 @@ class Rollout:
 
     async def _fault_of_waits(self) -> OutriderError | None:
         """Check the calls that the agent gave up. If an engine, the store or a pause of the policy was the reason,
-        return its error, else None.
-
-        The check is also made after a run without errors, because an agent that gave up a call may still have ended
-        normally."""
+        return its error, else None. This is also done after a run without errors, because an agent that gave up a call
+        may still end normally."""
         try:
             for pending in self._overdue.pending_checks:
                 await pending()

@@ -1,5 +1,4 @@
-"""The timelines of a node's attempts. This module adds the commands, processes and network connections of sandboxes to
-them, and stores them.
+"""The timelines of a node's attempts. This module adds the commands, processes and network connections of sandboxes.
 
 A background task of the node stores the entries of all attempts once a second, so that no attempt waits for the store.
 Invariant: a failure in this module may lose timeline entries, but never ends an attempt.

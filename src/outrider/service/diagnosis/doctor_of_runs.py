@@ -1,9 +1,8 @@
-"""Reads a run from the store and diagnoses it. All results are read, but turns and timelines only for a sample of
-sessions.
+"""Reads a run from the store and diagnoses it with `rules.py`. All results are read, but turns and timelines only for a
+sample of sessions.
 
-Results are read in pages, counted, and not kept. They are decoded and counted in the offload thread, so that the event
-loop is never blocked. The rules are in `rules.py`. Invariant: one diagnosis runs at a time, so the memory is limited
-for any number of callers.
+Results are read in pages, counted, and not kept. They are decoded in the offload thread, so that the event loop is
+never blocked. Invariant: one diagnosis runs at a time, so the memory is limited for any number of callers.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ class DoctorOfRuns:
         """Diagnose the groups whose ids are in `groups`, or all groups if `groups` is empty. Groups that lack one of
         `labels` or were created before `since` (seconds since the epoch) are left out.
 
-        Raises NotFound for an unknown id in `groups`. If `tenant` is given, a group of another tenant counts as
-        unknown."""
+        Raises NotFound for an unknown id in `groups`, or for a group of a tenant other than `tenant`."""
         async with self._one:
             evidence = RunEvidence()
             truncated = False

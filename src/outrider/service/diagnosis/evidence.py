@@ -1,9 +1,8 @@
 """Counts what happened in a run: the result of each session, and facts about a sample of sessions.
 
 Results are added group by group, in any order, and are not kept, so the memory does not grow with the run. In a large
-run, trends are computed from a sample of groups, and turns are read of a sample of sessions. Samples are chosen by the
-digests of group ids, so the same run always gives the same samples. The module has no side effects. Invariant: each
-session is counted once.
+run, trends are computed from a sample of groups, and turns are read of a sample of sessions. Samples are chosen by
+digests of group ids, so the same run always gives the same samples. Invariant: each session is counted once.
 """
 
 from __future__ import annotations
@@ -105,11 +104,11 @@ class NamedTallies(dict[str, SessionTally]):
 
 
 class GroupPoint(msgspec.Struct, frozen=True):
-    """The averages of one group. The trends of a run are computed from them.
+    """The averages of one group, from which the trends of a run are computed.
 
     run: the name of the run (`run_of`).
     reward: the mean reward.
-    tokens, tests: the mean logarithm of the number of sampled tokens, and of the number of tests; nan if unknown.
+    tokens, tests: the mean logarithm of the number of sampled tokens, and of tests; nan if unknown.
     fewest_tests, shortest: among the sessions with the best reward, the id of the one with the fewest tests, and of the
         one with the fewest tokens.
     """
@@ -283,8 +282,8 @@ class RunEvidence:
         return RunSeconds(**self.stage_seconds)
 
     def to_read(self) -> list[tuple[str, list[tuple[str, int]]]]:
-        """Return the sessions whose turns must be read, as pairs of a group id and a list. The list has the ids of
-        sessions and the numbers of their attempts."""
+        """Return the sessions whose turns must be read: for each group id, a list of session ids with the numbers of
+        their attempts."""
         each = max(LEAST_SIBLINGS, SAMPLED_SESSIONS // max(1, len(self._sampled)))
         chosen = sorted(self._sampled, key=lambda entry: -entry[0])
         return [(id, sorted(group.sessions.items())[:each]) for _, id, group in chosen]

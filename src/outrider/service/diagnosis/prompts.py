@@ -1,8 +1,7 @@
 """Compares the beginnings of two conversations line by line, and finds the first line that differs.
 
 A date, a folder or an id near the beginning of a prompt differs between the sessions of a group. The sessions then
-share the engine's prefix cache only up to that line. The module has no side effects. Invariant: the time is linear in
-the length of the texts.
+share the engine's prefix cache only up to that line. Invariant: the time is linear in the length of the texts.
 """
 
 from __future__ import annotations

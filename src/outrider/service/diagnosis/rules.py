@@ -1,8 +1,8 @@
 """The rules of the doctor of runs as a table, and `diagnose`, which applies them to the evidence of a run.
 
 A rule compares a measurement with a threshold. It uses the conservative confidence bound of the measurement
-(`statistics.py`), so that little data leads to no finding. It also requires a minimum number of independent units, such
-as sessions. docs/diagnosis.md contains the table. Invariant: the findings depend only on the evidence and the rules.
+(`statistics.py`), and requires a minimum number of independent units, such as sessions. So little data leads to no
+finding. docs/diagnosis.md contains the table. Invariant: the findings depend only on the evidence and the rules.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     units: the number of independent units.
     given: a second number, which is compared with the rule's `given`.
     subject: the name of what was measured, such as a tool.
-    numbers, sessions: evidence that is shown to the reader.
+    numbers, sessions: evidence to show.
     """
 
     bound: float

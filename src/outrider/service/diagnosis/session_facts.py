@@ -1,7 +1,7 @@
 """Extracts the facts about one session that the rules need, from the session's turns and timeline.
 
-Turns are read one by one in the order of their index, and none is kept whole. The module has no side effects.
-Invariant: a tool's result counts once, although later requests repeat it.
+Turns are read one by one in the order of their index, and none is kept whole. Invariant: a tool's result counts once,
+although later requests repeat it.
 """
 
 from __future__ import annotations
@@ -62,22 +62,22 @@ class ToolResults(msgspec.Struct):
 
 
 class SessionFacts(msgspec.Struct, kw_only=True):
-    """Facts about one session. Times are in seconds. Tokens are numbers of tokens.
+    """Facts about one session. Times are in seconds.
 
     cut: number of turns whose reply ended at the token limit.
     calls: number of tool calls in the replies, including malformed calls.
-    tools: the results of tools, by the tool's name.
-    speeds: the speed of each engine, by the engine's name.
+    tools: the results of tools, by tool name.
+    speeds: the speed of each engine, by engine name.
     engine, began: the engine of the first turn, and the time at which that turn began.
-    first_wait: the time from the request to the first token of the first turn; None if no token was sampled.
+    first_wait: the time from the request to the first token of the first turn. It is None if no token was sampled or
+        the policy's version changed during the turn.
     waits: the same time for each later turn, without turns during which the policy's version changed.
-    cacheable: tokens of earlier prompts and replies that the prefix cache could have kept.
-    missed: those cacheable tokens that the engine computed again.
-    oldest, newest: the oldest and newest policy version of the sampled tokens; None without a version.
+    cacheable: number of tokens of earlier prompts and replies that the prefix cache could have kept.
+    missed: how many of these tokens the engine computed again.
+    oldest, newest: the oldest and newest policy version of the sampled tokens, or None.
     ended: the time at which the last turn ended.
-    missing: programs that could not be run in the agent's sandbox, without repetition.
-    programs: the seconds of the agent's commands, by program. A program is the first word of a command, without its
-        folder.
+    missing: programs that could not be run in the agent's sandbox.
+    programs: the seconds of the agent's commands, by program (the first word of a command, without its folder).
     heads: the beginnings of the session's conversations.
     changed: the first line that changed in a system prompt during a conversation.
     """

@@ -1,8 +1,7 @@
 """Confidence bounds of shares and differences, computed in one pass over the data and with constant memory.
 
 All bounds are one-sided. The error probability is as low as 0.001 (`Z`), because about twenty rules are applied to each
-run. The module has no side effects. Invariant: a bound is on the conservative side of its estimate, so little data
-triggers no rule.
+run. Invariant: a bound is on the conservative side of its estimate, so little data triggers no rule.
 
 Sources: Wilson (1927), "Probable inference, the law of succession, and statistical inference"; Kish (1965), "Survey
 Sampling", for the effective sample size of clusters; Welch (1947), "The generalization of Student's problem".
@@ -20,8 +19,8 @@ Z = 3.09
 
 
 class ClusterShare:
-    """A share `part / whole`, summed over independent units. An example is the share of cut replies among all replies,
-    with sessions as units.
+    """A share `part / whole`, summed over independent units, such as the share of cut replies among all replies of the
+    sessions.
 
     A unit is a session or a group, never a call or a token, because the calls of one session depend on each other. So
     the bound is that of a ratio over clusters.
@@ -46,8 +45,8 @@ class ClusterShare:
         self._whole_squares += whole * whole
 
     def padded(self, units: int) -> ClusterShare:
-        """Return a copy with at least `units` units. Missing units are added, each with part 0 and whole 1. They stand
-        for sessions in which the counted event did not occur."""
+        """Return a copy with at least `units` units. An added unit has part 0 and whole 1, for a session in which the
+        counted event did not occur."""
         more = max(0, units - self.units)
         copy = ClusterShare()
         copy.units, copy.part, copy.whole = self.units + more, self.part, self.whole + more

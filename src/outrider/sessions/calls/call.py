@@ -40,8 +40,7 @@ def image_room() -> PrioritySemaphore:
 
 
 class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
-    """The objects that all conversations of a node with one model share. `intake`, `image_room` and `offload` are
-    shared by all models of the node.
+    """The objects that all conversations of a node with one model share. All models of the node share the last three.
 
     images: None if the model reads no images.
     documents: None if documents cannot be read.
@@ -73,8 +72,8 @@ class EngineCall(Protocol):
     """One model call. The caller uses the methods in this order:
 
     1. `start` begins the generation. `share` comes from `Allowance.share(promised_tokens)`.
-    2. `take` converts one chunk of the engine's reply into steps. It is called with each chunk until `ended` is True or
-       the generation ends.
+    2. `take` converts a chunk of the engine's reply into steps. It is called until `ended` is True or the generation
+       ends.
     3. `finish` returns the remaining steps.
     4. `commit` returns the turn of a completed call. If the call is cut off, `abort` is called instead.
     """

@@ -1,14 +1,14 @@
 """Limits of a session's model calls: on the size of each request body, and on the tokens that the session may still
 sample.
 
-A body with too many bytes or too many JSON values is refused before it is parsed. The checks work for the request
-format of every API, because they count only JSON's separators. Invariant: there is a limit on the bytes held for the
-calls of each session and, for LARGE bodies, of all sessions together. A body's bytes count from their arrival to the
-end of the call. The number of a session's calls is limited in `api/gateway.py`.
+A body with too many bytes or JSON values is refused before it is parsed. The checks work for the request format of
+every API, because they count only JSON's separators. Invariant: the bytes held for calls are limited for each session
+and, for LARGE bodies, over all sessions. A body's bytes count from their arrival to the end of the call. The number of
+a session's calls is limited in `api/gateway.py`.
 
 Concurrent calls of a session share the session's tokens (`Allowance`). Before a call begins, some tokens are promised
-to it, and other calls cannot use these tokens. If too few tokens are free, a new call waits while other calls run,
-because they may return unused tokens. Invariant: the numbers of sampled, promised and free tokens add up to the limit.
+to it, and other calls cannot use them. If too few tokens are free, a new call waits while other calls run, because they
+may return unused tokens. Invariant: the numbers of sampled, promised and free tokens add up to the limit.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class TooSlow(RequestError):
 class Intake:
     """Counts the bytes of the LARGE bodies of all sessions. `seconds` is the time within which each body must arrive.
 
-    When the bodies together exceed MAX_IN_ALL, the body that has been arriving for the longest time is given up.
-    Otherwise a client could use up the limit by sending slowly."""
+    When the bodies exceed MAX_IN_ALL, the one that has been arriving for the longest time is given up, because a client
+    could otherwise use up the limit by sending slowly."""
 
     def __init__(self, seconds: float = BODY_SECONDS) -> None:
         self.size = 0
@@ -187,8 +187,7 @@ class Body:
 
 class FileBytes:
     """Counts the bytes of an arriving body that belong to files in base64. They are counted apart, because a file that
-    the model cannot read becomes one line of text in the prompt (`media.py`). `size` is too small by up to 2 KiB for
-    each file."""
+    the model cannot read becomes one line of text (`media.py`). `size` is too small by up to 2 KiB for each file."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -206,8 +205,8 @@ class FileBytes:
 class BodyCapacity(msgspec.Struct, frozen=True):
     """The size limits of one request body. `context` is the model's context length in tokens, or None if unknown.
 
-    `images` is True for engines that take messages. Then the whole body may have MAX_BODY bytes. Otherwise the text has
-    a lower limit, and files count only toward MAX_BODY."""
+    If `images` is True, as for engines that take messages, the whole body may have MAX_BODY bytes. Otherwise the text
+    has a lower limit, and files count only toward MAX_BODY."""
 
     context: int | None
     images: bool

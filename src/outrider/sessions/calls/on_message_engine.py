@@ -1,11 +1,10 @@
-"""One model call on an engine that takes messages instead of token ids. Token ids are captured from the response if the
-engine reports them.
+"""One model call on an engine that takes messages. Token ids are captured from the response if the engine reports them.
 
 The turns of these calls are less exact than turns on an engine that takes token ids, and the `mode` of a turn shows
 this. The engine renders the whole history for each call, so a prompt may differ from the ids of the previous turn.
 
-Invariant: the ids of a prompt are recorded as reported, and never replaced by ids of earlier turns. If a prompt does
-not begin with all ids of an earlier turn, the new turn has no parent, and the ids that differ are counted as drift.
+Invariant: the ids of a prompt are recorded as reported. If a prompt does not begin with all ids of an earlier turn, the
+new turn has no parent, and the ids that differ are counted as drift.
 """
 
 from __future__ import annotations
@@ -285,12 +284,12 @@ class CapturedTurns:
         messages: Sequence[Message] = (),
         reply: Message | None = None,
     ) -> TurnPosition:
-        """Record a turn and return its position. `shown[n]` is a digest of the images in the first `n` messages of the
-        request.
+        """Record a turn and return its position. `shown[n]` is a digest of the images in the request's first `n`
+        messages.
 
         Requests with the same `opening` belong to one conversation. A request with changed tools or a changed system
-        prompt has another `opening`. It still continues a conversation if it has the same first message and contains a
-        `reply` of that conversation."""
+        prompt has another `opening`, but still continues a conversation if it has the same first message and contains a
+        `reply` of it."""
         index = len(self._ends)
         packed = pack_ids(prompt)
         conversation = self._conversations.setdefault(opening, len(self._conversations))
@@ -353,9 +352,9 @@ class CapturedTurns:
         )
 
     def _quoted(self, messages: Sequence[Message], opening: ConversationStart) -> int | None:
-        """Find the last reply in `messages` that was given in a recorded conversation with the same first message.
-        Return the index of the newest turn with this reply. Returns None if there is no such reply, or if it was given
-        in the conversation of `opening` itself."""
+        """Find the last reply in `messages` that was given in a recorded conversation with the same first message, and
+        return the index of the newest turn with this reply. Returns None if there is no such reply, or if the
+        conversation of `opening` itself gave it."""
         for message in reversed(messages):
             if message.role is Role.ASSISTANT:
                 said = self._replies.get((opening.first, message_key(message).body))

@@ -1,7 +1,7 @@
 """One model call on an engine that takes token ids, from the prompt to the recorded turn.
 
-Invariant: the turn contains every token that the engine reported, up to the session's limit. This holds whether the
-call succeeded, failed halfway or was given up by the client.
+Invariant: the turn contains every token that the engine reported, up to the session's limit, whether the call
+succeeded, failed halfway or was given up by the client.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Determines the settings of one model call from the task's settings, the client's request, and the abilities of the
 engine.
 
-The module has no side effects and does not depend on the client's API. Invariant: if a setting of the client is left
-out, its name is recorded with the turn.
+The module does not depend on the client's API. Invariant: if a setting of the client is left out, its name is recorded
+with the turn.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def sampling_for(
     the neutral value. A parameter that no task can set, such as stop strings, has the client's value.
 
     unsampled: the number of tokens that the session has left.
-    context: the model's context length in tokens, or None if unknown. The prompt takes `prompt_tokens` of it.
+    context: the model's context length in tokens, or None. The prompt takes `prompt_tokens` of it.
     stop_ids: token ids that end every reply."""
     room = unsampled if context is None else min(unsampled, context - prompt_tokens)
     unnamed = room if context is not None else UNNAMED_TOKENS
@@ -86,8 +86,8 @@ def seed_for(task: SamplingSpec, client: RequestedSampling, *, sample: int, call
 
     With the task's seed, each call of each sample gets a different seed, because otherwise the samples of a group would
     be copies of each other. With the client's seed, all calls of a sample get the same seed, because the client may
-    expect equal replies to equal calls. A retry of a session repeats the seeds of the first attempt. The result is the
-    same on any machine and in any version.
+    expect equal replies to equal calls. A retry repeats the seeds of the first attempt. The result does not depend on
+    the machine or the version.
     """
     if task.seed is not None:
         text = f"{task.seed}/{sample}/{call}"
@@ -99,9 +99,9 @@ def seed_for(task: SamplingSpec, client: RequestedSampling, *, sample: int, call
 
 
 def client_may_be_at_fault(request: ModelRequest) -> bool:
-    """Return True if the request has a setting that only the client can choose, such as a JSON schema. An engine may
-    refuse such a setting, for example because the schema does not compile. The refusal then counts as the client's
-    error, because an agent must not be able to make its session fail with an engine error."""
+    """Return True if the request has a setting that only the client can choose, such as a JSON schema. If an engine
+    refuses the request, the refusal then counts as the client's error, because an agent must not be able to make its
+    session fail with an engine error."""
     asked = request.sampling
     return (
         request.tool_choice is not None
@@ -203,9 +203,9 @@ def recorded(sampling: SamplingParams, thinking: bool | None) -> dict[str, Any]:
 
 
 def described_notes(described: Mapping[int, Sequence[str]], *, first: int) -> tuple[str, ...]:
-    """Return one note for each file in a tool result that the model read as text. A note is RESULT followed by the
-    file's media type.
+    """Return one note for each file in a tool result that the model read as text: RESULT followed by the file's media
+    type.
 
-    `described` maps a message number to the media types of such files. Messages before number `first` are left out,
+    `described` maps a message number to the media types of its files. Messages before number `first` are left out,
     because a turn lists only the files of its own messages."""
     return bounded_notes(RESULT + kind for at in sorted(described) if at >= first for kind in described[at])
