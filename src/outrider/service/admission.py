@@ -78,16 +78,16 @@ MAX_DEPTH = 64
 """Maximum nesting of objects and lists in a request. JSON decoders accept deeper nesting than JSON encoders can
 write."""
 MAX_NAMES = 1024
-"""Maximum number of fields of a JSON object in a request, such as `env`. Objects in `options`, and the rewards in a
-report, may have more."""
+"""Maximum number of fields of a JSON object in a request, such as `env`. `options` and the rewards in a report may have
+more."""
 
 WRITABLE = ("/root", "/tmp", "/var/tmp", "/dev", "/proc", "/run")
-"""Folders of a sandbox to which programs write. A virtual environment must not be mounted over such a folder, because
-the mount is read-only."""
+"""Folders of a sandbox to which programs write. A virtual environment must not be mounted over one, because the mount
+is read-only."""
 
 STEP_KINDS = frozenset({"Run", "Upload", "function-after[_decodable(), Write]"})
 """The kinds of prepare steps, as pydantic names them in an error's location. Pydantic tries to read a step as each
-kind, and reports the errors of all kinds."""
+kind, and reports all errors."""
 NO_FIELDS = STEP_KINDS | {"[key]", "DiffSpec"}
 """Parts of a pydantic error's location that are not field names."""
 LIST_OF = "list["
@@ -121,8 +121,8 @@ def validate_group(value: Mapping[str, Any]) -> GroupSpec:
 
 
 async def stored_group(store: Store, group_id: str) -> StoredGroupSpec:
-    """Return the spec of a stored group. Raises UnreadableTask if another version of Outrider stored the spec and this
-    version cannot read it, or if the key that encrypted it is missing."""
+    """Return the spec of a stored group. Raises UnreadableTask if this version of Outrider cannot read the spec of an
+    earlier one, or if the key that encrypted it is missing."""
     stored = await store.spec(group_id)
     try:
         # In a thread, because the validation decodes the base64 of every file in the task.
@@ -160,7 +160,7 @@ def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
         return kind.model_validate(value)
     except ValidationError as error:
         errors = complaints(error)
-        # If a prepare step is invalid, pydantic reports errors for every kind of step. The kind with the fewest errors
+        # For an invalid prepare step, pydantic reports errors for every kind of step. The kind with the fewest errors
         # is probably the one that the caller meant.
         counts = Counter(_step_kind_tried(details["loc"]) for details in errors)
         # An unknown field is reported rather than a missing one, because it may be a misspelling of the missing one.
@@ -179,8 +179,8 @@ def _shown(location: Location) -> str:
 
 
 def _step_kind_tried(location: Location) -> Location:
-    """Return the beginning of a pydantic error's location, up to and including the kind of prepare step. Returns () if
-    the location names no kind."""
+    """Return the beginning of a pydantic error's location, up to the kind of prepare step. Returns () if the location
+    names no kind."""
     end = next((place for place, part in enumerate(location, start=1) if part in STEP_KINDS), 0)
     return location[:end]
 
@@ -208,8 +208,7 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
 
 
 class Bound(NamedTuple):
-    """A limit on a number in a task. `asked` returns the number, `most` is its maximum, and `field` is the field that
-    the error message names."""
+    """A limit on a number in a task. `asked` returns the number, `most` is its maximum, and `field` is its field."""
 
     field: str
     most: float
@@ -221,8 +220,8 @@ BOUNDS = (
     Bound("task.limits.session_seconds", 86_400, lambda task: task.limits.session_seconds),
     Bound("task.evaluator.seconds", 86_400, lambda task: sum(step.evaluator.seconds for step in steps_of(task))),
 )
-"""Limits on how long a session may hold a slot of the lanes `init`, `run` and `eval`, in seconds. A running session is
-never interrupted for another tenant, so these limits also bound a tenant's wait for its first slot."""
+"""Limits in seconds on how long a session may hold a slot of the lanes `init`, `run` and `eval`. No session is
+interrupted for another tenant, so these limits also bound a tenant's wait for its first slot."""
 
 
 def check_bounds(task: TaskSpec) -> None:
@@ -377,8 +376,8 @@ def _check_uploads(prepare: Sequence[PrepareStep], paths: HostPaths, *, field: s
 
 
 def _check_paths(spec: RuntimeSpec, paths: HostPaths) -> None:
-    """Raise InvalidField unless every path in the spec is allowed and exists on this machine. Image names are not paths
-    and are not checked here."""
+    """Raise InvalidField unless every path in the spec is allowed and exists on this machine. Image names are not
+    checked here."""
     resolved = paths.resolved(spec)
     if resolved.rootfs is not None and not os.path.isdir(resolved.rootfs):
         raise InvalidField(f"{spec.rootfs!r} is not a folder on this node", field="task.runtime.rootfs")

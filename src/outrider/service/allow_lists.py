@@ -23,10 +23,10 @@ from outrider.spec import GroupSpec, RuntimeSpec, fields_of_step, runtimes_of, s
 
 
 class AllowLists:
-    """The operator's allow lists, against which groups and connections are checked.
+    """Checks groups and connections against the operator's allow lists.
 
-    A callback's host name is checked when the group is submitted. Its address is checked again when the connection is
-    opened, because the name may lead to another address by then.
+    A callback's host name is checked when the group is submitted. Its address is checked when the connection is opened,
+    because the name may lead to another address by then.
     """
 
     def __init__(self, config: Config) -> None:

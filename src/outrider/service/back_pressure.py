@@ -53,8 +53,8 @@ class BackPressure:
         self._ends.append(self._clock())
 
     async def check(self, group: GroupRow) -> None:
-        """Count the group's sessions as queued, or raise QueueFull. A group whose idempotency key is already stored was
-        accepted earlier, and is accepted again."""
+        """Count the group's sessions as queued, or raise QueueFull. A group whose idempotency key is already stored is
+        accepted, because it was accepted before."""
         length = await self._count()
         waiting = length.sessions + self._added
         if waiting >= self._bound:

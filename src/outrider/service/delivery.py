@@ -47,15 +47,14 @@ PAUSES = RetryPolicy(first=1.0, longest=600.0)
 LONGEST_PAUSE = 3600.0
 """Maximum wait in seconds that a receiver can request with `Retry-After`."""
 MIN_TRIES = 10
-"""A delivery that the receiver refuses is given up after this many attempts, which take about ten minutes. In this time
-an operator can start the receiver. After other failures, such as a timeout, the delivery must also have been due for
-PATIENCE seconds."""
+"""A delivery that the receiver refuses is given up after this many attempts, which take about ten minutes: enough to
+start a receiver. After other failures, such as a timeout, the delivery must also have been due for PATIENCE seconds."""
 PATIENCE = 3 * 86400.0
 MAX_PUSHES = 32
 """Maximum number of requests to receivers at once."""
 MAX_PUSHES_EACH = 8
 """Maximum number of requests to one receiver at once, so that a slow receiver does not delay others. After a failure,
-the receiver gets one request at a time until one succeeds."""
+it is one until a request succeeds."""
 MAX_FAILING = 1000
 """Maximum number of failing receivers that are remembered. A receiver that is forgotten may get several requests at
 once again, until one fails."""
@@ -73,7 +72,7 @@ NOT_REFUSED = frozenset({408, 425, 429})
 
 class Failure(msgspec.Struct, frozen=True):
     """Why a delivery attempt failed. `refused` is True if another attempt is unlikely to succeed, for example because
-    the URL is wrong. `wait` is the pause in seconds that the receiver has requested."""
+    the URL is wrong. `wait` is the pause in seconds that the receiver requests."""
 
     fault: str
     refused: bool = False
@@ -140,8 +139,8 @@ class Deliverer:
         admitted = self._admit(delivery for delivery in due if delivery.group_id not in busy)
         for delivery in admitted:
             chores.create_task(self._deliver(delivery), name=f"deliver {delivery.group_id}", chore="a callback")
-        # If the page was full, the outbox may have more rows for other receivers. It is then read again at once, unless
-        # no delivery could be started.
+        # After a full page, the outbox may have more rows for other receivers. It is then read again at once, unless no
+        # delivery could be started.
         if len(due) < LOOK_AHEAD or not admitted:
             await wait_for_event(self._work, self._pauses.first)
 
@@ -252,8 +251,8 @@ class Deliverer:
         if self._secret is not None:
             headers |= signed_headers(self._secret, delivery.group_id, body, now=time.time())
         try:
-            # A redirect is not followed. It would turn the POST into a GET, and the reply to a GET does not prove that
-            # the receiver got the group.
+            # A redirect is not followed. It turns the POST into a GET, and a reply to a GET does not prove that the
+            # receiver got the group.
             async with self._http.post(delivery.url, data=body, headers=headers, allow_redirects=False) as reply:
                 if 200 <= reply.status < 300:
                     return None
@@ -273,8 +272,8 @@ class Deliverer:
 
 
 def _wait_asked(header: str) -> float:
-    """Return the seconds to wait that a Retry-After header requests, at most LONGEST_PAUSE. The header has a number of
-    seconds or a date. Any other value counts as 0."""
+    """Return the seconds to wait that a Retry-After header requests, at most LONGEST_PAUSE. A value that is neither a
+    number nor a date counts as 0."""
     try:
         seconds = float(header) if header.isdecimal() else parsedate_to_datetime(header).timestamp() - time.time()
     except (ValueError, OverflowError):

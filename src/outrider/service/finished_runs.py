@@ -45,7 +45,7 @@ GROUPS_AT_ONCE = 100
 
 class FinishedRun(Protocol):
     """A finished run that can be viewed. Every method raises NotFound for an unknown id, and for data that the run does
-    not contain. For example, a file of samples has no timelines and no images."""
+    not contain, such as timelines in a file of samples."""
 
     async def groups(self, after: str | None) -> Sequence[GroupSummary]:
         """Return up to GROUPS_AT_ONCE groups, newest first. `after` is the last group of the previous page."""
@@ -83,8 +83,8 @@ def _settings(path: Path) -> Config | None:
             field="path",
             hint="name the --data folder of a service, the --keep folder of a demo, or a file of samples",
         )
-    # Only tasks and timeline entries are encrypted. If their key is missing, a random key is used, because it is enough
-    # to read everything else.
+    # Only tasks and timeline entries are encrypted. If their key is missing, a random key is enough to read everything
+    # else.
     has_key = (path / KEY_FILE).exists()
     key = None if has_key else base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode()
     return Config(data=path, task_key=key)
@@ -308,8 +308,8 @@ class SampleFileRun:
 
 
 def _turns(rows: Sequence[JsonSample], tokenizer: Tokenizer | None) -> tuple[TurnView, ...]:
-    """Build the turns of a session from the session's rows. If several rows contain a turn, the row in which it is
-    trained is used."""
+    """Build the turns of a session from its rows. If several rows contain a turn, the row in which it is trained is
+    used."""
     found: dict[int, TurnView] = {}
     for row in rows:
         for place, index in enumerate(row.turns):

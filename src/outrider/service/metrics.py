@@ -38,8 +38,8 @@ Labels = tuple[str, ...]
 
 
 class Family(NamedTuple):
-    """A metric: its name without `_total`, its kind, its description, and the names of its labels. For a histogram,
-    `bounds` are the upper bounds of its buckets."""
+    """A metric: its name without `_total`, its kind, its description, and the names of its labels. `bounds` are the
+    bucket bounds of a histogram."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -243,8 +243,7 @@ class Value(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class MetricSources:
     """The components of a service from which the metrics are read. `call_failures` counts the failed calls of the
-    service's own gateway. `engines`, `policy` and `failing` return the current status. `queue_limit` is the setting
-    queue.sessions."""
+    service's own gateway. `engines`, `policy` and `failing` return the current status."""
 
     store: Store
     counts: ServiceCounts
@@ -258,8 +257,8 @@ class MetricSources:
 
 
 class ServiceMetrics:
-    """Reads the metrics of a service. At most MOST_NAMED nodes and MOST_NAMED engines have their own values. The values
-    of all others are added up."""
+    """Reads the metrics of a service. At most MOST_NAMED nodes and engines have their own values. All others are added
+    up."""
 
     def __init__(self, sources: MetricSources) -> None:
         self._sources = sources
@@ -315,8 +314,8 @@ class ServiceMetrics:
             ("outrider_session_errors", counts.errors),
             ("outrider_failed_attempts", counts.failed_attempts),
         ):
-            # Every error code has a count from the beginning, even if it is 0, because the functions `rate` and
-            # `increase` of Prometheus ignore the first value of a series.
+            # Every error code has a count from the beginning, even 0, because `rate` and `increase` of Prometheus
+            # ignore the first value of a series.
             zeros = {(boundary, code): 0 for code, boundary in known_codes().items()}
             for (boundary, code), number in (zeros | errors).items():
                 yield Value(family, (boundary.value, code), number)

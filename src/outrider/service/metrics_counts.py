@@ -31,8 +31,8 @@ together."""
 MOST_REMEMBERED = 100_000
 """Maximum number of unfinished sessions, and of unfinished groups, for which a record is kept."""
 PROMPT_BYTES = 32 << 20
-"""Maximum total bytes of the first prompts that are kept, one for each group. They are compared with the first prompts
-of the groups' other sessions."""
+"""Maximum total bytes of the first prompts that are kept, one for each group, for comparison with the first prompts of
+its other sessions."""
 
 TURNS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 """Bucket bounds of the histogram of turns per session."""
@@ -52,9 +52,8 @@ class DialectCounts:
 
 
 class EngineCounts:
-    """The calls that one engine has answered. `cached_tokens` counts prompt tokens that were in the engine's prefix
-    cache. `reported_tokens` counts all prompt tokens of those calls for which the engine reported the number of cached
-    tokens."""
+    """The calls that one engine has answered. `cached_tokens` counts prompt tokens from the engine's prefix cache.
+    `reported_tokens` counts all prompt tokens of those calls for which the engine reported its cached tokens."""
 
     __slots__ = ("cached_tokens", "calls", "prompt_tokens", "reported_tokens", "seconds")
 
@@ -98,10 +97,8 @@ class _GroupProgress:
             self.versions.append(versions.low)
 
     def spread(self, n: int | None) -> str:
-        """Return the spread of the group's rewards: "zero" if all are equal, otherwise "some".
-
-        Returns "unknown" if fewer than two sessions have a reward, or if not all `n` sessions of the group have ended
-        since the service's start."""
+        """Return the spread of the group's rewards: "zero" if all are equal, otherwise "some". Returns "unknown" if
+        fewer than two sessions have a reward, or if not all `n` sessions have ended since the service's start."""
         if self.rewarded < 2 or self.done != n:
             return "unknown"
         return "zero" if self.low == self.high else "some"
@@ -219,8 +216,8 @@ class ServiceCounts:
         return sum(self.ended.values())
 
     def _engine(self, name: str) -> EngineCounts:
-        """Return the counts for an engine that is not in `engines` yet. An unknown engine, or one beyond MOST_NAMED,
-        gets the counts that such engines share."""
+        """Return the counts for an engine that is not in `engines` yet. Unknown engines, and engines beyond MOST_NAMED,
+        share their counts."""
         if len(self.engines) > MOST_NAMED or not self._has_engine(name):
             return self.engines[OTHER]
         return self.engines.setdefault(name, EngineCounts())

@@ -1,5 +1,5 @@
-"""Keeps the history of a service's counts over the last hour, for the charts of the web page. There is one point every
-few seconds, in memory only.
+"""Keeps a service's counts over the last hour in memory, as one point every few seconds, for the charts of the web
+page.
 
 Invariant: every event is counted in exactly one point.
 """

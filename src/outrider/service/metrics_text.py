@@ -1,5 +1,4 @@
-"""Writes metrics as text. The format is Prometheus' text format, or OpenMetrics if the client's `Accept` header
-requests it.
+"""Writes metrics in Prometheus' text format, or in OpenMetrics if the client's `Accept` header requests it.
 
 `prometheus_client` is imported by the first call, because its import takes longer than all other imports that a scrape
 needs.
@@ -25,8 +24,7 @@ class MetricsText(NamedTuple):
 
 def metrics_text(values: Iterable[Value], accept: str = "") -> MetricsText:
     """Write the values, grouped by family, in the format that the `Accept` header `accept` requests. Also writes the
-    processor time, memory and open descriptors of this process under Prometheus' usual names. Takes milliseconds, so
-    call this in a thread."""
+    processor time, memory and open descriptors of this process. Takes milliseconds, so call this in a thread."""
     from prometheus_client import ProcessCollector
     from prometheus_client.exposition import choose_encoder
 

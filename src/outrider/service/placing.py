@@ -84,8 +84,8 @@ class NodePlacement:
         self._places[node.name] = _NodeSlots(node, self._machines.setdefault(node.machine, _Machine()))
 
     def remove(self, node: Node) -> None:
-        """Remove a node, so that no more sessions are placed on it. Its running sessions continue until they end. The
-        functions that `take` returned for them must still be called."""
+        """Remove a node, so that no more sessions are placed on it. Its running sessions continue. The functions that
+        `take` returned for them must still be called."""
         if node.name in self._places and self._places[node.name].node is node:
             del self._places[node.name]
             self._gone.add(total_of(node.stats().resources).quantities)
@@ -102,8 +102,8 @@ class NodePlacement:
         return [place.node for place in self._places.values()]
 
     def machines(self) -> list[Node]:
-        """Return one node of each machine. This is the node with the most slots, because other nodes of the machine may
-        not have started completely."""
+        """Return one node of each machine, the one with the most slots, because the others may not have started
+        completely."""
         nodes = sorted((place.node for place in self._places.values()), key=lambda node: node.stats().capacity)
         return list({node.machine: node for node in nodes}.values())
 
@@ -142,8 +142,8 @@ class NodePlacement:
         able = [place for place in self._places.values() if needs.within(total_of(place.node.stats().resources))]
         if not able and self.may_fit(needs):
             return None
-        # A session may be too large for every node, because a larger node has left since the session was accepted. Any
-        # node may then get the session, and will refuse it with an error.
+        # A session may be too large for every node, because a larger node has left since it was accepted. Any node may
+        # then get the session, and refuses it with an error.
         found = [place for place in self._open() if self._slots(place) and (place in able or not able)]
         if able and any(needs.quantities):
             found = [place for place in found if place.has_room(needs.quantities)]
@@ -179,8 +179,8 @@ class NodePlacement:
         return any(fits(needs.quantities, has) for has in (*here, *self._gone))
 
     def take(self, node: Node, task: TaskSpec, *, reserved: bool) -> Callable[[], None]:
-        """Count a session as placed on a node. Returns a function that gives the session's slot and resources back. The
-        caller must call this function exactly once."""
+        """Count a session as placed on a node. Returns a function that gives its slot and resources back, and that must
+        be called exactly once."""
         place = self._places[node.name]
         needs = session_needs(task).quantities
         place.sessions += 1

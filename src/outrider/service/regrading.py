@@ -1,4 +1,4 @@
-"""Builds groups whose sessions grade the agent's runs of earlier sessions again, with another evaluator.
+"""Builds groups that grade the agent's runs of earlier sessions again, with another evaluator.
 
 `service.py` submits such a group. Invariants: the earlier sessions and verdicts do not change; a run is graded with the
 files that were kept from it, or without files.
@@ -30,8 +30,7 @@ async def regraded_group(
     if the new evaluator needs files that were not kept.
     """
     spec = await stored_group(store, (await store.group(group_id, tenant=tenant)).id)
-    # If the group itself graded earlier sessions again, the new group grades the runs of those sessions. So no files
-    # have to be stored twice.
+    # If the group itself graded earlier sessions again, the new group grades their runs. So no files are stored twice.
     rows = [await _run(store, id) for id in spec.regrades] or await store.sessions(group_id)
     if any(row.state is not SessionState.DONE for row in rows):
         raise Conflict(f"group {group_id} is not done", hint="wait for the group, or grade single sessions of it")

@@ -137,8 +137,8 @@ class Retention:
     async def _resume(self) -> None:
         async with self._turn:
             await self._erase()
-            # Artifacts of unknown sessions are removed as well. They exist if the database was restored from a backup,
-            # because sessions that are younger than the backup are then missing.
+            # Artifacts of unknown sessions are removed as well. After the database was restored from a backup, it lacks
+            # the sessions that are younger than the backup.
             kept = await _on_disk(self._artifacts.sessions)
             for start in range(0, len(kept), SESSIONS_AT_ONCE):
                 unknown = await self._store.removals.unknown(kept[start : start + SESSIONS_AT_ONCE])
@@ -175,7 +175,7 @@ def removed_run(session_id: str) -> NotFound:
 
 def _batch(candidates: list[Candidate], before: float, excess: float, sessions: int) -> list[Candidate]:
     """Return the groups to remove next, from the beginning of `candidates`. A group is removed if it finished before
-    the time `before`, or to free `excess` bytes. The batch ends when it has at least `sessions` sessions."""
+    the time `before`, or to free `excess` bytes. The batch ends at about `sessions` sessions."""
     batch: list[Candidate] = []
     for candidate in candidates:
         if (candidate.finished >= before and excess <= 0) or sessions <= 0:

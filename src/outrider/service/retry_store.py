@@ -22,10 +22,10 @@ NAME = "store"
 
 
 async def retry_store(work: Callable[[], Awaitable[T]], failures: Failures) -> T:
-    """Call `work` until it succeeds, and return its result. The call is repeated only after a ServiceError. All other
-    errors are raised.
+    """Call `work` until it succeeds, and return its result. Only a ServiceError leads to another call; all other errors
+    are raised.
 
-    A failed call may have taken effect in part or completely, so `work` must be safe to repeat.
+    A failed call may have taken effect, so `work` must be safe to repeat.
     """
     tries = 0
     while True:

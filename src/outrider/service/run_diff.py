@@ -24,7 +24,7 @@ Rewards = Mapping[str, Sequence[float]]
 
 def compare(a: Sequence[ListedRun], b: Sequence[ListedRun], *, names: tuple[str, str], passed: float = 1.0) -> RunDiff:
     """Compare two runs. `a` and `b` are the sessions of the runs, in the order in which they were submitted. A session
-    is solved if its reward is at least `passed`. `names` are the selectors of the two runs, as the user gave them."""
+    is solved if its reward is at least `passed`. `names` are the runs' selectors."""
     rewards = _rewards(a), _rewards(b)
     common = [task for task in rewards[0] if task in rewards[1]]
     flips = _flips(a, b, passed)
@@ -104,7 +104,7 @@ def _difference(
     rewards: tuple[Rewards, Rewards], common: Sequence[str], figure: Callable[[Sequence[float]], float | None]
 ) -> Estimate | None:
     """Return how much `figure`, such as the mean reward, differs between two runs. Only tasks that both runs have are
-    compared. If they have no task in common, all tasks are compared."""
+    compared, or all tasks if there are none."""
     if common:
         pairs = [(figure(rewards[0][task]), figure(rewards[1][task])) for task in common]
         gains = [second - first for first, second in pairs if first is not None and second is not None]
@@ -118,7 +118,7 @@ def _difference(
 
 def _flips(a: Sequence[ListedRun], b: Sequence[ListedRun], passed: float) -> list[Flip]:
     """Return the pairs of graded sessions of which only one is solved. The nth session of a task in `a` is paired with
-    the nth session of the same task in `b`. Pairs that are solved in `a` come first."""
+    its nth session in `b`. Pairs that are solved in `a` come first."""
     first, second = _places(a), _places(b)
     found = []
     for place, run in first.items():

@@ -65,8 +65,8 @@ class Runs:
         return await self._queries.run(sql, caller.sees)
 
     async def sessions(self, wanted: SessionFilter, *, after: str | None, limit: int, caller: Principal) -> SessionList:
-        """Return a page of sessions. Those of the newest group come first. Raises NotFound if `after` is an unknown id,
-        and InvalidField for an unknown state or stop reason."""
+        """Return a page of sessions, beginning with those of the newest group. Raises NotFound if `after` is an unknown
+        id, and InvalidField for an unknown state or stop reason."""
         _check(wanted, SessionState)
         await self._index.catch_up()
         find = partial(lists.find_sessions, wanted=wanted, tenant=caller.sees, after=after, limit=limit)
@@ -89,8 +89,8 @@ class Runs:
         return GroupList(groups=listed.groups, after=ids[-1] if len(ids) == limit else None)
 
     async def diff(self, a: str, b: str, *, passed: float, caller: Principal) -> RunDiff:
-        """Compare two runs. Each of `a` and `b` selects a run by labels or by ids of groups, separated by commas, such
-        as `run=try,step=3`. Raises NotFound if a run has no sessions."""
+        """Compare two runs. `a` and `b` select a run by labels or by ids of groups, separated by commas, such as
+        `run=try,step=3`. Raises NotFound if a run has no sessions."""
         sides = []
         await self._index.catch_up()
         for field, selector in (("a", a), ("b", b)):
@@ -188,8 +188,8 @@ class Runs:
     async def _matching(
         self, asked: SessionsSpec, states: Sequence[str], caller: Principal
     ) -> tuple[list[tuple[str, str]], Counter[str]]:
-        """Return the session id and group id of each matching session whose state is in `states`. All other matching
-        sessions are skipped. The second value has their number by reason, "done" or "not done"."""
+        """Return the session id and group id of each matching session whose state is in `states`. The second value
+        counts the other matching sessions, which are skipped, by reason: "done" or "not done"."""
         wanted = SessionFilter(
             ids=tuple(asked.ids),
             groups=tuple(asked.groups),
@@ -243,8 +243,8 @@ def selected(selector: str, field: str) -> SessionFilter:
 
 
 def _again(spec: StoredGroupSpec, group_id: str, n: int) -> GroupSpec:
-    """Return a group with `n` sessions of an earlier group's task. If the earlier group was submitted through another
-    system's API, the new group has no callback, because that client does not expect the new group."""
+    """Return a group with `n` sessions of an earlier group's task. If that group was submitted through another system's
+    API, the new group has no callback, because its client does not expect the new group."""
     labels = {**spec.task.labels, RETRY_LABEL: group_id}
     return GroupSpec(
         task=spec.task.model_copy(update={"labels": labels}),

@@ -54,8 +54,8 @@ LEASE_SECONDS = 30.0
 session goes back into the queue."""
 
 MAX_RECOVERED = 10
-"""Maximum number of new attempts that a session gets because its node was lost. The loss does not count as a failure of
-the session. There is a limit, because the session may be the cause of the losses."""
+"""Maximum number of new attempts that a session gets because its node was lost. Such a loss is not a failure of the
+session, but there is a limit, because the session may be its cause."""
 
 PAUSES = RetryPolicy(first=1.0, longest=60.0)
 """Waits before a failed session is tried again."""
@@ -71,8 +71,8 @@ EXTERNAL_AT_ONCE = 32
 """Maximum number of external sessions that are started before other sessions are considered."""
 
 LOOK_SECONDS = 30.0
-"""Maximum seconds between two reads of the queue. The queue is also read without an event, because the system clock
-decides when sessions are due, and the clock may be set back during a wait."""
+"""Maximum seconds between two reads of the queue, even without an event. The system clock decides when sessions are
+due, and may be set back during a wait."""
 
 
 @dataclass(eq=False)
@@ -94,7 +94,7 @@ class _RunningAttempt:
 
 class SessionEnd(NamedTuple):
     """A session that is done and stored. `group_done` is True for the last session of a group. `n` is the number of the
-    group's sessions, or None if the group's task was not read."""
+    group's sessions, or None if its task was not read."""
 
     session: SessionRow
     result: SessionResult
@@ -162,7 +162,7 @@ class Scheduler:
 
     async def _take_up(self) -> None:
         """Read which nodes are drained. Put the sessions that an earlier service process left running back into the
-        queue, because no node runs them any more."""
+        queue."""
         await retry_store(self._read_drained, self._failures)
         await retry_store(partial(self._retake, float("inf")), self._failures)
 
@@ -197,8 +197,8 @@ class Scheduler:
         self._work.set()
 
     async def drain(self, name: str, drained: bool = True) -> None:
-        """Stop placing sessions on a node, or start again if `drained` is False. The sessions that run on the node
-        continue. Raises NotFound for an unknown node."""
+        """Stop placing sessions on a node, or start again if `drained` is False. Its running sessions continue. Raises
+        NotFound for an unknown node."""
         self.places.check_known(name)
         await self._store.set_drained(name, drained)
         await self._read_drained()
@@ -224,9 +224,8 @@ class Scheduler:
 
     async def _retake(self, now: float, *, wait: float = 0.0) -> None:
         """Put sessions whose lease ended before `now` back into the queue, unless this scheduler runs them. They may
-        start again after `wait` seconds.
-
-        A session that has lost its node too often, or that has `ending` set, is finished instead."""
+        start again after `wait` seconds. A session that has lost its node too often, or that has `ending` set, is
+        finished instead."""
         due = time.time() + wait if wait else 0.0
         recovered = await self._store.recover(now=now, held=frozenset(self._placements), due=due)
         for session in recovered:
@@ -246,8 +245,8 @@ class Scheduler:
         if await self._store.expire(now=looked):
             await self.end(await self._store.to_end())
         self.places.look_again()
-        # External sessions come first, because they need no slots. Next come evaluations, up to their share of the
-        # slots. Then come sessions of any kind.
+        # External sessions come first, because they need no slots. Then come evaluations, up to their share of the
+        # slots, and then all sessions.
         passes: tuple[tuple[QueueKind | None, Callable[[], int]], ...] = (
             (QueueKind.EXTERNAL, self._free_external),
             (QueueKind.EVALUATION, self.places.free_share),
@@ -281,8 +280,8 @@ class Scheduler:
         return await self._store.next_due(after=looked)
 
     async def _start(self, chores: Chores, session: SessionRow, *, reserved: bool) -> bool:
-        """Start a session. If its task cannot be read, the session is finished instead. If it was cancelled since it
-        was read from the queue, it is not started. Returns False if no node has room for it, so that it must wait."""
+        """Start a session. If its task cannot be read, it is finished instead. If it was cancelled since it was read
+        from the queue, nothing happens. Returns False if it must wait, because no node has room."""
         try:
             task = await self._read_task(session)
         except UnreadableTask as error:
@@ -326,8 +325,8 @@ class Scheduler:
         return 0 if self._external is None else self._external.stats().capacity - len(self._open_external)
 
     async def grader(self, task: TaskSpec) -> Node:
-        """Return the node that grades an external session. Waits while there is no node. No slot is taken here, because
-        the node has its own queue for grading."""
+        """Return the node that grades an external session. Waits while there is no node. No slot is taken, because the
+        node has its own queue for grading."""
         while True:
             added = self._node_added.next()
             if (node := self.places.grader(task)) is not None:
@@ -487,8 +486,8 @@ class Scheduler:
     async def _finish(
         self, session: SessionRow, result: SessionResult, *, under_way: bool = False, of_all_turns: bool = False
     ) -> None:
-        """Store the end of a session with `Store.finish`. If the session was already finished or put back into the
-        queue, only a warning is logged."""
+        """Store the end of a session with `Store.finish`. If it was already finished or put back into the queue, only a
+        warning is logged."""
         try:
             group_done = await self._store.finish(
                 session.id, session.attempt, result, under_way=under_way, of_all_turns=of_all_turns
@@ -510,9 +509,8 @@ class Scheduler:
             await self.end(await self._store.to_end(result.group_id))
 
     async def _renew_and_retake(self) -> None:
-        """Renew the leases of the running attempts. Put sessions whose lease has expired back into the queue. A lease
-        expires if the node is lost. It also expires if the start of an attempt was stored although the database
-        reported a failure."""
+        """Renew the leases of the running attempts. Put sessions whose lease has expired back into the queue: their
+        node was lost, or the start of an attempt was stored although the database reported a failure."""
         held = {id: placement.attempt.session.attempt for id, placement in self._placements.items()}
         await self._store.renew_leases(held, time.time() + LEASE_SECONDS)
         await self._retake(time.time())

@@ -264,9 +264,8 @@ class Service:
         return urls[network] if network is not None else next(iter(urls.values()), self._url)
 
     async def run_dry(self, seconds: float) -> bool:
-        """Start no more sessions, and wait up to `seconds` for the running ones. Returns True if all have ended.
-        Meanwhile groups are still accepted, and results can be read. The next service with the same data starts the
-        queued sessions."""
+        """Start no more sessions, and wait up to `seconds` for the running ones. Returns True if all have ended. Groups
+        are still accepted, and results can be read. The next service with the same data starts the queued sessions."""
         try:
             async with asyncio.timeout(seconds):
                 await self.scheduler.run_dry()
@@ -310,7 +309,7 @@ class Service:
         """Check and store a group, and wake the scheduler. `traceparent` is the W3C trace context of the client's
         request.
 
-        Raises the errors of `check_group`, QueueFull and QuotaExceeded. Raises Conflict if the idempotency key was used
+        Raises the errors of `check_group`, QueueFull, QuotaExceeded, and Conflict if the idempotency key was used
         before with another body."""
         quota = caller.max_queued
         if quota is not None and spec.n > quota:
@@ -330,8 +329,8 @@ class Service:
                     hint="the operator names the address: --advertise URL, or the setting advertise",
                 )
         external = spec.task.harness.elsewhere is not None and not getattr(spec, "regrades", [])
-        # If the setting `processes` is 0, all sessions run on nodes that join the service. For some time after the
-        # start, no session is refused as too large, because a node of any size may still join.
+        # If the setting `processes` is 0, all sessions run on nodes that join the service. Soon after the start, no
+        # session is refused as too large, because a node of any size may still join.
         if not self.scheduler.places.may_fit(session_needs(spec.task), others=self.config.processes == 0):
             check_resources(spec.task, self.scheduler.places.stats())
 
@@ -381,7 +380,7 @@ class Service:
 
     def translate_callbacks(self, system: str, translate: Translate) -> None:
         """Use the function `translate` for the callback bodies of groups that were submitted through the API of
-        `system`. Call this before `running`, because without the function these callbacks wait in the outbox."""
+        `system`. Call this before `running`, because these callbacks wait in the outbox without it."""
         self._deliverer.translate(system, translate)
 
     async def cancel(self, group_id: str, caller: Principal = LOCAL) -> GroupView:
@@ -421,8 +420,8 @@ class Service:
         page = Page(after, columns=columns)
         if columns:
             await self.reader.prepare_columns()
-        # An empty page would mean the end of the results to a client. So if all groups of a page were removed after
-        # they were listed, the next groups are read.
+        # Clients take an empty page as the end of the results. So if all groups of a page were removed after they were
+        # listed, the next groups are read.
         while not page.groups and (
             rows := await self._wait_until(
                 wait, lambda: self.store.results(after=after, limit=limit, tenant=caller.sees)
@@ -448,8 +447,8 @@ class Service:
             await wait_for_event(done, left)
 
     async def redeliver(self, group_id: str | None = None) -> int:
-        """Send a callback that was given up again. If `group_id` is None, all such callbacks are sent again. Returns
-        their number. Raises NotFound if the callback was not given up."""
+        """Send a callback that was given up again, or all such callbacks if `group_id` is None. Returns their number.
+        Raises NotFound if the callback was not given up."""
         if group_id is not None:
             await self.store.redeliver(group_id)
             count = 1
@@ -477,7 +476,7 @@ class Service:
         return msgspec.structs.replace(self.pool.policy.status(), cancelled=tuple(cancelled))
 
     async def attach_engine(self, spec: EngineSpec) -> EngineStatus:
-        """Attach an engine that is not in the settings. Raises the errors of `add_engine`. Raises InvalidField if the
+        """Attach an engine that is not in the settings. Raises the errors of `add_engine`, and InvalidField if the
         engine's kind names Python code that is not allowed."""
         self._allow_lists.check_python(spec.kind, field="kind")
         return await self.add_engine(spec)
@@ -497,7 +496,7 @@ class Service:
 
     def pool_of(self, engine: str) -> EnginePool:
         """Return the pool that contains an engine, or a list of engines, with this name. If no pool of a frozen model
-        contains it, the policy's pool is returned."""
+        does, return the policy's pool."""
         return next((pool for pool in self._frozen.values() if engine in pool), self.pool)
 
     def engines(self) -> tuple[EngineStatus, ...]:
@@ -506,7 +505,7 @@ class Service:
 
     async def status(self, caller: Principal = LOCAL) -> ServiceStatus:
         """Return the status of the service. Sessions and results are counted for the caller's tenant, or for all
-        tenants if the caller is an admin. Nodes, engines and the policy are the same for all tenants."""
+        tenants if the caller is an admin. Nodes, engines and the policy belong to all tenants."""
         counts = await self.store.counts(tenant=caller.sees)
         return ServiceStatus(
             version=self.version,
@@ -522,8 +521,7 @@ class Service:
         )
 
     def failing(self) -> tuple[FailingChore, ...]:
-        """Return the background work of the service and its nodes that fails now. Work that has been failing for the
-        longest time comes first."""
+        """Return the background work of the service and its nodes that fails now. The longest failing comes first."""
         failing = chain(
             self.failures.failing(),
             *(pool.failures.failing() for pool in (self.pool, *self._frozen.values())),

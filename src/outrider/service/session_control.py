@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from outrider.sessions.external import ExternalSessions
 
 OPEN_SECONDS = 5.0
-"""Maximum seconds for which a request to open a session waits until the session accepts model calls. Calls before that
-time get the error `session_not_running`."""
+"""Maximum seconds for which a request to open a session waits until the session accepts model calls. Earlier calls get
+the error `session_not_running`."""
 FIELDS = (("task.harness.external.", ""), ("task.", ""))
 """Maps prefixes of field names in a group's spec to those in a `SessionSpec`. For example, `task.limits` becomes
 `limits`, so that errors name the fields that the client has sent."""
@@ -43,8 +43,8 @@ class OpenedSession(NamedTuple):
 
 
 class SessionControl:
-    """The operations of the control API on external sessions. Every method raises NotFound for an unknown session. For
-    a `caller` who is not an admin, sessions of other tenants are unknown."""
+    """The operations of the control API on external sessions. Every method raises NotFound for an unknown session, and
+    for one of another tenant unless the `caller` is an admin."""
 
     def __init__(self, store: Store, host: ExternalSessions, submit: Submit) -> None:
         self._store = store
@@ -84,11 +84,10 @@ class SessionControl:
         return None if spec.task.harness.external is None or spec.regrades else spec
 
     async def complete(self, session_id: str, report: ReportSpec, caller: Principal = LOCAL) -> SessionView:
-        """End the session's run, and have the session graded. If the call is repeated with the same report, nothing
-        changes.
+        """End the session's run, and have the session graded. A repeated call with the same report changes nothing.
 
-        Raises Conflict for a different report, and for a session that has ended. Raises InvalidField if the report does
-        not fit the session."""
+        Raises Conflict for a different report and for a session that has ended, and InvalidField if the report does not
+        fit the session."""
         session = await self._store.session(session_id, tenant=caller.sees)
         spec = await self._external_spec(session.group_id)
         if spec is None:

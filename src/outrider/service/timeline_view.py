@@ -87,8 +87,8 @@ def timeline_view(
 
 
 def with_short_commands(view: TimelineView) -> TimelineView:
-    """Return the view with only the first word of each command and process. A task's commands may contain secrets, and
-    the reader may not be allowed to see the task."""
+    """Return the view with only the first word of each command and process, because a task's commands may contain
+    secrets, and the reader may not see the task."""
     spans = [
         msgspec.structs.replace(span, name=span.name.split(maxsplit=1)[0] if span.name.strip() else "")
         if span.kind in (EntryKind.COMMAND, EntryKind.PROCESS)
@@ -151,7 +151,7 @@ def _mcp_tools(spans: Iterable[SpanView]) -> dict[str, str]:
 
 def mcp_calls(tools: Iterable[str], names: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the server and the tool of each call of an MCP tool. `tools` are the names of the called tools, as the
-    agent's program names them. `names` maps each server to the pattern of its tools' names, such as
+    agent's program names them. `names` maps a server to the pattern of its tools' names, such as
     `mcp__files__{tool}`."""
     found = []
     for called in tools:
@@ -200,8 +200,8 @@ def _call(turn: Turn, model: str, stored: Mapping[str, float], mcp_tools: Mappin
 
 
 def _attempts(session: SessionRow, events: Sequence[EventView]) -> list[AttemptView]:
-    """Return the attempts in the order of their numbers. If the session's events were removed, only the newest attempt
-    is returned, with data from the session's row."""
+    """Return the attempts in order. If the session's events were removed, only the newest attempt is returned, with
+    data from the session's row."""
     began: dict[int, tuple[float, str | None]] = {}
     ended: dict[int, tuple[float, str | None, str]] = {}
     for event in events:

@@ -75,7 +75,7 @@ class TokenRegistry:
 
     @contextmanager
     def call(self, caller: Principal) -> Iterator[None]:
-        """Within the block, record a running call of this caller. Raises RevokedMeanwhile if the caller's token was
+        """Record a running call of this caller while the block runs. Raises RevokedMeanwhile if the caller's token is
         already revoked, or if `revoke` cancels the call."""
         task = asyncio.current_task()
         assert task is not None
@@ -93,10 +93,8 @@ class TokenRegistry:
             self._calls.pop(task, None)
 
     async def create(self, spec: TokenSpec) -> NewToken:
-        """Create a token. Raises Conflict if a token has or had this name. Without `spec.tenant`, it also raises
-        Conflict if a tenant has this name.
-
-        Raises InvalidField if Outrider reserves the name, or if the first token is not an admin's."""
+        """Create a token. Raises Conflict if a token has or had this name or, without `spec.tenant`, if a tenant has
+        it. Raises InvalidField if Outrider reserves the name, or if the first token is not an admin's."""
         if spec.name in (LOCAL.name, OPERATOR.name):
             raise InvalidField(f"{spec.name!r} is reserved for callers without a stored token", field="name")
         if spec.role != "admin" and not await self.required():

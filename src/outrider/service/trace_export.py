@@ -40,8 +40,7 @@ entries."""
 LOOK_SECONDS = 1.0
 EVENTS_AT_ONCE = 200
 SPANS_AT_ONCE = 512
-"""A message is sent once it has this many spans. Small messages would be wasteful, because most of a message's cost
-does not depend on its size."""
+"""A message is sent once it has this many spans, because most of a message's cost does not depend on its size."""
 SEND_SECONDS = 10.0
 
 

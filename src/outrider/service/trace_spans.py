@@ -232,8 +232,8 @@ class _Trace:
 
 
 class _Parents:
-    """Finds the parent of a span. It is the stage in which the span began, or the attempt if the span began outside of
-    all stages."""
+    """Finds the parent of a span: the stage in which the span began, or the attempt if it began outside of all
+    stages."""
 
     def __init__(self, attempt: TraceSpan, stages: Sequence[TraceSpan]) -> None:
         self._attempt = attempt

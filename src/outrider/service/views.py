@@ -47,14 +47,14 @@ BYTES_OF_A_POSITION = 32
 """Approximate size in bytes of the JSON for one token of a sample: its id, mask, log-probability and version."""
 
 FROZEN = "frozen"
-"""The `kind` that is shown for turns of frozen models. It is not one of the kinds of branches, because branches may be
+"""The `kind` that is shown for turns of frozen models. No kind of branch has this name, because branches may be
 trained, and these turns never are."""
 
 SESSIONS_AT_ONCE = 16
 """Maximum number of sessions whose turns are in memory at once while training rows are built."""
 PAGE_BYTES = 8 << 20
-"""A page of results ends with the group with which it reaches this many bytes. This group stays on the page. Its size
-is known only after its rows are built, and the next page would have to build them again."""
+"""A page of results ends with the group with which it reaches this many bytes. The group stays on the page, because its
+size is known only after its rows are built, and the next page would build them again."""
 
 
 class ViewReader:
@@ -96,7 +96,7 @@ class ViewReader:
         return [sample_columns.head(reply), *await self.batches(view.samples or ()), sample_columns.END]
 
     async def prepare_columns(self) -> None:
-        """Import the libraries for Arrow streams in a thread. The head of a stream is written in the event loop, which
+        """Import the libraries for Arrow streams in a thread, because the event loop writes the head of a stream and
         must not wait for this import."""
         await self._offload.run(sample_columns.prepare)
 
@@ -114,9 +114,9 @@ class ViewReader:
     async def turns(
         self, session_id: str, *, tokens: bool = False, pieces: bool = False, tenant: str | None = None
     ) -> tuple[TurnView, ...]:
-        """Return the turns of the session's newest attempt in the order in which they finished, including turns of
-        frozen models. With `tokens`, the turns contain their token ids, log-probabilities and messages. With `pieces`,
-        they also contain the text of each single token."""
+        """Return the turns of the session's newest attempt, including those of frozen models, in the order in which
+        they finished. With `tokens`, they contain their token ids, log-probabilities and messages, and with `pieces`
+        also the text of each token."""
         turns = await self._store.turns(session_id, tenant=tenant)
         frozen = await self._store.frozen_turns(session_id, tenant=tenant)
 
@@ -142,7 +142,7 @@ class ViewReader:
     async def timeline(
         self, session_id: str, attempt: int | None = None, *, whole_commands: bool, tenant: str | None = None
     ) -> TimelineView:
-        """Return the timeline of one attempt of a session. If `attempt` is None, this is the newest one. Without
+        """Return the timeline of one attempt of a session, or of the newest if `attempt` is None. Without
         `whole_commands`, only the first word of each command is shown."""
         session = await self._store.session(session_id, tenant=tenant)
         number, parts = await self._store.timeline(session_id, attempt)
@@ -218,8 +218,8 @@ def _each(
 
 
 def _samples_of(stored: StoredTurns, result: SessionResult) -> list[Sample]:
-    """Return the training rows of a session. The messages of its turns are decoded only if they are needed to find the
-    kinds of the turns."""
+    """Return the training rows of a session. The messages of its turns are decoded only if the kinds of the turns
+    depend on them."""
     outlines = stored.outlines()
     if is_one_conversation(outlines):
         return build_samples_of_conversation(outlines, result)
@@ -271,14 +271,14 @@ def _pieces(ids: bytes, tokenizer: Tokenizer | None) -> list[str] | None:
 
 
 def _text(ids: bytes, tokenizer: Tokenizer | None, words: str) -> str:
-    """Return the token ids as text. Without a tokenizer, or without ids (as in the turns of a text engine), `words` is
-    returned. Session keys are removed, because readers must not be able to make model calls of a running session."""
+    """Return the token ids as text, or `words` if there is no tokenizer or there are no ids (as in the turns of a text
+    engine). Session keys are removed, because readers must not be able to make model calls of a running session."""
     return without_keys(tokenizer.decode(unpack_ids(ids).tolist()) if ids and tokenizer is not None else words)
 
 
 def encoding(view: GroupView | SampleList | ChatList | TurnList) -> Steps[bytes]:
-    """Encode a view row by row, in several steps. Encoding all rows of a large group at once would block the event loop
-    for seconds."""
+    """Encode a view row by row, in several steps, because encoding all rows of a large group at once would block the
+    event loop for seconds."""
     field = {TurnList: "turns", ChatList: "rows"}.get(type(view), "samples")
     rows: list[msgspec.Raw] = []
     for row in getattr(view, field) or ():

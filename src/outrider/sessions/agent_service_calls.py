@@ -151,7 +151,7 @@ class ServiceCalls:
         more: Mapping[str, str] | None = None,
     ) -> ServiceReply:
         """Send a request once, with the additional headers `more`. Raises NotConnected, BrokenOff, TimeoutError or
-        another OSError. Raises RemoteRunFailed for a reply that is too large."""
+        another OSError, and RemoteRunFailed for a reply that is too large."""
         import aiohttp
 
         headers = {"Content-Type": kind, "Accept-Encoding": "identity", **self._signature(body), **(more or {})}

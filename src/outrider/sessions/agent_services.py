@@ -59,10 +59,9 @@ class AgentServices:
         model: str,
         address: Callable[[str | None], str],
     ) -> FollowedRun:
-        """Return a run of the attempt on its agent service. The run is not started yet.
-
-        `address(network)` returns the base URL at which agents in the service's network reach Outrider. Raises
-        InvalidField for an unknown agent service."""
+        """Return a run of the attempt on its agent service, which is not started yet. `address(network)` returns the
+        base URL at which agents in the service's network reach Outrider. Raises InvalidField for an unknown agent
+        service."""
         session, task = attempt.session, attempt.task
         service = self.named(remote.service)
         credential = store.credential_of(session.id)

@@ -34,8 +34,8 @@ LOG_BYTES = 256 << 10
 
 
 class GradingLog:
-    """The output of an attempt's graders: its first and its last LOG_BYTES / 2 bytes. The output of every evaluation
-    except the first begins with a heading."""
+    """The output of an attempt's graders: its first and its last LOG_BYTES / 2 bytes. Every evaluation except the first
+    begins with a heading."""
 
     def __init__(self) -> None:
         self._head = bytearray()
@@ -71,8 +71,8 @@ class GradingLog:
 
 
 class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits for the collection of an attempt's artifacts. `matches` is the maximum number of paths that one pattern
-    may match. `seconds` limits the whole collection."""
+    """Limits for the collection of an attempt's artifacts. `matches` is the maximum number of paths for one pattern.
+    `seconds` limits the whole collection."""
 
     file_bytes: int = 32 << 20
     total_bytes: int = 128 << 20
@@ -81,8 +81,8 @@ class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def make_folders(runtime: Runtime) -> None:
-    """Create the session's folders in a started sandbox. If the image's user may not create them, a warning is logged
-    and no error is raised, because the agent may not need the folders."""
+    """Create the session's folders in a started sandbox. Logs a warning and raises no error if the image's user may not
+    create them, because the agent may not need the folders."""
     folders = folders_in(runtime)
     try:  # writing a file creates its folder, and a hidden file is never collected as an artifact
         for folder in (folders.artifacts, folders.logs):
@@ -139,13 +139,12 @@ class ArtifactCollector:
         return listed
 
     async def keep_log(self, log_of_grading: GradingLog, listed: ArtifactList) -> ArtifactList:
-        """Keep the output of the graders and add it to the list. Returns the new list, or the same list if there is no
-        output."""
+        """Keep the output of the graders, if there is any, and add it to the list. Returns the new list."""
         return await self._keep_own(GRADING_LOG, log_of_grading.content(), listed)
 
     async def keep_record(self, record: bytes, listed: ArtifactList) -> ArtifactList:
-        """Keep the record of the session's network connections and add it to the list. Returns the new list, or the
-        same list if `record` is empty."""
+        """Keep the record of the session's network connections, unless it is empty, and add it to the list. Returns the
+        new list."""
         return await self._keep_own(NETWORK_RECORD, record, listed)
 
     async def _keep_own(self, name: str, data: bytes, listed: ArtifactList) -> ArtifactList:
@@ -173,8 +172,8 @@ class ArtifactCollector:
 
 @dataclass(eq=False)
 class ArtifactCollection:
-    """Collects the artifacts of one attempt. It lists the files that were kept, and the files that were left out
-    together with the reason."""
+    """Collects the artifacts of one attempt. It lists the files that were kept, and those that were left out with the
+    reason."""
 
     runtime: Runtime
     task: TaskSpec

@@ -1,5 +1,4 @@
-"""One attempt of a session (`Attempt`), the functions that build its result, and the protocol of a node that runs it
-(`Node`).
+"""One attempt of a session (`Attempt`), the functions that build its result, and the protocol of a node (`Node`).
 
 `rollout.py` runs an attempt. Invariant: every `SessionResult` is built in this module.
 """

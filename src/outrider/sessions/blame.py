@@ -40,8 +40,8 @@ class Stage(StrEnum):
     GRADE = "grade"
     """The agent's outcome is evaluated. If the task carries files to a new sandbox, the files are copied first."""
     CONFIRM = "confirm"
-    """A sandbox that no agent has touched is graded, because the agent's sandbox or its grading has failed. The result
-    shows whether the agent is to blame."""
+    """A sandbox that no agent has touched is graded, to find out whether the agent is to blame for a failure of its
+    sandbox or of the grading."""
 
 
 class End(StrEnum):
@@ -52,8 +52,8 @@ class End(StrEnum):
     SESSION_CLOCK = "the session's time"
     """The time limit of the session or of its preparation was reached."""
     TIMEOUT = "another timeout"
-    """The stage raised TimeoutError, but not because of the session's clocks. Either a plugin raised it, or the run was
-    cut off because a limit was reached or a turn could not be stored."""
+    """The stage raised TimeoutError, but not because of the session's clocks. A plugin raised it, or the run was cut
+    off because a limit was reached or a turn could not be stored."""
     LIMIT = "a limit"
     """An in-process agent raised `LimitReached`."""
     REFUSED = "a refusal"
@@ -67,8 +67,7 @@ class End(StrEnum):
     EVALUATOR = "the evaluator"
     """The stage raised EvaluatorError."""
     ERROR = "another error"
-    """The stage raised an exception of any other type: an error of an engine, the store or the service, or a bug in a
-    plugin."""
+    """The stage raised any other exception: an error of an engine, the store or the service, or a bug in a plugin."""
 
 
 def end_of(error: BaseException) -> End:
@@ -95,15 +94,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """A turn could not be stored."""
     engine_failed: bool = False
     """A model call failed, and no later call has made up for it by succeeding (see `FailedCalls`). A prompt that was
-    too long does not count as a failure."""
+    too long is not such a failure."""
     stalled: bool = False
     """While the agent ran, the service stalled once for at least HARMFUL_SECONDS."""
     overdue: bool = False
     """The run's calls waited for an engine or the store, and the waits exceeded the usual time by HARMFUL_SECONDS or
     more in total."""
     in_vain: bool = False
-    """The agent gave up waiting for a call because of a delay in an engine or the store, or because the policy was
-    paused."""
+    """The agent gave up waiting for a call because an engine or the store was slow, or the policy was paused."""
     hung_up: bool = False
     """The agent's client disconnected during a call, before the run ended."""
     limit: bool = False
@@ -117,8 +115,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     inside: bool = False
     """The failure came from inside a sandbox in which the agent had worked."""
     sandbox_failed: bool = False
-    """True if the sandbox or a program failed, and False if the evaluator failed. This is used only in the stage
-    CONFIRM, which examines that failure."""
+    """True if the sandbox or a program failed, and False if the evaluator failed. Used only in the stage CONFIRM, which
+    examines this failure."""
 
     @property
     def ended_badly(self) -> bool:
@@ -135,8 +133,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def explained(self) -> bool:
-        """True if it is already known which part of the infrastructure failed. Then it is not necessary to check the
-        calls that the agent gave up."""
+        """True if it is already known which part of the infrastructure failed. Then the calls that the agent gave up
+        need not be checked."""
         harmed = self.stalled or self.overdue
         return self.unrecorded or self.engine_failed or (self.ended_badly and harmed)
 
@@ -207,8 +205,8 @@ class BlameRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 RULES = (
-    # The failures of the infrastructure come first, in order from broad to narrow, because a broad failure may have
-    # caused a narrow one. "sandbox failed" is the last of these rules, because it may blame the agent.
+    # The failures of the infrastructure come first, from broad to narrow, because a broad failure may have caused a
+    # narrow one. "sandbox failed" is the last of them, because it may blame the agent.
     BlameRule(
         name="turn not stored",
         when=("unrecorded",),
@@ -368,8 +366,8 @@ RULES = (
 
 
 class Ruling(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision about an attempt, made by one rule. For `reason` and `cause`, see `BlameRule`. If `maybe_agent` is
-    True, the agent is to blame if the failure came from inside the sandbox."""
+    """The decision of one rule about an attempt. For `reason` and `cause`, see `BlameRule`. If `maybe_agent` is True,
+    the agent is to blame if the failure came from inside the sandbox."""
 
     rule: str
     blame: Blame

@@ -15,16 +15,14 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from outrider.timeline import EntryKind, Timeline
 
 LOOK_AGAIN = 0.02
-"""Minimum seconds between two checks of a budget. Without a minimum, the timer would fire continuously if the policy is
-paused when almost no time is left."""
+"""Minimum seconds between two checks of a budget. Otherwise the timer would fire continuously if the policy is paused
+when almost no time is left."""
 
 
 class Budget:
-    """Seconds left to spend. `async with budget.spend():` raises TimeoutError when the seconds run out inside the
-    block.
+    """Seconds left to spend. `async with budget.spend():` raises TimeoutError when they run out inside the block.
 
-    `exhausted` becomes true when the seconds have run out. `stalled_seconds` returns the total seconds so far in which
-    the clock was stopped.
+    `exhausted` is then true. `stalled_seconds` returns the total seconds so far in which the clock was stopped.
     """
 
     def __init__(self, seconds: float, stalled_seconds: Callable[[], float]) -> None:
@@ -94,8 +92,8 @@ class Cutoff:
 
 
 class PausableTimeout:
-    """A time limit for one block that can be paused. `async with timeout.block:` raises TimeoutError once the block has
-    taken `seconds`. Time inside a `paused` block does not count."""
+    """A time limit for one block that can be paused. `async with timeout.block:` raises TimeoutError after `seconds`.
+    Time inside a `paused` block does not count."""
 
     def __init__(self, seconds: float) -> None:
         self.block = asyncio.timeout(seconds)

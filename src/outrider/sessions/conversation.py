@@ -67,14 +67,14 @@ MAX_GRIDS = 4096
 cleared."""
 IMAGES = "the decoder of images"
 IMAGE_SECONDS = 10.0
-"""Seconds after which decoding an image, or a wait for memory for its pixels, counts as overdue. One image takes less
-time, so other sessions or the machine must be the cause of such a delay."""
+"""Seconds after which decoding an image, or a wait for memory for its pixels, counts as overdue. Other sessions or the
+machine must be the cause, because one image takes less time."""
 STORE = "the store"
 STORE_SECONDS = 1.0
 """Seconds after which storing a turn counts as overdue. Usually it takes milliseconds."""
 STORE_BYTES_PER_SECOND = 1 << 20
-"""Storing a turn may take one second more for this many bytes of its text and images, because the agent is responsible
-for the size of its turns."""
+"""Storing a turn may take one second more per this many bytes of text and images, because the agent is responsible for
+the size of its turns."""
 
 
 GIVEN_UP_SECONDS = 0.25
@@ -133,8 +133,8 @@ class FailedCalls:
         return self._begun
 
     def ended(self, number: int, *, tools: bool, error: OutriderError | None = None) -> bool:
-        """Record that a call succeeded, or that it failed with `error`. `tools` is True if the request is known to have
-        offered tools. Returns True if `recorded` has changed."""
+        """Record that a call succeeded, or failed with `error`. `tools` is as in `FailedCall`. Returns True if
+        `recorded` has changed."""
         before = self._failed
         self._failed = tuple(one for one in before if number <= one.begun or (one.tools and not tools))
         if error is not None:
@@ -157,8 +157,8 @@ class FailedCalls:
 
     @property
     def error(self) -> OutriderError | None:
-        """The newest error in the record, or None. An engine's error takes precedence over a prompt that was too long,
-        because a run with an engine's error must not be graded."""
+        """The newest error, or None. An engine's error takes precedence over a prompt that was too long, because a run
+        with an engine's error must not be graded."""
         errors = [one.error for one in reversed(self._failed)]
         return next((error for error in errors if not isinstance(error, ContextOverflow)), next(iter(errors), None))
 
@@ -303,8 +303,8 @@ class Conversation:
         return tokens
 
     async def _check_images_countable(self, request: ModelRequest, cause: RequestError | None = None) -> None:
-        """Raise RequestError if the request has an image and the session's engine takes messages. Such an engine
-        tokenizes the image itself, so the number of tokens is unknown here."""
+        """Raise RequestError if the request has an image and the session's engine takes messages, because such an
+        engine tokenizes the image itself."""
         if (await self._assigned()).mode is not TokenMode.TOKENS:
             readable = self._readable_by_messages(request)
             messages = await self._read_files(readable, None, partial(parse_messages, readable))
@@ -413,8 +413,8 @@ class Conversation:
         self.step_turns = 0
 
     async def context_tokens(self) -> int | None:
-        """Return the model's context length in tokens, or None if unknown. It is taken from the configuration or,
-        without a configured value, from the session's engine. Raises RunEnded and EngineError."""
+        """Return the model's context length in tokens, from the settings or else from the session's engine, or None if
+        unknown. Raises RunEnded and EngineError."""
         if self.backend.context_tokens is not None:
             return self.backend.context_tokens
         return (await self._assigned()).context_tokens
@@ -479,8 +479,8 @@ class Conversation:
         raise LimitReached(reason, self._frozen)
 
     def _end_at_limit(self) -> None:
-        """Call `on_limit` if a call was refused and every later call would be refused, too. This must only be decided
-        while no call is running, because a running call may fail and give its turn back."""
+        """Call `on_limit` if a call was refused and every later call would be refused, too. This is decided only while
+        no call is running, because a running call may fail and give its turn back."""
         used_up = self.turns >= self._limits.turns or not self._allowance.unsampled
         if used_up and self._open and self.limit is not None:
             on_limit, self._on_limit = self._on_limit, None
@@ -552,16 +552,16 @@ class Conversation:
         return self.backend.images
 
     def _readable_by_tokens(self, request: ModelRequest, form: ImageForm | None) -> ReadableMessages:
-        """Return the request's messages for an engine that takes token ids. `form` is the form in which the engine
-        accepts images, or None if it accepts no images."""
+        """Return the request's messages for an engine that takes token ids. `form` is the form in which it accepts
+        images, or None."""
         reads_images = form is not None and self._images is not None
         grids = self._grids if reads_images else None
         pages = self._pages(pictures=reads_images)
         return ReadableMessages(request.messages, images=request.needs_images, grids=grids, pages=pages)
 
     def _readable_by_messages(self, request: ModelRequest) -> ReadableMessages:
-        """Return the request's messages for an engine that takes messages. Documents are given as text, because it is
-        unknown whether the engine's model reads images."""
+        """Return the request's messages for an engine that takes messages. Documents are given as text, because the
+        engine's model may not read images."""
         return ReadableMessages(request.messages, images=True, pages=self._pages(pictures=False))
 
     def _pages(self, *, pictures: bool) -> PagesOf | None:
@@ -569,8 +569,8 @@ class Conversation:
         return None if reader is None else partial(reader.pages, pictures=pictures)
 
     async def _read_files(self, readable: ReadableMessages, form: ImageForm | None, work: Callable[[], Steps[T]]) -> T:
-        """Run `work` on the messages of a request. If `work` needs a document or an image that is not prepared, the
-        file is read or decoded, and `work` is run again. Raises RequestError if there are too many images."""
+        """Run `work` on the messages of a request. If it needs a document or image that is not prepared, the file is
+        read or decoded, and `work` is run again. Raises RequestError for too many images."""
         for _ in range(2 * MAX_IMAGES + 1):  # each round prepares the files of one more message
             try:
                 async with self._reading:
@@ -601,8 +601,8 @@ class Conversation:
     async def _request_images(
         self, prompt: PromptNode, readable: ReadableMessages, form: ImageForm | None, held: ExitStack
     ) -> tuple[RequestImage, ...]:
-        """Return the images of a prompt. An image that is no longer in the cache is decoded again from the request's
-        messages. Waits for memory for the pixel values. The memory is given back when `held` is closed."""
+        """Return the images of a prompt. An image that has left the cache is decoded again from the request's messages.
+        Waits for memory for the pixel values, which is given back when `held` is closed."""
         spans = prompt.all_images()
         if not spans:
             return ()
@@ -645,8 +645,7 @@ class Conversation:
 
     def _thinking_in_prompt(self, request: ModelRequest) -> bool | None:
         """Return whether the end of the prompt turns reasoning on (True) or off (False). None leaves the choice to the
-        chat template, which may have no switch. Reasoning is off if the reply is constrained, because no constraint
-        covers reasoning."""
+        chat template. Reasoning is off if the reply is constrained, because no constraint covers reasoning."""
         if not self.backend.renderer.switches_thinking:
             return None
         return self._wanted_thinking(request) if request.sampling.constraint is None else False
@@ -703,8 +702,8 @@ class Conversation:
                 raise self._mark_broken(failure) from failure
 
     def _mark_broken(self, error: Exception) -> OutriderError:
-        """Record that a turn is missing from the record because of `error`. Later calls are refused, and the attempt
-        fails. Returns the first error that was recorded in this way."""
+        """Record that a turn is missing because of `error`. Later calls are refused, and the attempt fails. Returns the
+        first error that was recorded in this way."""
         self._open = False
         if self.broken is None:
             self.broken = error if isinstance(error, OutriderError) else ServiceError(f"a model call failed: {error!r}")
@@ -728,8 +727,8 @@ def _bytes_of(turn: Turn) -> int:
 
 
 def overdue_error(overdue: float, what: str) -> OutriderError:
-    """Return the error for a run that ended badly, or for a call that was given up, after waits that took `overdue`
-    seconds longer than usual. `what` is the component that the session waited for longest."""
+    """Return the error for a run that ended badly, or a call that was given up, after waits that took `overdue` seconds
+    longer than usual, mostly for `what`."""
     kind = ServiceError if what == STORE else EngineSilent
     return kind(
         f"the agent waited {overdue:.1f} s longer than usual, mostly for {what or 'an engine'}, and then gave a call up"

@@ -209,8 +209,8 @@ class ExternalSessions:
         await self._backend.offload.run(lambda: check_report(report, task, turns))
 
     def note_report(self, session_id: str) -> None:
-        """End the session's run, because its report was stored. Does nothing if the session does not run here, because
-        its next attempt will read the report."""
+        """End the session's run, because its report was stored. Does nothing if the session does not run here; its next
+        attempt will read the report."""
         if (live := self._live.get(session_id)) is not None:
             live.ended.set()
 
@@ -223,8 +223,8 @@ class ExternalSessions:
         await live.reset()
 
     async def run(self, attempt: Attempt) -> SessionResult:
-        """Run an attempt and return its result. Errors of the session are part of the result. Raises only
-        CancelledError, and NodeLost if the node that grades the session is lost."""
+        """Run an attempt and return its result, which contains any error of the session. Raises CancelledError, and
+        NodeLost if the node that grades the session is lost."""
         try:
             return without_secrets(await self._run(attempt), attempt.task)
         except NodeLost:
@@ -322,8 +322,8 @@ class ExternalSessions:
             return await live.result(StopReason.ERROR, error=AgentFailed(f"reported: {report.error}").record())
         reason, error = await live.decision(report)
         if error is not None:
-            # Only a remote agent can be started again. In all other cases another attempt would wait in vain for calls
-            # of an agent that has already ended.
+            # Only a remote agent can be started again. Any other agent has ended, so another attempt would wait in vain
+            # for its calls.
             retryable = error.retryable and task.harness.remote is not None
             error = msgspec.structs.replace(error, retryable=retryable)
             return await live.result(StopReason.ERROR, error=error, answer=report.answer)

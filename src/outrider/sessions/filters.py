@@ -34,9 +34,8 @@ class EndedRun(msgspec.Struct, frozen=True):
 
 def filtered(run: EndedRun, verdict: Verdict, filters: Sequence[Filter]) -> tuple[Verdict, BranchPolicy]:
     """Apply the filters to a run. Returns the changed verdict, and an upper bound for what training may do with the
-    session's rows: TRAIN, MASK or DROP.
-
-    Each filter that matches is named in the verdict's metrics, as `filter_NAME`, and in the verdict's reason."""
+    session's rows: TRAIN, MASK or DROP. Matching filters are named in the verdict's reason and metrics
+    (`filter_NAME`)."""
     matching = [each for each in filters if MATCHES[each.when](run, each)]
     if not matching:
         return verdict, BranchPolicy.TRAIN

@@ -275,9 +275,8 @@ class Grading:
 
     async def _decide_unchanged(self, runtime: Runtime, outcome: Outcome) -> None:
         """Set the verdict and the empty patch if the agent has changed nothing in the carried repository and the
-        evaluator needs no sandbox to grade an empty patch.
-
-        The check needs the repository's git tree, which an earlier grading has stored (`PatchBases`)."""
+        evaluator needs no sandbox to grade that. The check needs the repository's git tree from an earlier grading
+        (`PatchBases`)."""
         host = self._sandboxes.host
         if not isinstance(self._carry, DiffSpec) or not isinstance(self._evaluator, DecidesEarly):
             return
@@ -324,8 +323,8 @@ class Grading:
         else:
             if isinstance(self._carry, DiffSpec):
                 self._paths = await carried_paths(runtime, self._repository)
-            # With `alone`, the programs that the agent left running are ended, because they could change files during
-            # the copy. If another step follows, they keep running, because the step may need them.
+            # `alone` ends the programs that the agent left running, because they could change files during the copy. If
+            # another step follows, they keep running, because the step may need them.
             await runtime.snapshot(self._paths, self._archive, alone=not self._goes_on)
         if self._task.evaluator.keep and not isinstance(self._carry, DiffSpec):
             await self._keep(self._archive, CARRIED)
@@ -425,15 +424,15 @@ class Grading:
             if decide(facts).blame is Blame.ERROR:
                 raise failure from error
         finally:
-            # The traceback of `failure` refers to this frame. If the frame kept `failure`, this reference cycle would
-            # keep the session's tokens, perhaps megabytes, in memory until the next garbage collection.
+            # The traceback of `failure` refers to this frame. Without the deletion, this reference cycle would keep the
+            # session's tokens, perhaps megabytes, until the next garbage collection.
             del failure
         return Verdict(reward=reward, metrics={EXCESS: 1.0}, reason=reason)
 
     @asynccontextmanager
     async def _new_sandbox(self, layer: Path | None) -> AsyncIterator[Runtime]:
-        """Yield the sandbox that was started ahead. If there is none or it failed to start, a new sandbox is started.
-        The sandbox is stopped when the block ends."""
+        """Yield the sandbox that was started ahead, or a new one if there is none or its start failed. The sandbox is
+        stopped when the block ends."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             try:
@@ -447,8 +446,8 @@ class Grading:
 
     @asynccontextmanager
     async def _beside(self, resources: Resources | None = None) -> AsyncIterator[Runtime]:
-        """Open the second sandbox that `Outcome.beside` describes. It starts without waiting for resources and none are
-        set aside for it, but its limits apply. It has no GPUs, because the graded sandbox uses the session's GPUs."""
+        """Open the second sandbox that `Outcome.beside` describes. It starts without waiting for resources, and none
+        are set aside for it. It has no GPUs, because the graded sandbox uses the session's GPUs."""
         place = self._graders
         if resources is not None:
             place = msgspec.structs.replace(place, runtime=place.runtime.model_copy(update={"resources": resources}))
@@ -646,8 +645,8 @@ async def mark_inside_failures(runtime: Runtime) -> AsyncIterator[None]:
 
 
 async def came_from_inside(runtime: Runtime, failure: OutriderError) -> bool:
-    """Return True if `failure` came from inside the sandbox. Only failures of the sandbox, the agent's program or the
-    evaluator can come from inside. The sandbox must still be running."""
+    """Return True if `failure` came from inside the sandbox, which must still be running. Only failures of the sandbox,
+    the agent's program or the evaluator can come from inside."""
     if not isinstance(failure, RuntimeFailure | HarnessError | EvaluatorError):
         return False
     return failure.inside or (isinstance(runtime, TellsCause) and await runtime.broken_inside())

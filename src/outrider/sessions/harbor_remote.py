@@ -43,7 +43,7 @@ FIELD = "task.harness.remote.options"
 REFUSED_FOR_NOW = frozenset({429, 503})
 """HTTP statuses of the reply to a submission that prove that no run was started."""
 NOT_YET = TRANSIENT | {404}
-"""HTTP statuses after which a request for the state of a run is repeated. They include 404, because the server may not
+"""HTTP statuses after which a request for the state of a run is repeated. 404 is among them, because the server may not
 list a run right after its submission."""
 TASK_TOML = "task.toml"
 
@@ -181,8 +181,8 @@ class HarborRemoteRun:
                 await asyncio.sleep(self._service.poll_seconds)
 
     async def cancel(self) -> None:
-        """Do nothing, because a run server has no request that ends a run. The run's model calls fail anyway, because
-        the key of a cancelled session is invalid."""
+        """Do nothing, because a run server has no request that ends a run. The run's model calls fail, because the key
+        of a cancelled session is invalid."""
 
     async def _submit(self, archive: bytes) -> str:
         """Start the run and return the server's id of it. Raises RemoteRunFailed, or RemoteRunUnclear if a run may have
@@ -279,8 +279,8 @@ class HarborRemoteRun:
 
 
 def reward_of(rewards: Mapping[str, float], name: str | None) -> float:
-    """Return the reward called `name`. If `name` is None, return the only reward, or the reward called `reward` if
-    there are several. Raises RemoteRunFailed if the run has no such reward."""
+    """Return the reward called `name`. If `name` is None, return the only reward, or the one called `reward`. Raises
+    RemoteRunFailed if the run has no such reward."""
     if name is None:
         name = next(iter(rewards)) if len(rewards) == 1 else "reward"
     if name not in rewards:

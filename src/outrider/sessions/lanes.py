@@ -58,7 +58,7 @@ class HeldSlot:
     @asynccontextmanager
     async def off_the_clock(self) -> AsyncIterator[None]:
         """Release the slot while the block runs, and take it again afterwards. The session is then first in line,
-        because it has already waited once. After an exception in the block, the slot is not taken again."""
+        because it has already waited once. If the block raises, the slot is not taken again."""
         self._release()
         yield
         slot = await self._lane.take(URGENT, self._tenant)

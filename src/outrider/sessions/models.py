@@ -120,8 +120,8 @@ class SessionModels:
 
     @property
     def failure(self) -> OutriderError | None:
-        """The error with which the run would end now, or None. A prompt that was too long is not an error here, because
-        the agent wrote that prompt."""
+        """The error with which the run would end now, or None. A prompt that was too long does not count, because the
+        agent wrote it."""
         failures = (one.failure for one in self._all)
         return next((found for found in failures if found and not isinstance(found, ContextOverflow)), None)
 
@@ -140,10 +140,8 @@ class SessionModels:
 
 
 class InProcessClient:
-    """A `harnesses.base.ModelClient` for agents that run in this process and call the models without HTTP.
-
-    Calls are admitted, recorded and limited like calls through the gateway. Agents get no access to the other methods
-    of a conversation.
+    """A `harnesses.base.ModelClient` for agents that run in this process and call the models without HTTP. Calls are
+    admitted, recorded and limited like calls through the gateway.
     """
 
     def __init__(self, models: SessionModels) -> None:

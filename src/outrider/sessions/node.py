@@ -79,9 +79,8 @@ class LocalNode:
         failures: Failures | None = None,
     ) -> None:
         """Failures of background work are recorded in `failures`. For `service_silence`, see `NodeServices`.
-
-        `service_url` is the URL of the service if it runs on another machine. Sandboxes must not reach this URL through
-        their network."""
+        `service_url` is the URL of a service on another machine, which sandboxes must not reach through their
+        network."""
         self.name = self.machine = name
         self._config = config
         self.backend = backend
@@ -183,8 +182,8 @@ class LocalNode:
         self._services.watchdog.note(seconds)
 
     def stats(self) -> NodeStats:
-        """Return the state of the node. Its capacity is 0 while its folder cannot be written, because the sandbox of
-        every new session would fail."""
+        """Return the state of the node. The capacity is 0 while the node's folder cannot be written, because every new
+        sandbox would fail."""
         failing = tuple(msgspec.structs.replace(each, node=self.name) for each in self.failures.failing())
         return NodeStats(
             name=self.name,

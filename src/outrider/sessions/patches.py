@@ -49,8 +49,7 @@ BASE = """test -d .git || {{ echo 'it has no folder .git' >&2; exit 3; }}
 git read-tree HEAD
 git add -A --ignore-errors . || true
 """
-# The old files are moved into a folder in `.git`, because it is on the same file system, so that nothing has to be
-# copied.
+# The old files are moved into a folder in `.git`, because it is on the same file system, so nothing is copied.
 MAKE_ROOM = """git write-tree
 mkdir .git/outrider-aside
 find . -mindepth 1 -maxdepth 1 ! -name .git -exec mv -- {{}} .git/outrider-aside/ \\;
@@ -67,8 +66,8 @@ rm -r .git/outrider-aside
 """
 LIST = """git apply --numstat -z .git/outrider-patch > .git/outrider-paths
 """
-# Untracked files at the paths of the patch are removed first, because the patch would not apply otherwise. For example,
-# the preparation may have created an ignored file that the agent has added to the repository.
+# Untracked files at the paths of the patch are removed first, because the patch would not apply over them. For example,
+# the preparation may have created an ignored file that the agent has added.
 CLEAR = """xargs -0 git -c safe.directory='*' --literal-pathspecs clean -ffdxq --
 """
 APPLY = """git apply --whitespace=nowarn .git/outrider-patch

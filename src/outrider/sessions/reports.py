@@ -1,5 +1,4 @@
-"""Checks the report that completes a session whose agent runs elsewhere, and converts the report to a verdict. The
-module has no side effects."""
+"""Checks the report that completes a session whose agent runs elsewhere, and converts the report to a verdict."""
 
 from __future__ import annotations
 

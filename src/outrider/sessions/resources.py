@@ -64,8 +64,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def required(runtime: RuntimeSpec) -> ResourceAmount:
-    """Return the resources to set aside for a task's sandbox. They equal the sandbox's limits; a resource without a
-    limit counts as 0. Nothing is set aside for a sandbox on another service, such as E2B."""
+    """Return the resources to set aside for a task's sandbox: its limits, or 0 without a limit. Nothing is set aside
+    for a sandbox on another service, such as E2B."""
     if runtime.sandbox_kind in ELSEWHERE:
         return ResourceAmount()
     resources = runtime.resources
@@ -159,8 +159,8 @@ class NodeResources:
 
 
 def capacity_of(settings: SandboxesConfig, driver: NvidiaDriver = NVIDIA) -> Capacity:
-    """Return the resources of this machine that sandboxes may use. A resource that is not set in the settings has the
-    amount of the whole machine. Raises InvalidField if two names stand for one GPU."""
+    """Return the resources of this machine that sandboxes may use: the amounts in the settings, or else the whole
+    machine. Raises InvalidField if two names stand for one GPU."""
     machine = machine_capacity()
     gpus = tuple(gpu.name for gpu in driver.visible()) if settings.gpus is None else settings.gpus
     for gpu in driver.gpus():
@@ -190,8 +190,8 @@ def free_of(stats: ResourceStats) -> ResourceAmount:
 
 
 def machine_capacity(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> ResourceAmount:
-    """Return the processors and memory that this process may use. These are the machine's, or less if control groups
-    (v1 or v2) limit the process. A limit that cannot be read is ignored."""
+    """Return the processors and memory that this process may use: the machine's, or less if control groups (v1 or v2)
+    limit the process. A limit that cannot be read is ignored."""
     try:
         processors = len(os.sched_getaffinity(0))
     except AttributeError:  # this function does not exist on macOS
@@ -231,8 +231,8 @@ def _processors(quota: str, period: str) -> float:
 
 
 def _limit(text: str) -> float:
-    """Parse a limit of a control group. A limit is a positive number. `max` (v2), -1 (v1) and an empty string mean that
-    there is no limit."""
+    """Parse a control group's limit, a positive number. `max` (v2), -1 (v1) and an empty string mean that there is no
+    limit."""
     text = text.strip()
     return float(text) if text.isdigit() and int(text) > 0 else math.inf
 

@@ -185,8 +185,8 @@ class Rollout:
             record=noting_stored(
                 self._timeline, partial(node.store.add_turn, attempt.session.id, attempt.session.attempt)
             ),
-            # The callbacks refer to the cutoff instead of this rollout. A reference to the rollout would make a cycle,
-            # and only the garbage collector would free the token tree, which may take megabytes.
+            # The callbacks refer to the cutoff instead of this rollout, which would make a cycle. Only the garbage
+            # collector would then free the token tree, which may take megabytes.
             on_limit=self._cutoff.cut,
             on_broken=self._cutoff.cut,
             overdue=overdue,
@@ -257,12 +257,12 @@ class Rollout:
         """Run the stages of the attempt in order. In every case, sandboxes, slots and resources are released in reverse
         order."""
         lanes, line = self._node.lanes, (self._attempt.priority, self._attempt.tenant)
-        # This runs in a thread because it may take long. The options may have megabytes, and some harnesses must build
-        # the folder that the sandbox mounts.
+        # In a thread, because it may take long: options may have megabytes, and some harnesses must build the folder
+        # that the sandbox mounts.
         harness, mounts, evaluators = await asyncio.to_thread(self._made)
         *earlier, grading = [self._grading_of(number, made, mounts) for number, made in enumerate(evaluators)]
-        # At this point the session holds no slot or resource and no budget runs. So the wait for an image delays no
-        # other session and is not charged to this one.
+        # The session holds no slot or resource yet and no budget runs. So the wait for an image delays no other session
+        # and is not charged to this one.
         for runtime, field in runtimes_of(self._task):
             await self._node.sandboxes.pulls.want(runtime, field=field)
         if self._attempt.stored is not None:
@@ -302,8 +302,8 @@ class Rollout:
             self._stopwatch.lap("init")
 
             await self._enter(SessionState.READY)
-            # From here on, the next slot is taken before the previous slot is released. Otherwise the slots would not
-            # limit the number of running sandboxes.
+            # From here on, the next slot is taken before the previous one is released, so that the slots limit the
+            # number of running sandboxes.
             run = await held.enter_async_context(await lanes.run.take(*line))
             ready.release()
             self._stopwatch.lap("ready")
@@ -454,8 +454,8 @@ class Rollout:
         self._overdue.begin_run()
         with self._node.watchdog.witness() as stalls:
             end, error, outcome = await self._run_agent(sandbox, harness, context)
-            # These facts must be collected before `_collect` ends the running calls. The turns of those calls do not
-            # count, because the agent's program received no reply to them.
+            # Collected before `_collect` ends the running calls. The turns of those calls do not count, because the
+            # agent's program received no reply to them.
             called, failure, unanswered = conversation.step_turns > 0, models.failure, conversation.failure
             try:
                 await self._collect(sandbox)
@@ -524,8 +524,8 @@ class Rollout:
             assert final is not None
             raise final
         finally:
-            # An error's traceback refers to this frame. If the frame kept the error, this reference cycle would keep
-            # the session's tokens, perhaps megabytes, in memory until the next garbage collection.
+            # An error's traceback refers to this frame. Without the deletion, this reference cycle would keep the
+            # session's tokens, perhaps megabytes, until the next garbage collection.
             del error, failure, unanswered, in_vain, final
             errors.clear()
 
@@ -609,8 +609,8 @@ class Rollout:
         return _graded(ended, grade)
 
     def _check_network(self, sandbox: Sandbox, ended: AgentRun) -> None:
-        """Raise RuntimeFailure if the agent could not reach a server that the task names. The failed network, and not
-        the agent, may then be the cause of a bad reward."""
+        """Raise RuntimeFailure if the agent could not reach a server that the task names. The network, and not the
+        agent, may then be the cause of a bad reward."""
         if sandbox.door is not None and (failure := sandbox.door.broken(Phase.AGENT)) is not None:
             raise RuntimeFailure(
                 f"the network failed while the agent ran, and the reward is not positive: {failure}",
@@ -666,8 +666,8 @@ class Rollout:
         self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None
     ) -> FrozenReply:
         """Call a frozen model for an evaluator (see `evaluators.base.CallFrozen`). Each call is a separate
-        conversation, which is not stored. Special tokens are removed from the messages, so that the text under
-        evaluation cannot begin or end a turn."""
+        conversation, which is not stored. Special tokens are removed from the messages, so that the graded text cannot
+        begin or end a turn."""
         [frozen] = [one for one in self._node.frozen if one.backend.model == model]
 
         async def forget(turn: Turn) -> None:
@@ -720,8 +720,8 @@ def _frozen_conversation(
     cutoff: Cutoff,
     timeline: Timeline,
 ) -> Conversation:
-    """Create an attempt's conversation with a frozen model. The task's sampling parameters are not used, because they
-    are only for the policy. Calls use the parameters that the agent sends."""
+    """Create an attempt's conversation with a frozen model. Calls use the sampling parameters that the agent sends,
+    because those of the task are only for the policy."""
     session, name = attempt.session, model.backend.model
     return Conversation(
         model.backend,

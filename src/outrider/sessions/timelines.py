@@ -62,8 +62,8 @@ class Timelines:
             self._ended.append(timeline)
 
     async def store(self) -> None:
-        """Store all new entries. Raises the store's error. Entries that could not be stored are kept for the next call,
-        but the oldest ones are dropped if they exceed MOST_UNSTORED."""
+        """Store all new entries. Raises the store's error. The next call then stores the entries, but the oldest ones
+        are dropped if they exceed MOST_UNSTORED."""
         async with self._storing:
             self._take_all()
             while batch := self._next_batch():

@@ -10,8 +10,8 @@ from outrider.trajectory import Turn, path_to
 
 
 def transcript(turns: Sequence[Turn]) -> tuple[Message, ...]:
-    """Return the messages of the newest answered turn of the main conversation, including its reply. The result is
-    empty if no turn was answered. `turns[i].index` must be `i`.
+    """Return the messages of the newest answered turn of the main conversation, including its reply, or () if no turn
+    was answered. `turns[i].index` must be `i`.
 
     If a harness has replaced its history by a summary, the messages begin with the summary.
     """

@@ -202,7 +202,7 @@ def _pieces(packed: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 def _findings(evidence: RunEvidence) -> Steps[list[RunFinding]]:
-    # Apply the rules to the evidence, as one step of the offload thread. It yields more than INLINE_BYTES, because the
-    # rules take some milliseconds, and smaller steps would run in the event loop.
+    # Apply the rules to the evidence, as one step of the offload thread. It yields more than INLINE_BYTES, because
+    # smaller steps run in the event loop, and the rules take some milliseconds.
     yield INLINE_BYTES + 1
     return diagnose(evidence)

@@ -45,16 +45,16 @@ LEAST_SPREAD = 1e-9
 """Rewards count as equal if they differ by at most this number."""
 STALE_VERSIONS = 4
 """A session is stale if, at its end, its oldest token is at least this many versions older than the newest policy
-version. The newest version is the highest among the sampled sessions that have ended by then."""
+version, which is the highest among the sampled sessions that have ended by then."""
 STALL_SECONDS = 30.0
 """A call is stalled if its wait for the first token takes at least this many seconds, and STALL_TIMES the usual
 wait."""
 STALL_TIMES = 10.0
 """A call is stalled if its wait for the first token takes at least this many times the usual wait, and STALL_SECONDS.
-The usual wait of the run is the median of the sessions' median waits."""
+The usual wait is the median of the sessions' median waits."""
 TEST_COUNTS = ("tests", "tests_run", "num_tests", "total_tests", "test_count", "cases")
-"""Names of metrics that contain the number of tests that ran, in order of preference. A name that ends with one of them
-after a dot, a slash or a colon also counts, such as `unit/tests`."""
+"""Names of metrics that contain the number of tests that ran, in order of preference. A name that ends with one of
+them, such as `unit/tests`, also counts."""
 
 OUTSIDE = frozenset({StopReason.CANCELLED, StopReason.EARLY_STOP})
 """Stop reasons of sessions that were ended by a person or by their group. Such sessions count neither as failed nor as
@@ -73,8 +73,8 @@ STAGES = ("waiting", "preparing", "model", "tools", "grading", "stopping")
 
 
 class SessionTally:
-    """A share, summed over sessions. An example is the share of a tool's results that show a failure. The tally also
-    keeps the ids of the sessions that contribute most."""
+    """A share, summed over sessions, such as the share of a tool's results that show a failure. The tally also keeps
+    the ids of the sessions that contribute most."""
 
     def __init__(self) -> None:
         self.ratio = ClusterShare()
@@ -163,7 +163,7 @@ class CallWaits(msgspec.Struct, frozen=True):
 
 class RunEvidence:
     """The counts of a run. For each group, call `begin_group`, then `add_result` for each session, then `end_group`.
-    After the last group, call `add_facts` for each session in `to_read`, one group after the other."""
+    Afterwards, call `add_facts` for each session in `to_read`, group by group."""
 
     def __init__(self) -> None:
         self.groups = 0
@@ -387,15 +387,15 @@ class _GroupUnderWay:
 
 
 def run_of(row: GroupRow) -> str:
-    """Return the name of the run to which a group belongs. It consists of the group's tenant, its harness and, if there
-    is one, the label that selects its bucket in the queue."""
+    """Return the name of the run to which a group belongs: the group's tenant, its harness and, if there is one, the
+    label that selects its bucket in the queue."""
     named = next((f"{name}={row.labels[name]}" for name in BUCKET_LABELS if row.labels.get(name)), "")
     return " ".join(filter(None, (row.tenant, row.harness, named)))
 
 
 def count_of_tests(metrics: Mapping[str, float]) -> float | None:
-    """Return the number of tests that ran, or None if no metric contains it. If several metrics do, the first name in
-    TEST_COUNTS is used."""
+    """Return the number of tests that ran, or None if no metric contains it. The first name in TEST_COUNTS takes
+    precedence."""
     for wanted in TEST_COUNTS:
         for name, value in metrics.items():
             at = len(name) - len(wanted)
@@ -421,8 +421,8 @@ def _keep_lowest(heap: list[tuple[int, str, T]], entry: tuple[int, str, T], most
 
 
 def _changed_head(before: Sequence[str], after: Sequence[str]) -> ChangedLine | None:
-    """Find a conversation in `after` that is a changed version of one in `before`, and return its first changed line.
-    Returns None if there is no such conversation."""
+    """Find a conversation in `after` that is a changed version of one in `before`, and return its first changed line,
+    or None."""
     known = frozenset(before)
     for head in after:
         if head not in known:

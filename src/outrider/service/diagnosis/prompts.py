@@ -19,8 +19,8 @@ HEAD_CHARACTERS = 100_000
 SHOWN_CHARACTERS = 160
 """Maximum number of characters of a line that are shown."""
 SIMILAR = 0.5
-"""Minimum share of equal lines for two texts to count as versions of the same prompt. Below it, they count as prompts
-of different agents."""
+"""Minimum share of equal lines for two texts to count as versions of the same prompt. Below it, they are prompts of
+different agents."""
 
 KINDS: Sequence[tuple[str, re.Pattern[str]]] = (
     (
@@ -36,13 +36,13 @@ KINDS: Sequence[tuple[str, re.Pattern[str]]] = (
     ("path", re.compile(r"(?:~|\.{0,2})/[\w.~-]|[A-Za-z]:\\")),
     ("number", re.compile(r"\d")),
 )
-"""Kinds of changes, each with a pattern. The kind of a change is the first one whose pattern matches the changed words,
-or "text" if none matches."""
+"""Kinds of changes, each with a pattern. A change has the first kind whose pattern matches the changed words, or the
+kind "text"."""
 
 
 class ChangedLine(msgspec.Struct, frozen=True):
-    """The first line that differs between two versions of a prompt. `number` counts lines from 1. `before` and `after`
-    are the parts of the line around the difference, without session keys. `kind` is one of KINDS."""
+    """The first line that differs between two versions of a prompt. `number` counts from 1. `before` and `after` are
+    the parts of the line around the difference, without session keys. `kind` is one of KINDS."""
 
     number: int
     before: str
@@ -70,7 +70,7 @@ def system_of(messages: Sequence[Message]) -> str:
 
 def changed_line(before: str, after: str) -> ChangedLine | None:
     """Return the first line that differs between two versions of a prompt. Returns None if the texts are equal, or too
-    different to be versions of one prompt (`SIMILAR`)."""
+    different to be such versions (`SIMILAR`)."""
     if before == after:
         return None
     old, new = before.split("\n"), after.split("\n")
@@ -97,8 +97,7 @@ def _common(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def _alike(first: str, second: str) -> float:
-    """Return how similar two lines are, from 0 to 1. This is the share of characters that are equal at the beginning
-    and the end."""
+    """Return how similar two lines are: the share of characters that are equal at the beginning and the end."""
     start = _common(first, second)
     end = min(_common(first[::-1], second[::-1]), min(len(first), len(second)) - start)
     return (start + end) / max(len(first), len(second), 1)

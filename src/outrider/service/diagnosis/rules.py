@@ -422,15 +422,15 @@ def diagnose(evidence: RunEvidence, rules: Sequence[RunRule] = RULES) -> list[Ru
 
 
 def _of_all(tallies: Callable[[RunEvidence], NamedTallies], evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure the share of all sessions that each tally counts, for example for each error code. Sessions that a person
-    or the group ended are left out."""
+    """Measure each tally's share of all sessions, for example for each error code. Sessions that a person or the group
+    ended are left out."""
     for name, tally in sorted(tallies(evidence).items()):
         yield _measured(tally, ratio=tally.ratio.padded(evidence.counted), subject=name)
 
 
 def _of(tally: Callable[[RunEvidence], SessionTally], count: str, evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure the share of one tally. `count` is the name under which `numbers` shows the denominator of the share, or
-    "" to leave it out."""
+    """Measure the share of one tally. `count` is the name of the share's denominator in `numbers`, or "" to leave it
+    out."""
     found = tally(evidence)
     yield _measured(found, numbers={count: found.ratio.whole} if count else {})
 
@@ -544,7 +544,7 @@ def _certain(moments: Moments) -> Moments:
 
 def _of_loads(evidence: RunEvidence) -> Iterator[Measured]:
     """Measure the share of sessions that begin on the busiest engine. Only the time in which all engines are in use
-    counts, because an engine that was added late or removed early is not a problem."""
+    counts, because it is not a problem if an engine was added late or removed early."""
     uses: dict[str, list[EngineStart]] = {}
     for start in evidence.starts:
         uses.setdefault(start.engine, []).append(start)
@@ -574,8 +574,8 @@ def _odds(share: float) -> float:
 
 
 def _of_speeds(evidence: RunEvidence) -> Iterator[Measured]:
-    """Compare the seconds per token of each engine with those of all other engines. The number of units is twice the
-    number of sessions on the engine, or on the other engines if these have fewer."""
+    """Compare the seconds per token of each engine with those of all others. The number of units is twice the smaller
+    number of sessions: the engine's, or that of all others."""
     for name, own in sorted(evidence.speeds.items()):
         rest = [moments for other, moments in evidence.speeds.items() if other != name]
         others = _merged(rest)

@@ -1,6 +1,6 @@
 """Extracts the facts about one session that the rules need, from the session's turns and timeline.
 
-Turns are read one by one in the order of their index, and none is kept whole. Invariant: a tool's result counts once,
+Turns are read one by one in the order of their index. Invariants: no turn is kept whole; a tool's result counts once,
 although later requests repeat it.
 """
 

@@ -124,7 +124,7 @@ def least_difference(first: Moments, second: Moments) -> float:
 
 def student_quantile(freedom: float) -> float:
     """Return the quantile of Student's distribution for the error probability of Z, from two terms of the
-    Cornish-Fisher expansion. It is 1.4 % too low at 9 degrees of freedom, and more exact above."""
+    Cornish-Fisher expansion. It is 1.4 % too low at 9 degrees of freedom, and closer above."""
     return Z + (Z**3 + Z) / (4 * freedom) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * freedom**2)
 
 
@@ -139,8 +139,8 @@ def least_rise(first: Moments, second: Moments) -> float:
 
 
 def least_fall(first: Moments, second: Moments) -> float:
-    """Return the lower bound of the relative fall from `first` to `second`, whose values are logarithms. For example,
-    0.25 means a fall of at least a quarter. A negative number means that there may be no fall."""
+    """Return the lower bound of the relative fall from `first` to `second`, whose values are logarithms. 0.25 means a
+    fall of at least a quarter; a negative number means that there may be no fall."""
     fall = least_difference(second, first)
     return -inf if fall == -inf else 1 - exp(-fall)
 

@@ -27,8 +27,8 @@ from outrider.lifecycle import StopReason
 MAX_BODY = 32 << 20
 """Maximum size of one request body in bytes. Model providers allow between 20 and 50 MB."""
 MAX_TEXT_BODY = 9 << 20
-"""Maximum size in bytes of one body on an engine that takes token ids. Files in the body are not counted. Two million
-tokens of ordinary text have this size."""
+"""Maximum size in bytes of one body, without its files, on an engine that takes token ids. Two million tokens of
+ordinary text have this size."""
 MAX_IN_SESSION = 64 << 20
 """Maximum total size in bytes of the bodies of one session's unfinished calls."""
 MAX_IN_ALL = 256 << 20
@@ -47,7 +47,7 @@ FREE_SIZE = 1 << 20
 prompt."""
 VALUES_PER_TOKEN = 4
 """Maximum number of JSON values in a body per token of the model's context. Every message, tool, part or field in the
-prompt takes at least one token."""
+prompt takes a token or more."""
 FREE_VALUES = 4096
 """JSON values that every body may have in addition to VALUES_PER_TOKEN, because some values do not appear in the
 prompt."""
@@ -61,8 +61,8 @@ MAX_ESCAPES = 1 << 21
 _PIECE = 1 << 20
 _SEPARATORS = b"{[,"
 _WINDOW = 1 << 10
-"""Length of a window in bytes. A window that contains only base64 characters counts as part of a file. Ordinary text
-has no such window."""
+"""Length in bytes of a window that counts as part of a file if it contains only base64 characters. Ordinary text has no
+such window."""
 _BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/-_="
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 
@@ -187,7 +187,7 @@ class Body:
 
 class FileBytes:
     """Counts the bytes of an arriving body that belong to files in base64. They are counted apart, because a file that
-    the model cannot read becomes one line of text (`media.py`). `size` is too small by up to 2 KiB for each file."""
+    the model cannot read becomes one line of text (`media.py`). `size` is up to 2 KiB too small per file."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -270,8 +270,8 @@ class BodyCapacity(msgspec.Struct, frozen=True):
 
 
 def count_values(body: bytes, piece_size: int = _PIECE) -> Steps[int]:
-    """Count the objects, lists and commas of a JSON text, without those inside its strings. The result is meaningless
-    if `body` is not JSON."""
+    """Count the objects, lists and commas of a JSON text outside of its strings. The result is meaningless if `body` is
+    not JSON."""
     total = 0
     inside = False
     backslashes = 0
@@ -293,8 +293,8 @@ def count_values(body: bytes, piece_size: int = _PIECE) -> Steps[int]:
 
 
 class LimitReached(RequestError):
-    """A call was refused because the session has used up its turns or tokens of a model, or because the running calls
-    may use up the remaining ones. `model` is None for the policy."""
+    """A call was refused because the session has used up its turns or tokens of a model, or because running calls may
+    use up the rest. `model` is None for the policy."""
 
     code = "limit_reached"
     http_status = 429
@@ -343,8 +343,7 @@ class Allowance:
             return TokenShare(self, self._take_free(promised))
 
     def draw(self, share: TokenShare, tokens: int) -> int:
-        """Charge up to `tokens` sampled tokens to a share: first its promised tokens, then the session's free tokens.
-        Returns the number of tokens charged."""
+        """Charge sampled tokens to a share, as `TokenShare.take` does."""
         if tokens <= share.promised:
             share.promised -= tokens
             self.sampled += tokens
@@ -368,8 +367,8 @@ class Allowance:
 
 
 class TokenShare:
-    """The tokens that one call may sample, taken from an `Allowance`. `promised` is the number of tokens that are still
-    promised to the call."""
+    """The tokens that one call may sample, taken from an `Allowance`. `promised` is the number that is still promised
+    to the call."""
 
     def __init__(self, allowance: Allowance, promised: int) -> None:
         self.promised = promised

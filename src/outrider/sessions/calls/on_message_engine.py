@@ -42,9 +42,8 @@ if TYPE_CHECKING:
 
 
 class MessageCall:
-    """A call on an engine that takes messages. The engine may report the token ids of the prompt and the reply.
-
-    The prompt's ids decide which earlier turn the call continues (see `CapturedTurns`).
+    """A call on an engine that takes messages. The engine may report the token ids of the prompt and the reply. The
+    prompt's ids decide which earlier turn the call continues (see `CapturedTurns`).
     """
 
     def __init__(
@@ -64,8 +63,8 @@ class MessageCall:
         keeps_ids: bool,
     ) -> None:
         self.id = os.urandom(16).hex()
-        # All requested tokens are promised to the call, because the client receives text before its tokens are counted,
-        # and the text cannot be taken back.
+        # All requested tokens are promised to the call, because the client gets text before its tokens are counted, and
+        # the text cannot be taken back.
         self.promised_tokens = sampling.max_tokens
         self.ended = False
         self._backend = backend
@@ -215,8 +214,8 @@ class TurnPosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConversationStart(msgspec.Struct, frozen=True):
-    """Digests of the parts that stay the same in all calls of a conversation: the tools, the system messages at the
-    beginning, and the first message after them."""
+    """Digests of what stays the same in all calls of a conversation: the tools, the system messages at the beginning,
+    and the first message after them."""
 
     tools: bytes = b""
     system: bytes = b""
@@ -245,8 +244,8 @@ class CapturedTurns:
         first call of `known_ids`, because the digest of a long conversation takes milliseconds."""
 
     def restore(self, turns: Sequence[Turn]) -> None:
-        """Take over the stored turns of an earlier attempt, in the order of their index. Indexes may be missing,
-        because a turn may not have been stored."""
+        """Take over the stored turns of an earlier attempt, in the order of their index. An index may be missing,
+        because its turn was not stored."""
         said: dict[int, tuple[Message, ...]] = {}
         for turn in turns:
             for _ in range(len(self._ends), turn.index):
@@ -295,8 +294,7 @@ class CapturedTurns:
         conversation = self._conversations.setdefault(opening, len(self._conversations))
         before = self._newest.get(conversation)
         self._newest[conversation] = index
-        # `fitting` has the turns whose ids are the beginning of the prompt. `same` has those whose images also match
-        # the images at the beginning of the request.
+        # `fitting` has the turns whose ids are the beginning of the prompt. `same` has those whose images also match.
         fitting = [at for at, ids in enumerate(self._ends) if ids and len(ids) < len(packed) and packed.startswith(ids)]
         same = [at for at in fitting if shown[min(self._messages[at], len(shown) - 1)] == self._images[at]]
         parent = max(same, key=lambda earlier: len(self._ends[earlier]), default=None)

@@ -32,8 +32,8 @@ MAX_SEED = (1 << 31) - 1
 signed 64-bit seeds."""
 
 UNNAMED_TOKENS = 32_768
-"""Maximum number of tokens that a call samples if neither its request nor the task sets a maximum and the model's
-context length is unknown."""
+"""Maximum number of sampled tokens of a call if neither its request nor the task sets one and the model's context
+length is unknown."""
 
 
 def sampling_for(
@@ -144,7 +144,7 @@ def constrained(request: ModelRequest, assigned: ServingEngine, family: str) -> 
 
 def check_choice_kept(choice: ToolChoice | None, reply: Message, finish: FinishReason, stop: int | str | None) -> None:
     """Raise EngineMisbehaved if a finished reply breaks the client's tool choice. A reply that was cut off (at a limit,
-    by an abort, or by the stop string `stop`) may lack calls."""
+    by an abort, or by the stop string `stop`) may lack tool calls."""
     if choice is None:
         return
     whole = finish is FinishReason.STOP and not isinstance(stop, str)
