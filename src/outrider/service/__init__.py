@@ -1,2 +1,2 @@
-"""The service: it admits groups of sessions, schedules the sessions on nodes, and delivers the results. `api/` serves
-it over HTTP."""
+"""The service: it admits groups of sessions, schedules them on nodes, and delivers the results. `api/` serves it over
+HTTP."""

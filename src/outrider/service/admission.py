@@ -82,8 +82,8 @@ MAX_NAMES = 1024
 more."""
 
 WRITABLE = ("/root", "/tmp", "/var/tmp", "/dev", "/proc", "/run")
-"""Folders of a sandbox to which programs write. A virtual environment must not be mounted over one, because the mount
-is read-only."""
+"""Folders of a sandbox to which programs write. No virtual environment may be mounted over one, because the mount is
+read-only."""
 
 STEP_KINDS = frozenset({"Run", "Upload", "function-after[_decodable(), Write]"})
 """The kinds of prepare steps, as pydantic names them in an error's location. Pydantic tries to read a step as each
@@ -136,15 +136,13 @@ async def stored_group(store: Store, group_id: str) -> StoredGroupSpec:
 
 
 def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
-    # The nesting is checked first, level by level and without recursion, so that deep nesting cannot overflow the
-    # stack.
+    # The nesting is checked first, level by level, because recursion into deep nesting could overflow the stack.
     level: list[tuple[Location, Any]] = [((), value)]
     for _ in range(MAX_DEPTH):
         below: list[tuple[Location, Any]] = []
         for path, outer in level:
             if isinstance(outer, Mapping):
-                # The objects `turns` and `rows` of a report may be large, because they have an entry for each turn or
-                # row.
+                # `turns` and `rows` of a report may be large: they have an entry for each turn or row.
                 rewards = kind is ReportSpec and path in (("turns",), ("rows",))
                 if len(outer) > MAX_NAMES and "options" not in path and not rewards:
                     raise InvalidField(
@@ -186,8 +184,8 @@ def _step_kind_tried(location: Location) -> Location:
 
 
 def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
-    """Raise InvalidField if the task's sandboxes need more resources than any node has in total. Does nothing if there
-    are no nodes."""
+    """Raise InvalidField if the task's sandboxes need more resources than any node has. Does nothing if there are no
+    nodes."""
 
     def fits(needs: ResourceAmount) -> bool:
         return any(needs.within(total_of(node.resources)) for node in nodes)
@@ -208,7 +206,7 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
 
 
 class Bound(NamedTuple):
-    """A limit on a number in a task. `asked` returns the number, `most` is its maximum, and `field` is its field."""
+    """A limit on a number in a task. `field` names the number, `asked` returns it, and `most` is its maximum."""
 
     field: str
     most: float
@@ -225,7 +223,7 @@ interrupted for another tenant, so these limits also bound a tenant's wait for i
 
 
 def check_bounds(task: TaskSpec) -> None:
-    """Raise InvalidField if a task exceeds one of the BOUNDS. This is not called for the tasks of admins."""
+    """Raise InvalidField if a task exceeds one of the BOUNDS. The tasks of admins are not checked."""
     for bound in BOUNDS:
         if (asked := bound.asked(task)) > bound.most:
             raise InvalidField(
@@ -338,8 +336,7 @@ class SubmissionChecks:
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def check(self, evaluators: Sequence[Evaluator], tenant: str) -> None:
-        """Check the specs of the evaluators. Raises InvalidField for an invalid spec, and EvaluatorError if a check
-        cannot be completed."""
+        """Check the specs of the evaluators. Raises InvalidField, and EvaluatorError if a check cannot be completed."""
         if not any(isinstance(evaluator, ChecksSpec) for evaluator in evaluators):
             return
         try:
@@ -389,7 +386,7 @@ def _check_paths(spec: RuntimeSpec, paths: HostPaths) -> None:
 
 
 def _check_venv(task: TaskSpec, runtime: RuntimeKind, paths: HostPaths) -> None:
-    """Raise InvalidField unless the task's virtual environment, with all folders that it needs, is allowed and works in
+    """Raise InvalidField unless the task's virtual environment and the folders that it needs are allowed and work in
     the sandbox."""
     path, spec = task.harness.venv, task.runtime
     if path is None:

@@ -81,8 +81,8 @@ class AllowLists:
             return
         module, _, attribute = name.partition(":")
         for allowed in self._config.plugins.allow:
-            # A dotted attribute could lead to another module. For example, `allowed:os.system` works if the module
-            # `allowed` imports os.
+            # A dotted attribute could lead to another module, such as `allowed:os.system` if the module `allowed`
+            # imports os.
             within = "." not in attribute and (module == allowed or module.startswith(f"{allowed}."))
             if allowed in ("*", name) or within:
                 return

@@ -56,8 +56,8 @@ MAX_PUSHES_EACH = 8
 """Maximum number of requests to one receiver at once, so that a slow receiver does not delay others. After a failure,
 it is one until a request succeeds."""
 MAX_FAILING = 1000
-"""Maximum number of failing receivers that are remembered. A receiver that is forgotten may get several requests at
-once again, until one fails."""
+"""Maximum number of failing receivers that are remembered. A forgotten receiver may get several requests at once again,
+until one fails."""
 LOOK_AHEAD = 1000
 """Maximum number of outbox rows read at a time. It is much larger than MAX_PUSHES, because the first rows may all be
 for one slow receiver."""
@@ -115,8 +115,7 @@ class Deliverer:
         self._translators: dict[str, Translate] = {}
 
     def translate(self, system: str, translate: Translate) -> None:
-        """Use the function `translate` for the callback bodies of groups that were submitted through the API of
-        `system`."""
+        """Use the function `translate` for the callback bodies of groups submitted through the API of `system`."""
         self._translators[system] = translate
 
     def wake(self) -> None:
@@ -159,8 +158,8 @@ class Deliverer:
         )
 
     async def _due(self) -> list[Delivery]:
-        """Return the deliveries that are due. Deliveries to a receiver that already gets its maximum number of requests
-        are left out."""
+        """Return the deliveries that are due, except those to receivers that already get their maximum number of
+        requests."""
         now, pushes = time.time(), Counter(self._under_way.values())
         busy = [receiver for receiver, count in pushes.items() if count >= self._most(receiver)]
         latest = now + max(self._pauses.longest, LONGEST_PAUSE)
@@ -264,8 +263,7 @@ class Deliverer:
         except TimeoutError:
             return Failure(f"the receiver did not answer within {TRY_SECONDS:.0f} s")
         except (aiohttp.InvalidURL, ValueError):
-            # aiohttp raises these errors for an invalid URL. Their text is left out, because it may contain a secret
-            # part of the URL.
+            # aiohttp raises these errors for an invalid URL. Their text is left out, because it may contain a secret.
             return Failure("the callback URL cannot be used", refused=True)
         except (aiohttp.ClientError, OSError) as error:
             return Failure(storable((str(error) or type(error).__name__)[:MAX_FAULT]))

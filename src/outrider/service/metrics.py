@@ -229,7 +229,7 @@ FAMILIES = (
     Family("outrider_failing_chores", "gauge", "Background work that fails now (see GET /v1/status)."),
     Family("outrider_info", "gauge", "1; the label has the version of the service.", ("version",)),
 )
-"""All metrics, in the order of docs/metrics.md. In the output, the names of counters end with `_total`."""
+"""All metrics, in the order of docs/metrics.md. In the output, counters have the suffix `_total`."""
 
 
 class Value(NamedTuple):

@@ -26,8 +26,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 MOST_NAMED = 200
-"""Maximum number of engines, and of nodes, that have their own values in the metrics. All others are counted
-together."""
+"""Maximum number of engines, and of nodes, with their own values in the metrics. All others are counted together."""
 MOST_REMEMBERED = 100_000
 """Maximum number of unfinished sessions, and of unfinished groups, for which a record is kept."""
 PROMPT_BYTES = 32 << 20
@@ -185,7 +184,7 @@ class ServiceCounts:
             self.stage_seconds[stage] += getattr(result.seconds, stage)
         self.samples += result.samples
         tokens = result.tokens
-        # A session that grades an earlier run again has run no agent. That run was counted with the earlier session.
+        # A session that grades an earlier run again has run no agent, and the run was counted with the earlier session.
         if result.regrades is None:
             self.model_seconds += result.model_seconds
             self.tool_seconds += max(0.0, result.seconds.run - result.model_seconds)
@@ -255,7 +254,7 @@ class ServiceCounts:
 
 
 def common_length(first: bytes, second: bytes) -> int:
-    """Return the number of ids at the beginning that two sequences of ids (packed as int32) have in common."""
+    """Return how many ids two sequences (packed as int32) have in common at the beginning."""
     count = min(len(first), len(second)) // 4
     different = np.frombuffer(first, "<i4", count) != np.frombuffer(second, "<i4", count)
     at = int(different.argmax()) if count else 0

@@ -65,8 +65,7 @@ def _metric(family: Family, values: list[tuple[Labels, float | Distribution]]) -
 
 
 def _buckets(bounds: tuple[float, ...], value: Distribution) -> list[tuple[str, float]]:
-    """Return a histogram's buckets. A bucket is its upper bound, as text, with the number of values up to this
-    bound."""
+    """Return a histogram's buckets: each upper bound, as text, with the number of values up to it."""
     from prometheus_client.utils import floatToGoString
 
     names = [*map(floatToGoString, bounds), "+Inf"]

@@ -60,8 +60,8 @@ async def open_models(
     keep: stores a new version.
     leader: if given, each pool follows the pool of the same model in another process."""
     if config.model.tokenizer is None:
-        # A misspelled engine kind is reported before the missing tokenizer, because an engine of the intended kind may
-        # provide a tokenizer.
+        # A misspelled engine kind is reported before the missing tokenizer, because the intended engine may provide a
+        # tokenizer.
         for engine in config.engines:
             resolve("engine", engine.kind, field="engine")
         raise InvalidField(
@@ -96,8 +96,8 @@ async def open_models(
                 follows=None if leader is None else partial(FollowedPolicy, leader=leader(serves)),
             )
             await stack.enter_async_context(pool)
-            # Documents have a separate process, because reading a document takes longer than decoding an image, and no
-            # image should wait for it.
+            # Documents have a separate process, because reading one takes longer than decoding an image, and no image
+            # should wait for it.
             images, decoding, reading = None, DecodingProcess(), DecodingProcess()
             stack.push_async_callback(decoding.close)
             stack.push_async_callback(reading.close)

@@ -102,8 +102,7 @@ class NodePlacement:
         return [place.node for place in self._places.values()]
 
     def machines(self) -> list[Node]:
-        """Return one node of each machine, the one with the most slots, because the others may not have started
-        completely."""
+        """Return the node with the most slots of each machine. Its other nodes may not have started completely."""
         nodes = sorted((place.node for place in self._places.values()), key=lambda node: node.stats().capacity)
         return list({node.machine: node for node in nodes}.values())
 

@@ -43,7 +43,7 @@ async def regraded_group(
 async def regraded_session(
     store: Store, session_id: str, asked: RegradeSpec, *, tenant: str | None = None
 ) -> StoredGroupSpec:
-    """Return the spec of a new group with one session, which grades the run of `session_id` again. Raises the errors of
+    """Return the spec of a new group with one session that grades the run of `session_id` again. Raises the errors of
     `regraded_group`."""
     row = await store.session(session_id, tenant=tenant)
     spec = await stored_group(store, row.group_id)

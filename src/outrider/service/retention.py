@@ -33,10 +33,10 @@ T = TypeVar("T")
 CHECK_SECONDS = 60.0
 """Seconds between two searches for groups that are too old or too large in total."""
 STEP_ROWS = 100
-"""Maximum number of rows that are deleted in one transaction, so that other writers of the store wait only a few
+"""Maximum number of rows deleted in one transaction, so that other writers of the store wait only a few
 milliseconds."""
 SESSIONS_AT_ONCE = 128
-"""About this many sessions are hidden in one transaction. All sessions of a group are hidden together."""
+"""About this many sessions are hidden in one transaction. The sessions of a group are hidden together."""
 COUNTED_AT_ONCE = 10_000
 REQUEST_SECONDS = 20.0
 """A request to remove groups is answered after about this many seconds, even if there is more to remove."""
@@ -56,7 +56,7 @@ class Retention:
         failures: Failures | None = None,
         on_hidden: Callable[[Iterable[str]], None] = lambda _: None,
     ) -> None:
-        """`on_hidden` is called with the ids of groups as soon as these are hidden from the API."""
+        """`on_hidden` is called with the ids of groups as soon as the API does not show them any more."""
         self._on_hidden = on_hidden
         self._store = store
         self._failures = failures or Failures()
@@ -66,8 +66,8 @@ class Retention:
         """Held while groups are removed, so that only one caller at a time removes groups."""
 
     async def run(self) -> None:
-        """Complete the deletions of an earlier service process. Then remove groups that exceed the limits in the
-        settings, until cancelled."""
+        """Complete the deletions of an earlier service process. Then enforce the limits in the settings until
+        cancelled."""
         bounds = GcSpec(days=self._settings.days, size_mb=self._settings.size_mb)
 
         async def keep() -> None:
@@ -102,7 +102,7 @@ class Retention:
             groups = sessions = size = 0
             place, more = (-inf, 0), False
             while not more:
-                # A dry run removes nothing, so the size of the groups that it has already counted is subtracted here.
+                # A dry run removes nothing, so the size of the groups that it has counted is subtracted here.
                 stored = 0 if spec.size_mb is None else await removals.size() - (size if spec.dry_run else 0)
                 limit = COUNTED_AT_ONCE if spec.dry_run else SESSIONS_AT_ONCE
                 found = await removals.candidates(force=spec.force, after=place, limit=limit)
@@ -145,8 +145,8 @@ class Retention:
                 await _on_disk(partial(self._artifacts.remove, unknown))
 
     async def _erase(self) -> None:
-        """Delete all data of hidden groups. The files are deleted first, because they can only be found by the rows of
-        the sessions."""
+        """Delete all data of hidden groups. The files are deleted first, because only the rows of the sessions lead to
+        them."""
         await _on_disk(partial(self._artifacts.remove, await self._store.removals.hidden_sessions()))
         more = True
         while more:

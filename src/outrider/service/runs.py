@@ -79,7 +79,7 @@ class Runs:
         """Return a page of groups, newest first. Raises the errors of `sessions`."""
         _check(wanted, GroupState)
         if after is None and wanted == SessionFilter(states=wanted.states[:1]):
-            # The store's own index is enough for this list. So the list need not wait while the index of runs is built.
+            # The store itself has an index for this list, so it need not wait while the index of runs is built.
             state = GroupState(wanted.states[0]) if wanted.states else None
             return _group_list(await self._store.groups(state=state, limit=limit, tenant=caller.sees), limit)
         await self._index.catch_up()

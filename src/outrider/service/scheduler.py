@@ -77,8 +77,7 @@ due, and may be set back during a wait."""
 
 @dataclass(eq=False)
 class _RunningAttempt:
-    """An attempt on a node. `task` is set while the node runs the attempt, because only then the attempt can be
-    interrupted."""
+    """An attempt on a node. `task` is set while the node runs the attempt. Only then can the attempt be interrupted."""
 
     node: Node
     attempt: Attempt
@@ -88,8 +87,7 @@ class _RunningAttempt:
     """Id of the earlier session whose run this attempt grades again. None for an attempt that runs the agent."""
     task: asyncio.Task[None] | None = None
     ending: StopReason | None = None
-    """The reason why the session must end before its agent has finished, for example because it was cancelled; else
-    None."""
+    """Why the session must end before its agent has finished, for example because it was cancelled. Otherwise None."""
 
 
 class SessionEnd(NamedTuple):
@@ -183,7 +181,7 @@ class Scheduler:
         return len(self._placements) - len(self._open_external)
 
     async def run_dry(self) -> None:
-        """Start no more sessions, and return when no attempts run except external sessions. Queued sessions stay in the
+        """Start no more sessions, and return when only external sessions are running. Queued sessions stay in the
         queue."""
         self.stopping = True
         while self.under_way:
@@ -208,8 +206,8 @@ class Scheduler:
         self.places.drained = await self._store.drained_nodes()
 
     async def end(self, sessions: Sequence[SessionRow]) -> None:
-        """End the given sessions that have `ending` set; ignore the others. Queued sessions are finished. Running
-        attempts are interrupted, each only once."""
+        """End the given sessions that have `ending` set. Queued sessions are finished. Running attempts are
+        interrupted, each only once."""
         for session in sessions:
             if session.state is SessionState.DONE or session.ending is None:
                 continue
@@ -240,7 +238,7 @@ class Scheduler:
 
     async def _place_all(self, chores: Chores) -> float | None:
         """Start queued sessions while nodes have free slots. Returns the next time at which a session becomes due or
-        expires, or None."""
+        expires."""
         looked = time.time()
         if await self._store.expire(now=looked):
             await self.end(await self._store.to_end())
@@ -429,7 +427,7 @@ class Scheduler:
         except ServiceError:  # after a failure of the database, the caller repeats this call
             raise
         except Exception as error:
-            # It is a bug if a result cannot be stored. Such a bug must end only this session, not the service.
+            # A bug: the result cannot be stored. It must end only this session, not the service.
             log.exception("the result of session %s cannot be stored", session.id)
             record = msgspec.structs.replace(record_of(error), retryable=False)
             failed = outcome or session_result(session, StopReason.ERROR, [], task=task)
@@ -451,17 +449,15 @@ class Scheduler:
             turns = await self._store.turns(session.id, session.attempt)
             frozen = await self._store.frozen_turns(session.id, session.attempt)
             result = session_result(session, reason, turns, task=task, error=error, frozen=frozen)
-            # If a lost node has stored another turn since the turns were read, MoreTurns is raised, and the turns are
-            # read again.
+            # MoreTurns: a lost node has stored another turn since the turns were read. They are read again.
             with suppress(MoreTurns):
                 await self._finish(session, result, under_way=under_way, of_all_turns=True)
                 return result
 
     async def _requeue_or_finish(self, placement: _RunningAttempt, result: SessionResult) -> None:
-        """Put the session back into the queue if another attempt may succeed and the session has attempts left.
-        Otherwise finish it."""
+        """Put the session back into the queue if another attempt may succeed and is allowed. Otherwise finish it."""
         session, error = placement.attempt.session, result.error
-        # attempts that ended with the loss of a node are not failures of the session
+        # losses of the node are not failures of the session
         failures = session.attempt - session.recovered
         if (
             error is None
@@ -498,7 +494,7 @@ class Scheduler:
             self._specs.pop(result.group_id, None)
             self._on_done()
             return
-        # None if `_start` has removed the spec, because the session that it was to start had been cancelled
+        # None if `_start` has removed the spec because a session was cancelled before its start
         spec = self._specs.get(result.group_id)
         self.sessions_done.publish(SessionEnd(session, result, group_done, None if spec is None else spec.n))
         if group_done:

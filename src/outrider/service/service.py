@@ -106,8 +106,7 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Spec)
 
 REDELIVERED_AT_ONCE = 500
-"""Maximum number of callbacks that are changed in one transaction, so that other writers of the store wait only
-briefly."""
+"""Maximum number of callbacks changed in one transaction, so that other writers of the store wait only briefly."""
 
 
 class Service:
@@ -368,7 +367,7 @@ class Service:
         )
         if not external:  # external sessions do not wait for slots
             await self._back_pressure.check(row)
-        # The most expensive check comes last, because it takes more processor time than all other checks.
+        # This check is last, because it takes more processor time than all others.
         await self._checks.check(evaluators, caller.tenant)
         seconds = spec.expires_seconds or self.config.queue.expires_seconds
         session_ids = [f"s-{group_id[2:]}-{index}" for index in range(spec.n)]
@@ -384,19 +383,19 @@ class Service:
         self._deliverer.translate(system, translate)
 
     async def cancel(self, group_id: str, caller: Principal = LOCAL) -> GroupView:
-        """Cancel a group with all its unfinished sessions. If the group is already cancelled or done, nothing
-        changes."""
+        """Cancel a group with all its unfinished sessions. Nothing changes if the group is already cancelled or
+        done."""
         await self.scheduler.end(await self.store.cancel_group(group_id, tenant=caller.sees))
         return await self.reader.group(group_id, tenant=caller.sees)
 
     async def cancel_session(self, session_id: str, caller: Principal = LOCAL) -> SessionView:
-        """Cancel one session. The group's other sessions continue. If the session is already cancelled or done, nothing
-        changes."""
+        """Cancel one session. The group's other sessions continue. Nothing changes if the session is already cancelled
+        or done."""
         await self.scheduler.end([await self.store.cancel_session(session_id, tenant=caller.sees)])
         return await self.reader.session(session_id, tenant=caller.sees)
 
     async def group(self, group_id: str, *, wait: float, samples: bool, caller: Principal = LOCAL) -> GroupView:
-        """Wait up to `seconds` seconds until a group is done, and return it in its current state."""
+        """Return a group in its current state, after waiting up to `wait` seconds until it is done."""
 
         async def is_done() -> bool:
             return (await self.store.group(group_id, tenant=caller.sees)).state is GroupState.DONE

@@ -142,7 +142,7 @@ def _calls(
 
 
 def _mcp_tools(spans: Iterable[SpanView]) -> dict[str, str]:
-    """Return the pattern of the tool names of each MCP server. It is stored in the span of the agent's sandbox."""
+    """Return the pattern of each MCP server's tool names, which the span of the agent's sandbox contains."""
     for span in spans:
         if span.kind == EntryKind.SANDBOX and isinstance(names := span.data.get("mcp_tools"), dict):
             return {str(server): str(name) for server, name in names.items()}
@@ -200,8 +200,8 @@ def _call(turn: Turn, model: str, stored: Mapping[str, float], mcp_tools: Mappin
 
 
 def _attempts(session: SessionRow, events: Sequence[EventView]) -> list[AttemptView]:
-    """Return the attempts in order. If the session's events were removed, only the newest attempt is returned, with
-    data from the session's row."""
+    """Return the attempts in order. If the session's events were removed, only the newest one is returned, from the
+    session's row."""
     began: dict[int, tuple[float, str | None]] = {}
     ended: dict[int, tuple[float, str | None, str]] = {}
     for event in events:

@@ -1,5 +1,5 @@
-"""Refuses engines that serve the wrong model. They are recognized because they tokenize a text differently from the
-tokenizer that renders the prompts."""
+"""Refuses engines that serve the wrong model, because they would tokenize texts differently from the tokenizer that
+renders the prompts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from outrider.errors import ModelMismatch
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
 PROBE = "Outrider 0123456789 <|im_start|>user\nnaïve 测试\n\tdef f(x): return x  # 🙂<tool_call></tool_call>"
-"""A text that tokenizers of different model families split differently. It has digits, special tokens, accents, another
-script, indented code and an emoji."""
+"""A text that tokenizers of different model families split differently, because of its digits, special tokens, accents,
+Chinese characters, code and emoji."""
 
 
 def tokenizer_check(tokenizer: Tokenizer, frozen: str | None) -> Callable[[Engine | ChatEngine], Awaitable[None]]:

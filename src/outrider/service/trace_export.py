@@ -35,8 +35,7 @@ log = logging.getLogger("outrider.traces")
 NAME = "traces"
 """Name of this background work, and of its stored position in the stream of events."""
 SETTLED_SECONDS = 3.0
-"""Seconds between the end of a session and the sending of its trace. In this time, nodes store the last timeline
-entries."""
+"""Seconds between the end of a session and the sending of its trace, in which nodes store the last timeline entries."""
 LOOK_SECONDS = 1.0
 EVENTS_AT_ONCE = 200
 SPANS_AT_ONCE = 512
@@ -86,8 +85,7 @@ class TraceExport:
                 return
 
     async def _send_of(self, events: Sequence[EventView]) -> None:
-        """Send the traces of the sessions whose end is among these events. The position is stored after each
-        message."""
+        """Send the traces of the sessions that ended with these events. The position is stored after each message."""
         traces: list[list[TraceSpan]] = []
         for event in events:
             if event.kind == EventKind.SESSION_DONE:
@@ -129,8 +127,7 @@ class TraceExport:
         """Send traces. Raises ServiceError if the collector does not accept any spans at present."""
         if self._accepts([span for trace in traces for span in trace]):
             return
-        # If the collector accepts an empty message, it is working, and would refuse these spans every time. So they are
-        # dropped.
+        # If the collector accepts an empty message, it works, and would always refuse these spans. So they are dropped.
         if not self._accepts([]):
             raise ServiceError(
                 "the collector of traces does not accept them",

@@ -69,8 +69,8 @@ class ViewReader:
         *,
         frozen: Mapping[str, Tokenizer] = {},
     ) -> None:
-        """`tokenizer` is the policy's tokenizer, or None if it is unknown. `frozen` has the tokenizers of frozen models
-        by model name."""
+        """`tokenizer` is the policy's tokenizer, or None if unknown. `frozen` has the tokenizers of frozen models by
+        name."""
         self._store = store
         self._tokenizer = tokenizer
         self._frozen = frozen
@@ -101,8 +101,8 @@ class ViewReader:
         await self._offload.run(sample_columns.prepare)
 
     async def batches(self, samples: Sequence[Sample]) -> list[bytes]:
-        """Encode samples as batches of an Arrow IPC stream. Returns the stream in pieces. Other work can use the thread
-        between two batches."""
+        """Encode samples as batches of an Arrow IPC stream, in pieces. Other work can use the thread between two
+        batches."""
         pieces: list[bytes] = []
         for rows in sample_columns.rows_of_batches(samples):
             pieces += await self._offload.run(partial(sample_columns.batch, rows))
@@ -184,8 +184,7 @@ class ViewReader:
     async def built(
         self, results: Sequence[SessionResult], build: Callable[[Sequence[Turn], SessionResult], B]
     ) -> list[B]:
-        """Call `build` with the turns and the result of each session. Returns the values that `build` returned, in the
-        order of `results`."""
+        """Call `build` with the turns and the result of each session. Returns its values in the order of `results`."""
         return await self._made(results, lambda stored, result: build(stored.turns(), result))
 
     async def _made(self, results: Sequence[SessionResult], make: Callable[[StoredTurns, SessionResult], B]) -> list[B]:

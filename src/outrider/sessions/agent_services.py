@@ -37,8 +37,7 @@ class AgentServices:
         self._services = {service.name: service for service in services}
 
     def named(self, name: str, *, field: str = "task.harness.remote.service") -> AgentServiceConfig:
-        """Return the service with this name. If there is none, raises InvalidField with a hint that lists the
-        configured names."""
+        """Return the service with this name. If there is none, raises InvalidField with a hint that lists all names."""
         if name not in self._services:
             known = ", ".join(sorted(self._services)) or "none"
             hint = f"the operator's setting agents has: {known}"

@@ -26,7 +26,7 @@ from outrider.store.artifacts import GRADING_LOG, NETWORK_RECORD, KeepsArtifacts
 log = logging.getLogger("outrider.session")
 
 MAX_FILES_IN_MEMORY = 8
-"""Maximum number of files that are in memory at once, for all sessions of a node together."""
+"""Maximum number of files in memory at once, for all sessions of a node together."""
 
 
 LOG_BYTES = 256 << 10
@@ -45,8 +45,7 @@ class GradingLog:
         self._heading = b""
 
     def begin(self) -> None:
-        """Begin the output of another evaluation, which grades the task's next step or repeats the evaluation of the
-        same step."""
+        """Begin the output of another evaluation, of the next step or of the same step again."""
         self._evaluations += 1
         if self._evaluations > 1:
             self._heading = b"[evaluation %d]\n" % self._evaluations
@@ -143,7 +142,7 @@ class ArtifactCollector:
         return await self._keep_own(GRADING_LOG, log_of_grading.content(), listed)
 
     async def keep_record(self, record: bytes, listed: ArtifactList) -> ArtifactList:
-        """Keep the record of the session's network connections, unless it is empty, and add it to the list. Returns the
+        """Keep the record of the session's network connections, if there is any, and add it to the list. Returns the
         new list."""
         return await self._keep_own(NETWORK_RECORD, record, listed)
 
@@ -172,7 +171,7 @@ class ArtifactCollector:
 
 @dataclass(eq=False)
 class ArtifactCollection:
-    """Collects the artifacts of one attempt. It lists the files that were kept, and those that were left out with the
+    """Collects the artifacts of one attempt. It lists the files that were kept, and those that were left out, with the
     reason."""
 
     runtime: Runtime
@@ -197,8 +196,8 @@ class ArtifactCollection:
         )
 
     async def paths(self) -> AsyncIterator[str]:
-        """Yield the absolute paths in the sandbox that match the task's patterns or are in the session's folders. Each
-        path is yielded once."""
+        """Yield the absolute paths in the sandbox that match the task's patterns or are in the session's folders, each
+        path once."""
         seen: set[str] = set()
         own = f"{self._folders}/**"
         for pattern in (*self.task.artifacts, own):

@@ -53,8 +53,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def regrades(self) -> str | None:
-        """Id of the earlier session whose run this attempt grades again. None if the attempt grades this session's own
-        run."""
+        """Id of the earlier session whose run this attempt grades again. None if the run is this session's own."""
         return None if self.stored is None or self.stored.session_id == self.session.id else self.stored.session_id
 
     @property
@@ -137,8 +136,7 @@ def secrets_of(task: TaskSpec) -> list[str]:
 
 
 def without_secrets(result: SessionResult, task: TaskSpec) -> SessionResult:
-    """Return the result without the secrets of the task's environment. A failed program may have printed such
-    secrets."""
+    """Return the result without the secrets of the task's environment, which a failed program may have printed."""
     secrets = secrets_of(task)
     error, ended = result.error, result.harness_exit
     if error is not None:

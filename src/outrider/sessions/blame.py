@@ -98,8 +98,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     stalled: bool = False
     """While the agent ran, the service stalled once for at least HARMFUL_SECONDS."""
     overdue: bool = False
-    """The run's calls waited for an engine or the store, and the waits exceeded the usual time by HARMFUL_SECONDS or
-    more in total."""
+    """The run's calls waited longer than usual for an engine or the store, by HARMFUL_SECONDS or more in total."""
     in_vain: bool = False
     """The agent gave up waiting for a call because an engine or the store was slow, or the policy was paused."""
     hung_up: bool = False
@@ -338,7 +337,7 @@ RULES = (
         maybe_agent=True,
         why="the program failed before its model had replied, or could not be run",
     ),
-    # The last rules are for gradings that failed. A grading that returns a verdict needs no rule.
+    # The last rules are for gradings that failed. If a grading returns a verdict, no rule is needed.
     BlameRule(
         name="grading failed",
         stages=(Stage.GRADE,),
@@ -377,8 +376,7 @@ class Ruling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide(facts: Facts, rules: Sequence[BlameRule] = RULES) -> Ruling:
-    """Apply the first rule that fits. Raises StopIteration if no rule fits, because the stage cannot end in this
-    way."""
+    """Apply the first rule that fits. Raises StopIteration for an end that the stage cannot have."""
     rule = next(rule for rule in rules if rule.fits(facts))
     maybe_agent = rule.maybe_agent and facts.replied
     blame = Blame.AGENT if maybe_agent and facts.inside else rule.blame

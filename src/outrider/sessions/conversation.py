@@ -63,8 +63,7 @@ MAX_IMAGES = 128
 MAX_IMAGE_BYTES = 1 << 30
 """Maximum bytes of pixel values, as sent to the engine, of all images in a prompt."""
 MAX_GRIDS = 4096
-"""Maximum number of images of a session whose grid (size in patches) is cached. When there are more, the cache is
-cleared."""
+"""Maximum number of images of a session whose grid (size in patches) is cached. Beyond it, the cache is cleared."""
 IMAGES = "the decoder of images"
 IMAGE_SECONDS = 10.0
 """Seconds after which decoding an image, or a wait for memory for its pixels, counts as overdue. Other sessions or the
@@ -146,8 +145,7 @@ class FailedCalls:
         self._failed = ()
 
     def resume(self, failed: Sequence[FailedCall]) -> None:
-        """Take over the failed calls of an earlier attempt. Every call of this attempt can make up for them, because it
-        begins later."""
+        """Take over the failed calls of an earlier attempt. Every call of this attempt begins after them."""
         self._failed = tuple(_Failed(error_from(one.error), 0, one.tools) for one in failed)
 
     @property
@@ -255,7 +253,7 @@ class Conversation:
         return BodyCapacity(context, images=assigned.mode is not TokenMode.TOKENS)
 
     async def receive(self, body: Body, parts: AsyncIterator[bytes]) -> bytes:
-        """Receive the body of a request. Raises the errors of `Body.received`. A LARGE body may also raise RunEnded and
+        """Receive the body of a request. Raises the errors of `Body.received`, and for a LARGE body also RunEnded and
         EngineError."""
         number = self._failed.begin()
         try:
@@ -266,7 +264,7 @@ class Conversation:
             raise
 
     async def read(self, received: bytes, dialect: Dialect, call: WireCall) -> ModelRequest:
-        """Parse a received request. Raises RequestError. A LARGE request may also raise RunEnded, EngineError and
+        """Parse a received request. Raises RequestError, and for a LARGE request also RunEnded, EngineError and
         ContextOverflow."""
         memory = self._memories.setdefault(dialect.name, {})
         number = self._failed.begin()
@@ -651,8 +649,8 @@ class Conversation:
         return self._wanted_thinking(request) if request.sampling.constraint is None else False
 
     def _check_reasoning_closed(self, prompt: PromptNode) -> None:
-        """Raise RequestError if the prompt already opens the model's reasoning, because a constrained reply must not
-        begin with reasoning."""
+        """Raise RequestError if the prompt opens the model's reasoning, with which a constrained reply must not
+        begin."""
         renderer = self.backend.renderer
         if renderer.opens_reasoning(prompt.tail(renderer.tail_start)):
             raise RequestError(

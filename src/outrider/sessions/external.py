@@ -80,8 +80,7 @@ numbers its own entries from 0."""
 
 
 class SessionNotRunning(ServiceError):
-    """A model call with a valid credential arrived while its session is not running yet, for example right after a
-    restart."""
+    """A model call with a valid credential arrived before its session runs, for example right after a restart."""
 
     code = "session_not_running"
     http_status = 503
@@ -171,7 +170,7 @@ class ExternalSessions:
         raise RuntimeFailure("external sessions have no sandboxes, and so no images")
 
     def models(self, key: str) -> SessionModels | None:
-        """Return the models to which a credential gives access now. Returns None if it gives access to no model."""
+        """Return the models to which a credential gives access now, or None."""
         live = self._live.get(self._store.session_of_credential(key) or "")
         if live is None or live.models is None:
             return None
@@ -307,7 +306,7 @@ class ExternalSessions:
             return RemoteRunFailed(f"the report of the run does not fit the session: {error.message}", hint=error.hint)
         except OutriderError as error:
             return error
-        # for example, a file or an environment variable that the task or the settings name cannot be used
+        # for example, a file or an environment variable that the task or the settings name is missing
         except (OSError, ValueError) as error:
             return RemoteRunFailed(f"the run could not be started: {error}")
         finally:
@@ -426,8 +425,7 @@ class _LiveSession:
             self._new_models()
 
     async def until_ended(self) -> OutriderError | None:
-        """Wait until the session is completed, and return None. Returns an error if the session must end with that
-        error."""
+        """Wait until the session is completed. Returns the error with which the session must end, or None."""
         limits, elsewhere = self.attempt.task.limits, self.attempt.task.harness.elsewhere
         assert elsewhere is not None
         whole = Budget(limits.session_seconds, self._stalled_seconds)
@@ -458,7 +456,7 @@ class _LiveSession:
         self._stopwatch.lap("run")
 
     async def decision(self, report: ReportSpec) -> tuple[StopReason, ErrorRecord | None]:
-        """Return the stop reason of the run. The second value is the error if the run must not be graded, else None."""
+        """Return the stop reason of the run, and the error if the run must not be graded."""
         policy, models = self._policy, self._all
         in_vain: OutriderError | None = None
         try:

@@ -290,8 +290,8 @@ class Grading:
             self._decided = decided
 
     def _decide(self, outcome: Outcome, patch: bytes) -> Verdict | None:
-        """Return the verdict on an outcome with this patch, if the evaluator can give it without a sandbox. Otherwise
-        return None. Raises EvaluatorError."""
+        """Return the verdict on an outcome with this patch, or None if the evaluator needs a sandbox for it. Raises
+        EvaluatorError."""
         if not isinstance(self._evaluator, DecidesEarly):
             return None
         outcome = msgspec.structs.replace(outcome, runtime=cast(Runtime, NothingKept()), patch=patch)
@@ -549,8 +549,7 @@ async def started(sandbox: GraderSandbox) -> AsyncIterator[Runtime]:
 
 
 async def probe(runtime: Runtime, shell: ShellKind | None) -> None:
-    """Test a sandbox. Raises RuntimeFailure unless it accepts a file, runs a command, and opens `shell` if that is
-    given."""
+    """Test a sandbox. Raises RuntimeFailure unless it accepts a file, runs a command, and opens `shell` if given."""
     await runtime.write(f"{runtime.scratch}/outrider-try", b"x")
     done = await runtime.exec("true", seconds=PROBE_SECONDS)
     if done.exit_code != 0:
@@ -597,7 +596,7 @@ class GraderSandbox:
         return self._sandbox.runtime
 
     async def close(self) -> None:
-        """Stop the sandbox, even if it has not started yet. Idempotent. The caller must shield the call from
+        """Stop the sandbox, even if it has not started yet. Idempotent. The caller shields this call from
         cancellation."""
         self._task.cancel()
         await asyncio.wait({self._task})

@@ -191,8 +191,7 @@ class HarborRemoteRun:
         boundary = secrets.token_hex(16)
         body = multipart(boundary, msgspec.json.encode(self._metadata(folder)), archive)
         kind = f"multipart/form-data; boundary={boundary}"
-        # If a request is repeated, a server that reads this header replies with the same run. Other servers ignore the
-        # header.
+        # For a repeated request, a server that reads this header replies with the same run. Other servers ignore it.
         more = {"Idempotency-Key": self._name}
         give_up_at = asyncio.get_running_loop().time() + self._service.patience_seconds
         tries = 0
@@ -224,8 +223,8 @@ class HarborRemoteRun:
         )
 
     def _metadata(self, folder: str) -> Mapping[str, Any]:
-        """Return the `metadata` part of the request, without null values. It includes the session's time limit, at
-        which the server ends the run."""
+        """Return the `metadata` part of the request, without null values. The server ends the run at the session's time
+        limit in it."""
         options, seconds = self._options, self._task.limits.session_seconds
         given = options.model_dump(mode="json", exclude_none=True, exclude={"reward"})
         most = options.agent.max_timeout_sec

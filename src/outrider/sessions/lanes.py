@@ -20,8 +20,7 @@ class Lane:
         self._slots = PrioritySemaphore(size)
 
     async def take(self, priority: int = 0, tenant: str = "") -> Slot:
-        """Wait for a slot and take it. Requests are served in the order of `PrioritySemaphore`. A cancelled wait takes
-        no slot."""
+        """Wait for a slot, in the order of `PrioritySemaphore`, and take it. A cancelled wait takes no slot."""
         return await self._slots.take((1,), priority, tenant)
 
     def stats(self) -> LaneStats:
@@ -37,8 +36,8 @@ class Lane:
 
 
 class HeldSlot:
-    """A slot that a session holds during an `async with` block. The session can temporarily release the slot within the
-    block (`off_the_clock`)."""
+    """A slot that a session holds during an `async with` block, and can release for some time within it
+    (`off_the_clock`)."""
 
     def __init__(self, lane: Lane, priority: int, tenant: str = "") -> None:
         self._lane = lane

@@ -46,8 +46,7 @@ class FailureCounts:
         self.counted: dict[str, int] = {}
 
     def note(self, error: OutriderError, unserved: str | None = None) -> None:
-        """Count a call that was answered with `error`. `unserved` is the method and path of a call to an unknown path,
-        else None."""
+        """Count a call that was answered with `error`. `unserved` is the method and path, if the path is unknown."""
         about = unserved or error.field
         name = f"{error.code}: {about}" if about else error.code
         name = "".join(char if char.isprintable() else "?" for char in name[:MAX_NAME])
@@ -56,8 +55,7 @@ class FailureCounts:
         self.counted[name] = self.counted.get(name, 0) + 1
 
     def told(self) -> str:
-        """Return a summary of the counted calls, to be appended to an error message. It is empty if no call was
-        counted."""
+        """Return a summary of the counted calls, to be appended to an error message, or "" if there are none."""
         if not self.counted:
             return ""
         return f"; calls answered with an error: {', '.join(f'{name} ({n})' for name, n in self.counted.items())}"
@@ -181,15 +179,14 @@ async def completed(
     stop: Sequence[str] = (),
 ) -> Completion:
     """Run one model call and return its completion. Raises the errors of `Conversation.call`, and EngineUnavailable if
-    the call ends without a completion."""
+    there is no completion."""
     request = ModelRequest(
         model=conversation.backend.model,
         messages=ParsedMessages(tuple(messages)),
         tools=tuple(tools),
         tools_raw=msgspec.json.encode(list(tools)) if tools else b"",
         sampling=RequestedSampling(max_tokens=max_tokens, stop=tuple(stop)),
-        # True, because an agent in this process sends images only as screenshots of a desktop, and cannot work without
-        # them.
+        # an agent in this process sends only screenshots of a desktop, and cannot work without them
         needs_images=True,
     )
     async with aclosing(conversation.call(request, dialect=INPROCESS)) as batches:

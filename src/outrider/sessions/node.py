@@ -178,7 +178,7 @@ class LocalNode:
         return Unauthorized("this session key is unknown, or its run is over")
 
     def note_stall(self, seconds: float) -> None:
-        """Record that the service process, which is not this process, was stalled for `seconds`."""
+        """Record that the service, which runs in another process, was stalled for `seconds`."""
         self._services.watchdog.note(seconds)
 
     def stats(self) -> NodeStats:
@@ -207,8 +207,7 @@ class LocalNode:
         return await pull(reference, name, ImageStore())
 
     async def run(self, attempt: Attempt) -> SessionResult:
-        """Run an attempt and return its result. Errors of the session are part of the result. Raises only
-        CancelledError."""
+        """Run an attempt and return its result, which contains any error of the session. Raises only CancelledError."""
         # The time of a look-up in `_models` reveals nothing about the key, because Python hashes strings with a random
         # seed.
         key = f"{KEY_PREFIX}s_{secrets.token_urlsafe(24)}"

@@ -99,7 +99,7 @@ def place_of(spec: DiffSpec, workdir: str) -> str:
 
 
 async def carried_paths(runtime: Runtime, repository: str) -> list[str]:
-    """Return the paths at the top of the repository's folder, except `.git`. They are copied from the agent's sandbox.
+    """Return the paths at the top of the repository's folder, except `.git`, to copy them from the agent's sandbox.
     Raises RuntimeFailure."""
     folder = glob.escape(repository)
     found = [path for pattern in ("*", ".*") for path in await runtime.glob(f"{folder}/{pattern}")]

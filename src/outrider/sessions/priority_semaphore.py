@@ -193,7 +193,7 @@ class PrioritySemaphore:
 
 
 class _Waiter(NamedTuple):
-    """A waiting request as an entry of a heap. Entries are sorted by priority from high to low, then by age."""
+    """A waiting request as an entry of a heap, sorted by priority from high to low, then by age."""
 
     below: int
     number: int

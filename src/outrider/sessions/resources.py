@@ -112,7 +112,7 @@ class NodeResources:
 
     async def take(self, amount: ResourceAmount, priority: int = 0, tenant: str = "") -> ResourceShare:
         """Set an amount aside, and wait until it is free. An empty amount never waits. Raises RuntimeUnavailable for
-        more than the node has."""
+        more than exists."""
         quantities = amount.quantities
         if not any(quantities):
             return ResourceShare()
@@ -224,7 +224,7 @@ def _group_folders(mount: Path, group: str | None) -> Iterator[Path]:
 
 
 def _processors(quota: str, period: str) -> float:
-    """Return the number of processors for a control group's quota: `quota` microseconds of processor time per `period`
+    """Convert a control group's quota to processors: `quota` microseconds of processor time per `period`
     microseconds."""
     limit = _limit(quota)
     return limit / _limit(period) if math.isfinite(limit) else math.inf

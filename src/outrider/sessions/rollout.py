@@ -254,7 +254,7 @@ class Rollout:
         return await self._node.model.offload.run(build)
 
     async def _stages(self) -> Ending:
-        """Run the stages of the attempt in order. In every case, sandboxes, slots and resources are released in reverse
+        """Run the stages of the attempt in order. Sandboxes, slots and resources are always released in reverse
         order."""
         lanes, line = self._node.lanes, (self._attempt.priority, self._attempt.tenant)
         # In a thread, because it may take long: options may have megabytes, and some harnesses must build the folder

@@ -1,4 +1,4 @@
-"""Combines the verdicts on the steps of a task into one verdict. The module has no side effects."""
+"""Combines the verdicts on the steps of a task into one verdict."""
 
 from __future__ import annotations
 

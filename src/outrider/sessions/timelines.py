@@ -27,12 +27,10 @@ LAST_STORE_SECONDS = 5.0
 BATCH_BYTES = 1 << 20
 """Maximum size in bytes of the entries that are stored in one call."""
 MOST_UNSTORED = 64 << 20
-"""Maximum size in bytes of the entries that are kept while the store fails. If there are more, the oldest entries are
-dropped."""
+"""Maximum size in bytes of the entries that are kept while the store fails. Beyond it, the oldest are dropped."""
 PROCESSES_EVERY_SECONDS = 10.0
 PROCESSES_SECONDS = 2.0
-"""Time limit for listing the processes of a sandbox. If the tool server is too busy to reply, the next listing tries
-again."""
+"""Time limit for listing the processes of a sandbox. If the tool server is too busy, the next listing tries again."""
 
 
 class Timelines:
@@ -167,8 +165,7 @@ class SandboxTimeline:
             self._timeline.end(number, at=use.end)
 
     async def list_processes(self) -> None:
-        """Add the newest processes to the timeline. If the sandbox fails or is slow, these entries are missing, and
-        nothing else happens."""
+        """Add the newest processes to the timeline. They are missing if the sandbox fails or is slow."""
         if not isinstance(self._runtime, ListsProcesses):
             return
         with suppress(OutriderError, TimeoutError):
@@ -190,8 +187,7 @@ class SandboxTimeline:
 
 
 def noting_stored(timeline: Timeline, record: Callable[..., Awaitable[None]], model: str | None = None) -> Any:
-    """Return a function that stores a turn by calling `record`, and then adds to the timeline that the turn was
-    stored."""
+    """Return a function that stores a turn by calling `record`, and then notes in the timeline that it was stored."""
 
     async def store(turn: Turn) -> None:
         await record(turn)

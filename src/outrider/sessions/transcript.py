@@ -1,4 +1,4 @@
-"""Restores the main conversation of a session from its stored turns. The module has no side effects."""
+"""Restores the main conversation of a session from its stored turns."""
 
 from __future__ import annotations
 

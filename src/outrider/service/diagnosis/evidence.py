@@ -39,8 +39,7 @@ SAMPLED_GROUPS = 100
 SAMPLED_SESSIONS = 400
 """Maximum number of sessions whose turns are read, unless LEAST_SIBLINGS of each group are more."""
 LEAST_SIBLINGS = 4
-"""Number of sessions that are sampled from each group. More are sampled if there are fewer than SAMPLED_GROUPS
-groups."""
+"""Number of sessions that are sampled from each group, or more if there are few groups."""
 LEAST_SPREAD = 1e-9
 """Rewards count as equal if they differ by at most this number."""
 STALE_VERSIONS = 4
@@ -57,8 +56,7 @@ TEST_COUNTS = ("tests", "tests_run", "num_tests", "total_tests", "test_count", "
 them, such as `unit/tests`, also counts."""
 
 OUTSIDE = frozenset({StopReason.CANCELLED, StopReason.EARLY_STOP})
-"""Stop reasons of sessions that were ended by a person or by their group. Such sessions count neither as failed nor as
-successful."""
+"""Stop reasons of sessions that a person or their group has ended. They count neither as failed nor as successful."""
 CUT_SHORT = (StopReason.MAX_TOKENS, StopReason.MAX_TURNS, StopReason.CONTEXT_OVERFLOW)
 OUT_OF_TIME = (StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT, StopReason.EXPIRED)
 REWRITES = (
@@ -69,7 +67,7 @@ REWRITES = (
 )
 """Causes of forks after which the engine must compute the history of a conversation again."""
 STAGES = ("waiting", "preparing", "model", "tools", "grading", "stopping")
-"""The stages into which a session's time is divided. The wait in the queue is not included."""
+"""The stages into which a session's time is divided, without the wait in the queue."""
 
 
 class SessionTally:
@@ -214,7 +212,7 @@ class RunEvidence:
         self._group = _GroupUnderWay(row)
 
     def add_result(self, result: SessionResult) -> None:
-        """Add the result of a session. It belongs to the group for which `begin_group` was called last."""
+        """Add the result of a session of the group for which `begin_group` was called last."""
         self.sessions += 1
         session_id, reason, tokens = result.session_id, result.stop_reason, result.tokens
         if reason not in OUTSIDE:
@@ -405,7 +403,7 @@ def count_of_tests(metrics: Mapping[str, float]) -> float | None:
 
 
 def _count(counts: Counter[str], more: Mapping[str, float]) -> None:
-    """Add the numbers in `more` to `counts`. There are at most MOST_NAMES names; further names are ignored."""
+    """Add the numbers in `more` to `counts`, which has at most MOST_NAMES names. Further names are ignored."""
     for name, count in more.items():
         if name in counts or len(counts) < MOST_NAMES:
             counts[name] += count  # type: ignore[assignment]  # a Counter also counts seconds

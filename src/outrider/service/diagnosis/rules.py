@@ -413,8 +413,7 @@ RULES: Sequence[RunRule] = (
 
 
 def diagnose(evidence: RunEvidence, rules: Sequence[RunRule] = RULES) -> list[RunFinding]:
-    """Apply the rules and return the findings. The most severe come first; findings of equal severity have the order of
-    the rules."""
+    """Apply the rules and return the findings, the most severe first, then in the order of the rules."""
     found = [
         rule.found(measured) for rule in rules for measured in MEASURES[rule.name](evidence) if rule.fits(measured)
     ]
@@ -467,7 +466,7 @@ def _of_time(stage: str, evidence: RunEvidence) -> Iterator[Measured]:
 
 
 def _of_tool_time(evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure the share of the sessions' time that tools take. The measurement names the programs that take longest."""
+    """Measure the share of the sessions' time that tools take, and name the programs that take longest."""
     [measured] = _of_time("tools", evidence)
     slowest = [name for name, seconds in evidence.program_seconds.most_common(MOST_PROGRAMS) if seconds >= 1]
     programs = f", most of it in {_listed(slowest)}" if slowest else ""
@@ -495,7 +494,7 @@ def _of_lines(
 
 
 def _commonest_line(evidence: RunEvidence) -> ChangedLine | None:
-    """Return an example of the kind of change that is most frequent between the prompts of a group's sessions."""
+    """Return an example of the most frequent kind of change between the prompts of a group's sessions."""
     counted = sorted(evidence.prompt_lines.items(), key=lambda item: (-item[1][0], item[0]))
     return counted[0][1][1] if counted else None
 
@@ -538,7 +537,7 @@ def _fall(kind: str, run: str, points: Sequence[GroupPoint]) -> Measured:
 
 
 def _certain(moments: Moments) -> Moments:
-    """Return moments with the same mean and no variance. The bound that is computed from them equals the estimate."""
+    """Return moments with the same mean and no variance. Their bound equals the estimate."""
     return Moments(count=2, mean=moments.mean)
 
 

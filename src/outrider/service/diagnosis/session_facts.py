@@ -18,8 +18,7 @@ from outrider.timeline import Entry, EntryKind
 from outrider.trajectory import HEAD_CHANGES, FinishReason, JoinKind, Turn
 
 MOST_TOOLS = 100
-"""Maximum number of tools of a session whose results are counted separately. It is limited because a model may invent
-tool names."""
+"""Maximum number of tools of a session whose results are counted separately, because a model may invent tool names."""
 MOST_HEADS = 8
 """Maximum number of conversations of a session whose beginnings are compared."""
 MISSING = (126, 127)
@@ -147,8 +146,7 @@ class FactsReader:
         self._add_prompt(turn)
 
     def add_commands(self, entries: Iterable[Entry]) -> None:
-        """Add the commands in the session's timeline. If several entries have the same number, only the last one is
-        used."""
+        """Add the commands in the session's timeline. Of several entries with the same number, the last one is used."""
         facts = self.facts
         last = {entry.number: entry for entry in entries if entry.kind is EntryKind.COMMAND}
         for entry in last.values():

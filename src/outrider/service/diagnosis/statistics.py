@@ -60,8 +60,8 @@ class ClusterShare:
 
     @property
     def lower(self) -> float:
-        """Wilson's lower bound of the share, for the effective number of observations. It is 0 if there are fewer than
-        two units."""
+        """Wilson's lower bound of the share, for the effective number of observations. 0 if there are fewer than two
+        units."""
         if self.units < 2:
             return 0.0
         share = min(1.0, self.value)

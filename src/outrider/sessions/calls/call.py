@@ -98,8 +98,8 @@ class EngineCall(Protocol):
 
 
 def count_differences(sent: Ids, reported: list[int]) -> int:
-    """Return the number of positions at which two sequences of token ids differ. A difference in length is added to
-    this number."""
+    """Return the number of positions at which two sequences of token ids differ, plus the difference of their
+    lengths."""
     other = np.asarray(reported, dtype=np.int32)
     shared = min(len(sent), len(other))
     return int(np.count_nonzero(sent[:shared] != other[:shared])) + abs(len(sent) - len(other))

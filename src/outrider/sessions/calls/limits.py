@@ -34,8 +34,7 @@ MAX_IN_SESSION = 64 << 20
 MAX_IN_ALL = 256 << 20
 """Maximum total size in bytes of the bodies above LARGE, over the unfinished calls of all sessions."""
 LARGE = 1 << 20
-"""A body of at most this many bytes is parsed without counting its JSON values first, because parsing takes 25 ms at
-most."""
+"""A body of at most this many bytes is parsed without counting its JSON values, because parsing takes at most 25 ms."""
 BODY_SECONDS = 120.0
 """Seconds within which a body must arrive. Agents need far less, because they run on the same machine."""
 
@@ -43,16 +42,15 @@ BYTES_PER_TOKEN = 64
 """A body with more bytes than this per token of the model's context counts as too long, because hardly any token is
 longer."""
 FREE_SIZE = 1 << 20
-"""Bytes that every body may have in addition to BYTES_PER_TOKEN, because parts of a body do not appear in the
-prompt."""
+"""Bytes that every body may have in addition to BYTES_PER_TOKEN, because the prompt does not contain all of a body."""
 VALUES_PER_TOKEN = 4
 """Maximum number of JSON values in a body per token of the model's context. Every message, tool, part or field in the
 prompt takes a token or more."""
 FREE_VALUES = 4096
-"""JSON values that every body may have in addition to VALUES_PER_TOKEN, because some values do not appear in the
-prompt."""
+"""JSON values that every body may have in addition to VALUES_PER_TOKEN, because the prompt does not contain all
+values."""
 MAX_VALUES = 1 << 17
-"""Maximum number of JSON values in any body. Decoding this many values takes 15 ms, during which all other threads are
+"""Maximum number of JSON values in any body. Decoding this many takes 15 ms, during which all other threads are
 blocked."""
 MAX_TOOLS = 4096
 """Maximum number of tools in a request. Model providers allow 128. A chat template takes 0.1 ms per tool."""
@@ -120,8 +118,8 @@ class Bodies:
 
 
 class Body:
-    """The request body of one call. The call runs inside `with Body(bodies) as body:`, and the body's bytes count until
-    this block ends."""
+    """The request body of one call. The call runs inside `with Body(bodies) as body:`, and its bytes count until the
+    block ends."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
@@ -235,8 +233,8 @@ class BodyCapacity(msgspec.Struct, frozen=True):
         raise TooLarge(f"the request body has more than {self.size} bytes of text")
 
     def check_numbers(self, messages: int, tools: int) -> None:
-        """Raise ContextOverflow if there are more messages than tokens in the context. Raise RequestError if there are
-        more than MAX_TOOLS tools."""
+        """Raise ContextOverflow for more messages than tokens in the context, and RequestError for more than MAX_TOOLS
+        tools."""
         if tools > MAX_TOOLS:
             raise RequestError(f"{tools} tools are too many: at most {MAX_TOOLS} are taken", field="tools")
         if self.context is not None and messages > self.context:
@@ -257,8 +255,8 @@ class BodyCapacity(msgspec.Struct, frozen=True):
         if escapes > MAX_ESCAPES:
             raise TooLarge(f"the request body has more than {MAX_ESCAPES} escaped characters")
         self.check_size(len(body), files.size)
-        # `separators` also counts separators inside strings. If even this number is within the limit, the slow exact
-        # count is not needed.
+        # `separators` includes separators inside strings. If even this number is within the limit, the slow exact count
+        # is not needed.
         if separators > self.values and (values := (yield from count_values(body))) > self.values:
             raise self._overflow(values // VALUES_PER_TOKEN)
 

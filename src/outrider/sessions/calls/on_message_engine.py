@@ -179,8 +179,7 @@ class MessageCall:
         )
 
     def abort(self) -> Turn | None:
-        """Return None, because an engine reports no ids for a generation that was cut off. So nothing can be
-        recorded."""
+        """Return None. Nothing can be recorded, because an engine reports no ids for a generation that was cut off."""
         return None
 
     def completion(self) -> Completion:

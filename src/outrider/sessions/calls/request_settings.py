@@ -28,8 +28,8 @@ from outrider.trajectory import FinishReason, TokenMode
 T = TypeVar("T")
 
 MAX_SEED = (1 << 31) - 1
-"""The largest seed. It has 31 bits, because every engine accepts such seeds: llama.cpp uses unsigned 32-bit seeds, vLLM
-signed 64-bit seeds."""
+"""The largest seed, of 31 bits, which every engine accepts: llama.cpp uses unsigned 32-bit seeds, vLLM signed 64-bit
+seeds."""
 
 UNNAMED_TOKENS = 32_768
 """Maximum number of sampled tokens of a call if neither its request nor the task sets one and the model's context
@@ -73,8 +73,7 @@ def sampling_for(
 
 
 def first_of(task: T | None, asked: T | None, otherwise: T) -> T:
-    """Return the task's value, or the client's value (`asked`) if the task sets no value, or else the default
-    (`otherwise`)."""
+    """Return the task's value, or else the client's value (`asked`), or else the default (`otherwise`)."""
     if task is not None:
         return task
     return otherwise if asked is None else asked
