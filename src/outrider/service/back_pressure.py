@@ -5,8 +5,8 @@ A group of any size is accepted if one of these conditions holds:
 - The queue is shorter than the limit.
 - The queue is shorter than twice the limit, and the group's run has fewer queued sessions than its share, which is the
   limit divided by the number of runs. So one run cannot block all others.
-- The queue is shorter than three times the limit, and the group's tenant has fewer than its share. So one tenant cannot
-  block the others with many runs.
+- The queue is shorter than three times the limit, and the group's tenant has fewer queued sessions than its share. So
+  one tenant cannot block the others with many runs.
 
 The sessions of a run are in one bucket of the queue (see `store/queue.py`).
 """
@@ -44,8 +44,7 @@ class BackPressure:
         self._length: QueueLength | None = None
         self._counted_at = -math.inf
         self._added = 0
-        """Number of sessions accepted since the last count. Sessions that left the queue since then are not
-        subtracted."""
+        """Number of sessions accepted since the last count. It is not reduced when sessions leave the queue."""
         self._ends: deque[float] = deque(maxlen=10_000)
         self._counting = asyncio.Lock()
 

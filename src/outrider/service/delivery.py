@@ -106,12 +106,12 @@ class Deliverer:
         self._pauses = pauses
         self._patience = patience
         self._http: aiohttp.ClientSession | None = None
-        """The HTTP session, open from the first delivery on."""
+        """The HTTP session. It is opened before the first delivery."""
         self._work = asyncio.Event()
         self._under_way: dict[str, str] = {}
-        """Receivers of the pushes under way, by group id."""
+        """The receiver of each running request, by group id."""
         self._failing: dict[str, None] = {}
-        """Receivers whose last push failed, the latest failure last."""
+        """Receivers whose last request failed. The latest failure is the last entry."""
         self._translators: dict[str, Translate] = {}
 
     def translate(self, system: str, translate: Translate) -> None:

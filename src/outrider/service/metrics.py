@@ -263,7 +263,7 @@ class ServiceMetrics:
     def __init__(self, sources: MetricSources) -> None:
         self._sources = sources
         self._left = NodeCounts()
-        """The counts of nodes that have left."""
+        """The counts of nodes that have left the service."""
 
     def note_departure(self, node: Node) -> None:
         """Keep the counts of a node that leaves, because counters must never decrease."""

@@ -137,7 +137,8 @@ class ServiceCounts:
         self._versions: OrderedDict[str, _Versions] = OrderedDict()
         self._groups: OrderedDict[str, _GroupProgress] = OrderedDict()
         self._prompts: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
-        """The first session of each group and this session's first prompt, by `_siblings`."""
+        """For each group, its first session and this session's first prompt. The key is the group's part of a
+        session id (`_siblings`)."""
         self._prompt_bytes = 0
 
     def note_turn(self, added: AddedTurn) -> None:

@@ -73,11 +73,11 @@ class NodePlacement:
         for node in nodes:
             self.add(node)
         self._gone: set[Quantities] = set()
-        """Total resources of each node that was removed."""
+        """Total resources of each node that has left."""
         self._began = time.monotonic()
         self._evaluation_share = evaluation_share
         self._reserved = 0
-        """Number of sessions placed in the share of evaluations."""
+        """Number of placed sessions that use the share of evaluations."""
 
     def add(self, node: Node) -> None:
         """Add a node. It replaces a node with the same name."""

@@ -63,7 +63,7 @@ class Retention:
         self._artifacts = artifacts
         self._settings = settings
         self._turn = asyncio.Lock()
-        """Held while groups are removed, so that only one caller at a time removes groups."""
+        """Held while groups are removed, so that only one caller removes groups at a time."""
 
     async def run(self) -> None:
         """Complete the deletions of an earlier service process. Then enforce the limits in the settings until
@@ -175,7 +175,8 @@ def removed_run(session_id: str) -> NotFound:
 
 def _batch(candidates: list[Candidate], before: float, excess: float, sessions: int) -> list[Candidate]:
     """Return the groups to remove next, from the beginning of `candidates`. A group is removed if it finished before
-    the time `before`, or to free `excess` bytes. The batch ends at about `sessions` sessions."""
+    the time `before`, or if some of the `excess` bytes are not freed yet. The batch ends at about `sessions`
+    sessions."""
     batch: list[Candidate] = []
     for candidate in candidates:
         if (candidate.finished >= before and excess <= 0) or sessions <= 0:

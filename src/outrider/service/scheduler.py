@@ -125,12 +125,12 @@ class Scheduler:
         self.places = NodePlacement(nodes, evaluation_share=evaluation_share)
         self._external = external
         self._open_external: set[str] = set()
-        """Ids of the external sessions under way."""
+        """Ids of the running external sessions."""
         self._on_done = on_done
         self.sessions_done = Feed[SessionEnd]()
-        """Publishes when a session is done."""
+        """Publishes a SessionEnd when a session is done."""
         self.attempts_failed = Feed[ErrorRecord]()
-        """Publishes the error of an attempt after which the session is queued again."""
+        """Publishes the error of a failed attempt whose session was put back into the queue."""
         self._policy_version = policy_version
         self._pauses = pauses
         self._work = asyncio.Event()
@@ -141,9 +141,9 @@ class Scheduler:
         """True once `run_dry` was called."""
         self._placements: dict[str, _RunningAttempt] = {}
         self._under_way: Counter[str] = Counter()
-        """Attempts under way, by bucket."""
+        """Number of running attempts of each bucket of the queue."""
         self._specs: dict[str, StoredGroupSpec] = {}
-        """Parsed groups by id: all sessions of a group share one spec."""
+        """Parsed specs of groups by group id, because all sessions of a group need the same spec."""
 
     async def run(self) -> None:
         """Place sessions until cancelled. Attempts that are running then go back into the queue when the next service
@@ -166,7 +166,7 @@ class Scheduler:
 
     async def _place(self, chores: Chores) -> None:
         """Place the queued sessions, then wait until more sessions may be ready to start."""
-        self._work.clear()  # before the queue is read, so that a `wake` during the read ends the wait below
+        self._work.clear()  # cleared before the queue is read, so that a `wake` during the read ends the wait below
         due = await retry_store(lambda: self._place_all(chores), self._failures)
         wait = LOOK_SECONDS if due is None else min(LOOK_SECONDS, max(0.0, due - time.time()))
         await wait_for_event(self._work, wait)

@@ -143,8 +143,8 @@ class Service:
         self.failures = failures = failures or Failures()
         self._checks = SubmissionChecks(host)
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Locks by tenant. Only one request of a tenant is parsed or checked at a time, because all tenants share the
-        threads that do this work, and a large request occupies a thread for a while."""
+        """One lock for each tenant. Only one request of a tenant is parsed or checked at a time, because all tenants
+        share the threads for this work, and a large request occupies a thread for a while."""
         self.store = store
         self.artifacts = artifacts
         self.tokens = TokenRegistry(store, config.token)
@@ -200,7 +200,7 @@ class Service:
         self.runs = Runs(store, index, submit=self.submit, end=self.scheduler.end, wake=self.scheduler.wake)
         self.scheduler.sessions_done.subscribe(lambda _: self._back_pressure.note_done())
         self.call_failures = CallFailures()
-        """The failed calls of the gateway in this process, without those of the sandboxes of its node."""
+        """The failed model calls of the gateway in this process, except calls from the sandboxes of its node."""
         self.counts = ServiceCounts(
             (*(dialect.name for dialect in DIALECTS), INPROCESS),
             has_engine=lambda name: name in pool or any(name in other for other in self._frozen.values()),

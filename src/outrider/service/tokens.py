@@ -45,10 +45,10 @@ class TokenRegistry:
         self._operator = None if operator is None else _digest(operator.encode())
         self._clock = clock
         self._calls: dict[asyncio.Task[object], str] = {}
-        """Token names of the calls under way, by asyncio task."""
+        """The token name of each running call, by the asyncio task of the call."""
         self._revoked: set[str] = set()
-        """Names of the tokens that this process has revoked. `call` refuses these tokens, because a call may be
-        authenticated just before the revocation and begin just after it."""
+        """Names of the tokens that this process has revoked. `call` refuses them, because a call may be
+        authenticated just before its token is revoked, and begin just after it."""
 
     async def required(self) -> bool:
         """Return True if callers need a token."""

@@ -226,11 +226,12 @@ class Conversation:
         self._open = True
         self._memories: dict[str, Memory] = {}
         self._grids: dict[str, Grid | str] = {}
-        """The grids of the session's images by digest, or why an image cannot be decoded."""
+        """The grid (size in patches) of each image of the session by the image's digest, or the reason why the image
+        cannot be decoded."""
         self._reading = asyncio.Lock()
         self._not_begun: dict[object, tuple[float, float]] = {}
-        """For each call whose request is still being received or read, the result of `_waited` at the beginning of the
-        call."""
+        """The calls whose request is still being received or read. The value is the result of `_waited` at the
+        beginning of the call."""
 
     async def resume(self, turns: Sequence[Turn], failed: Sequence[FailedCall]) -> None:
         """Continue the conversation of an earlier attempt. Call this before the first call. `turns` are the earlier
@@ -478,7 +479,7 @@ class Conversation:
 
     def _end_at_limit(self) -> None:
         """Call `on_limit` if a call was refused and every later call would be refused, too. This is decided only while
-        no call is running, because a running call may fail and give its turn back."""
+        no call is running, because a running call that fails may not use up its turn."""
         used_up = self.turns >= self._limits.turns or not self._allowance.unsampled
         if used_up and self._open and self.limit is not None:
             on_limit, self._on_limit = self._on_limit, None

@@ -143,8 +143,8 @@ class ExternalSessions:
         self._live: dict[str, _LiveSession] = {}
         self._begun = Broadcast()
         self.timelines = Timelines(store)
-        """The timelines of the sessions. The owner stores them from time to time; the end of the block stores the last
-        entries."""
+        """The timelines of the sessions. The owner of this object stores them periodically. The last entries are
+        stored at the end of the `async with` block."""
         self._held = AsyncExitStack()
         self._watchdog: Watchdog
 

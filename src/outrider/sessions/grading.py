@@ -130,10 +130,10 @@ class Grading:
         self._lanes = lanes
         self._resources = resources
         self._agents = Origin(attempt.task.runtime, RUNTIME, mounts)
-        """The origin of the agent's sandbox."""
+        """What the agent's sandbox is made from."""
         own = attempt.task.evaluator.runtime
         self._graders = self._agents if own is None else Origin(own, f"{field}.runtime", ())
-        """The origin of sandboxes for grading."""
+        """What the sandboxes for grading are made from."""
         self._goes_on = goes_on
         self._stopwatch = stopwatch
         self._timeline = timeline
@@ -143,25 +143,24 @@ class Grading:
         self._carry = attempt.task.evaluator.carry
         workdir = self._task.runtime.workdir
         self._repository = place_of(self._carry, workdir) if isinstance(self._carry, DiffSpec) else ""
-        """Path in the sandbox of the repository whose changes are carried. Empty if the task carries no diff."""
+        """Path in the sandbox of the repository whose changes are carried, or "" if the task carries no diff."""
         self._folder = sandboxes.host.folder / f"{attempt.name}-graded"
         self._archive = self._folder / "carried"
         self._layer: Path | None = None
         self._paths = [posixpath.join(workdir, path) for path in self._carry] if isinstance(self._carry, list) else []
-        """The paths in the archive. They are absolute, because the evaluator's own runtime may have another working
-        directory."""
+        """The paths in the archive of carried files. They are absolute, because the evaluator's runtime may have
+        another working directory."""
         self._patch: bytes | None = None
-        """The agent's changes to a carried repository. The first sandbox for grading makes the patch, unless the agent
-        has changed nothing."""
+        """The agent's changes to a carried repository. The patch is made in the first sandbox for grading, unless
+        the agent has changed nothing."""
         self._decided: Verdict | None = None
-        """The verdict on an agent that has changed nothing, if the evaluator needs no sandbox for the verdict."""
+        """The verdict on an agent that has changed nothing, if the evaluator needs no sandbox for it."""
         self._second_share: Slot | None = None
-        """The resources of a sandbox that is started beside the agent's. They are released once the agent's sandbox
-        has stopped, because the session's own resources then suffice."""
+        """The resources of a sandbox for grading that starts while the agent's sandbox runs. They are released when
+        the agent's sandbox has stopped, because the session's own resources then suffice."""
         self._ahead: GraderSandbox | None = None
         self._gpus: tuple[str, ...] = ()
-        """The session's GPUs, set once the agent's sandbox has stopped. Later sandboxes use these GPUs one after
-        another."""
+        """The session's GPUs, set when the agent's sandbox has stopped. Later sandboxes use them one after another."""
         self._numbers = numbers
         self._records = records
         self._doors: list[Door] = []
@@ -209,7 +208,7 @@ class Grading:
         """
         verdict: Verdict | None = None
         place = self._agents
-        """The origin of the sandbox in which the failure occurs."""
+        """What the sandbox in which a failure occurs was made from."""
         try:
             if self._carry is not None:
                 await self._decide_unchanged(sandbox.runtime, outcome)
@@ -274,8 +273,8 @@ class Grading:
             return Grade(verdict=await self._confirm_excess(error, outcome, self._graders), excess=True)
 
     async def _decide_unchanged(self, runtime: Runtime, outcome: Outcome) -> None:
-        """Set the verdict and the empty patch if the agent has changed nothing in the carried repository and the
-        evaluator needs no sandbox to grade that. The check needs the repository's git tree from an earlier grading
+        """Keep an empty patch and set the verdict, if the agent has changed nothing in the carried repository and the
+        evaluator needs no sandbox for this verdict. The check needs the repository's git tree from an earlier grading
         (`PatchBases`)."""
         host = self._sandboxes.host
         if not isinstance(self._carry, DiffSpec) or not isinstance(self._evaluator, DecidesEarly):
@@ -581,7 +580,7 @@ class GraderSandbox:
         self._timeline = timeline
         self._timelines = timelines
         self._noted = ExitStack()
-        """Ends the notes of the sandbox's commands."""
+        """Ends the recording of the sandbox's commands in the timeline."""
         self._task = owner.create_task(
             self._start(make, starts, line, seconds), name="start a sandbox for an evaluation"
         )

@@ -96,10 +96,11 @@ class LocalNode:
         self.failures = failures or Failures()
         """Failures of the background work."""
         self._background = Chores(self.failures)
-        """Sweeps, the check of the folder, and sandboxes for grading while they start."""
+        """Runs the periodic removal of leftovers, the check of the folder, and sandboxes for grading that are
+        starting."""
         self._models: dict[str, SessionModels] = {}
         self.call_failures = CallFailures()
-        """The failed calls of the node's own gateway."""
+        """The failed model calls of the node's own gateway."""
 
     async def __aenter__(self) -> Self:
         resolve("runtime", self._config.sandboxes.default_kind, field="sandboxes.default_kind")

@@ -74,11 +74,11 @@ class PrioritySemaphore:
         self.served = 0
         self.waited_seconds = 0.0
         self._most = None if share >= 1 else tuple(int(share * each) for each in capacity)
-        """The maximum amount of each kind for one owner; None without a limit."""
+        """The maximum quantity of each resource for one owner, or None without a limit."""
         self._owners: dict[str, _Owner] = {}
-        """Owners that hold an amount or wait for one."""
+        """Owners that hold something or wait for something."""
         self._urgent = _Owner(len(capacity))
-        """The line of all URGENT requests. An amount given to an URGENT request counts as taken by its owner."""
+        """The queue of all URGENT requests. What such a request takes still counts as taken by its owner."""
         self._order = count()
 
     @property

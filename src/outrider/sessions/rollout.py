@@ -146,7 +146,7 @@ class Rollout:
         self._node = node
         self._overdue = Overdue()
         self._queued: list[QueuesStarts] = []
-        """Runtimes whose starts another service may queue."""
+        """Runtimes on another service that may queue their start."""
         # local names, because the lambda must not refer to this rollout (see `on_limit` below)
         overdue, queued = self._overdue, self._queued
         self._stalled_seconds: Callable[[], float] = lambda: (
@@ -163,16 +163,16 @@ class Rollout:
         )
         self._grading_log = GradingLog()
         self._graded: AgentRun | None = None
-        """The agent's run, set once its grading begins."""
+        """The agent's run, set when its grading begins."""
         self._gpus: tuple[str, ...] = ()
         """Names of the GPUs set aside for the session."""
         self._gradings = count()
         self._grading_sandboxes = count()
         self._records: list[NetworkRecord] = []
-        """The records of the networks of the session's sandboxes."""
+        """The network records of the session's sandboxes."""
         self._steps = steps_of(attempt.task)
         self._step = self._steps[0]
-        """The current step, in the form of a task with one step."""
+        """The current step, as a task that has only this step."""
         self._verdicts: list[Verdict] = []
         """Verdicts on the steps before `_step`."""
         self.conversation = Conversation(

@@ -40,13 +40,13 @@ class Timelines:
         self._store = store
         self._running: set[Timeline] = set()
         self._ended: list[Timeline] = []
-        """Timelines of attempts that have ended, with entries to store."""
+        """Timelines of attempts that have ended, with entries that are not stored yet."""
         self._unstored: deque[TimelinePart] = deque()
-        """Parts that are not stored yet."""
+        """Parts of timelines that are not stored yet."""
         self._storing = asyncio.Lock()
-        """Held while entries are stored, so that only one caller of `store` at a time stores them."""
+        """Held while entries are stored, so that only one caller stores them at a time."""
         self._sandboxes: dict[Runtime, SandboxTimeline] = {}
-        """The sandboxes that list their processes."""
+        """The timelines of the sandboxes whose runtime can list processes."""
 
     @contextmanager
     def keeping(self, timeline: Timeline) -> Iterator[None]:
@@ -135,11 +135,11 @@ class SandboxTimeline:
         self._runtime = runtime
         self._use = use
         self._commands: dict[int, int] = {}
-        """The entries of running commands, by the numbers of the commands."""
+        """For each running command, the number of its timeline entry, by the command's number."""
         self._processes: dict[int, int] = {}
-        """The entries of living processes, by their ids."""
+        """For each living process, the number of its timeline entry, by the process id."""
         self._network: dict[tuple[str, str], tuple[int, ServerUse]] = {}
-        """The entries of used servers, by phase and server, with the newest state."""
+        """For each phase and server, the number of its timeline entry, and the newest state of its use."""
 
     def note_command(self, command: CommandRun) -> None:
         if command.end is None:

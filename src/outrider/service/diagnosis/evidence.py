@@ -168,7 +168,7 @@ class RunEvidence:
         self.sessions = 0
         self.not_done = 0
         self.counted = 0
-        """Sessions that ended by themselves (not `OUTSIDE`)."""
+        """Number of sessions that ended by themselves (their stop reason is not in `OUTSIDE`)."""
         self.errors = NamedTallies()
         self.cut_short = NamedTallies()
         self.out_of_time = NamedTallies()
@@ -346,8 +346,8 @@ class _GroupUnderWay:
         self._tokens = Moments()
         self._tests = Moments()
         self._best: dict[str, tuple[float, float, str]] = {}
-        """The best session by kind ("tests" or "tokens"): its negative reward, its number of tests or tokens, its id.
-        The best session has the highest reward and, among equal rewards, the lowest number."""
+        """The best session for each of "tests" and "tokens", as (negative reward, number of tests or tokens, id). It
+        has the highest reward and, among equal rewards, the lowest number."""
 
     def add(self, result: SessionResult) -> None:
         if result.turns and len(self.sampled.sessions) < SAMPLED_SESSIONS:

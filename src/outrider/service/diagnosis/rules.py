@@ -70,8 +70,8 @@ Measure = Callable[[RunEvidence], Iterable[Measured]]
 
 
 class RunRule(msgspec.Struct, frozen=True, kw_only=True):
-    """A rule. It finds a problem if the bound of the measurement (`MEASURES`) is above `threshold`, there are at least
-    `least` units, and the second number of the measurement is above `given`.
+    """A rule. It finds a problem if the measurement (`MEASURES`) has a bound above `threshold`, a `given` above the
+    rule's `given`, and at least `least` units.
 
     looks_at: describes the measurement.
     finding: the message for people, with placeholders for the fields of Measured.

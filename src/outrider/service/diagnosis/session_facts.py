@@ -109,10 +109,10 @@ class FactsReader:
     def __init__(self, session_id: str) -> None:
         self.facts = SessionFacts(session_id=session_id)
         self._called: dict[str, str] = {}
-        """Names of tools by the ids of calls that have no result yet."""
+        """For each tool call without a result so far, the tool's name by the id of the call."""
         self._answered: set[str] = set()
         self._lengths: dict[int, int] = {}
-        """The length of each turn's prompt and reply, by the turn's index."""
+        """The number of prompt and reply tokens of each turn, by the turn's index."""
         self._roots: dict[int, int] = {}
         self._systems: dict[int, str] = {}
         """The system prompt of each conversation, by the index of its first turn."""

@@ -45,8 +45,8 @@ class ClusterShare:
         self._whole_squares += whole * whole
 
     def padded(self, units: int) -> ClusterShare:
-        """Return a copy with at least `units` units. An added unit has part 0 and whole 1, for a session in which the
-        counted event did not occur."""
+        """Return a copy with at least `units` units. An added unit has part 0 and whole 1. It stands for a session in
+        which the counted event did not occur."""
         more = max(0, units - self.units)
         copy = ClusterShare()
         copy.units, copy.part, copy.whole = self.units + more, self.part, self.whole + more

@@ -39,8 +39,8 @@ BODY_SECONDS = 120.0
 """Seconds within which a body must arrive. Agents need far less, because they run on the same machine."""
 
 BYTES_PER_TOKEN = 64
-"""A body with more bytes than this per token of the model's context counts as too long, because hardly any token is
-longer."""
+"""Maximum bytes of a body per token of the model's context. A larger body counts as too long, because hardly any token
+has more bytes."""
 FREE_SIZE = 1 << 20
 """Bytes that every body may have in addition to BYTES_PER_TOKEN, because the prompt does not contain all of a body."""
 VALUES_PER_TOKEN = 4
@@ -353,7 +353,7 @@ class Allowance:
         return taken
 
     def give_back(self, share: TokenShare) -> None:
-        """Return the unused tokens of a share when its call has ended."""
+        """Give back the unused tokens of a share, because its call has ended."""
         self._running -= 1
         self._free += share.promised
         self._returned.set()

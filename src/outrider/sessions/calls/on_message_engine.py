@@ -239,8 +239,8 @@ class CapturedTurns:
         self._openings: list[ConversationStart] = []
         self._replies: dict[tuple[bytes, bytes], dict[ConversationStart, int]] = {}
         self._paths: dict[tuple[bytes, bytes], int] | None = None
-        """The turns, by the digests of their tools and of their messages with the reply. None until the
-        first call of `known_ids`, because the digest of a long conversation takes milliseconds."""
+        """Indexes of turns by two digests: of the tools, and of the messages with the reply. None until the first
+        call of `known_ids`, because digesting a long conversation takes milliseconds."""
 
     def restore(self, turns: Sequence[Turn]) -> None:
         """Take over the stored turns of an earlier attempt, in the order of their index. An index may be missing,
