@@ -37,6 +37,6 @@ class Principal(NamedTuple):
 
 
 LOCAL = Principal("local", "admin", OPERATOR_TENANT)
-"""The caller of every request while the service has no token. Such a service listens on this machine only."""
+"""The caller of every request if the service has no token. Such a service listens on this machine only."""
 OPERATOR = Principal("operator", "admin", OPERATOR_TENANT)
 """The caller whose token is the one in the settings."""

@@ -103,8 +103,8 @@ def _chance(rewards: Sequence[float], *, k: int, passed: float) -> float | None:
 def _difference(
     rewards: tuple[Rewards, Rewards], common: Sequence[str], figure: Callable[[Sequence[float]], float | None]
 ) -> Estimate | None:
-    """Return how much `figure`, such as the mean reward, differs between two runs. Only tasks that both runs have are
-    compared, or all tasks if there are none."""
+    """Return how much `figure`, such as the mean reward, differs between two runs. Tasks that only one run has are
+    ignored, unless the runs have no task in common."""
     if common:
         pairs = [(figure(rewards[0][task]), figure(rewards[1][task])) for task in common]
         gains = [second - first for first, second in pairs if first is not None and second is not None]

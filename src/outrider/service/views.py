@@ -53,8 +53,8 @@ trained, and these turns never are."""
 SESSIONS_AT_ONCE = 16
 """Maximum number of sessions whose turns are in memory at once while training rows are built."""
 PAGE_BYTES = 8 << 20
-"""A page of results ends with the group with which it reaches this many bytes. The group stays on the page, because its
-size is known only after its rows are built, and the next page would build them again."""
+"""Size in bytes at which a page of results ends. The group that reaches it stays on the page, because its size is known
+only after its rows are built, and the next page would build them again."""
 
 
 class ViewReader:

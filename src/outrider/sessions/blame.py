@@ -366,7 +366,7 @@ RULES = (
 
 class Ruling(msgspec.Struct, frozen=True, kw_only=True):
     """The decision of one rule about an attempt. For `reason` and `cause`, see `BlameRule`. If `maybe_agent` is True,
-    the agent is to blame if the failure came from inside the sandbox."""
+    the agent is blamed for a failure that came from inside the sandbox."""
 
     rule: str
     blame: Blame

@@ -230,7 +230,7 @@ class Grading:
             facts = Facts(stage=Stage.GRADE, end=end_of(error), inside=error.inside, replied=model_replied)
             if decide(facts).blame is not Blame.AGENT:
                 raise
-            failure = failure or error  # an earlier failure is the cause of a later one
+            failure = failure or error  # a failure of the run is the cause of the grading's failure
         self._stopwatch.lap("eval")
         if failure is not None:
             await self._stop(sandbox)

@@ -33,8 +33,8 @@ INPROCESS = "inprocess"
 
 
 MOST_FAILURES = 64
-"""Maximum number of names in `FailureCounts`. Further names are counted as `other`, because clients could create any
-number of them by choosing paths."""
+"""Maximum number of names in `FailureCounts`. Further names are counted as `other`, because names contain paths, and
+clients could request any number of paths."""
 MAX_NAME = 100
 
 

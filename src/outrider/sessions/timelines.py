@@ -1,7 +1,8 @@
-"""The timelines of a node's attempts. This module adds the commands, processes and network connections of sandboxes.
+"""The timelines of a node's attempts. This module adds the commands, processes and network connections of sandboxes to
+the timelines, and stores them.
 
-A background task of the node stores the entries of all attempts once a second, so that no attempt waits for the store.
-Invariant: a failure in this module may lose timeline entries, but never ends an attempt.
+A background task of the node stores the entries once a second, so that no attempt waits for the store. Invariant: a
+failure in this module may lose timeline entries, but never ends an attempt.
 """
 
 from __future__ import annotations

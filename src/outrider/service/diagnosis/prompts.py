@@ -70,7 +70,7 @@ def system_of(messages: Sequence[Message]) -> str:
 
 def changed_line(before: str, after: str) -> ChangedLine | None:
     """Return the first line that differs between two versions of a prompt. Returns None if the texts are equal, or too
-    different to be such versions (`SIMILAR`)."""
+    different to be versions of one prompt (`SIMILAR`)."""
     if before == after:
         return None
     old, new = before.split("\n"), after.split("\n")

@@ -54,7 +54,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     units: the number of independent units.
     given: a second number, which is compared with the rule's `given`.
     subject: the name of what was measured, such as a tool.
-    numbers, sessions: evidence to show.
+    numbers, sessions: evidence for the finding.
     """
 
     bound: float
