@@ -115,9 +115,8 @@ class Service:
     For a `caller` who is not an admin, objects of other tenants do not exist: their ids raise NotFound, and lists leave
     them out (see docs/security.md).
 
-    `service/assembly.py` opens and closes the components that are passed to the service. `host` is shared by all checks
-    of tasks. `pauses` are the waits before a failed session is tried again. Failures of background work are recorded in
-    `failures`.
+    `service/assembly.py` opens and closes the components that are passed to the service. `pauses` are the waits before
+    a failed session is tried again. Failures of background work are recorded in `failures`.
     """
 
     def __init__(

@@ -113,7 +113,7 @@ class ArtifactCollector:
             listed = collection.listed()
             if task.artifacts or listed.artifacts or listed.left_out:
                 await self._store.keep_index(listed)
-        except Exception as error:  # a session must not fail because its artifacts cannot be kept
+        except Exception as error:  # must not fail the session
             log.warning("the artifacts of session %s attempt %d are not kept: %r", session_id, attempt, error)
         return collection.listed()
 
@@ -133,7 +133,7 @@ class ArtifactCollector:
                 kept = Artifact(path=name, size=size, sha256=digest)
                 listed = msgspec.structs.replace(listed, artifacts=(*listed.artifacts, kept))
             await self._store.keep_index(listed)
-        except Exception as error:  # a session must not fail because its artifacts cannot be kept
+        except Exception as error:  # must not fail the session
             log.warning("the carried files of session %s attempt %d are not kept: %r", session_id, attempt, error)
         return listed
 
@@ -156,7 +156,7 @@ class ArtifactCollector:
             kept = Artifact(path=name, size=len(data), sha256=digest)
             longer = msgspec.structs.replace(listed, artifacts=(*listed.artifacts, kept))
             await self._store.keep_index(longer)
-        except Exception as error:  # a session must not fail because its artifacts cannot be kept
+        except Exception as error:  # must not fail the session
             log.warning("%s of session %s attempt %d is not kept: %r", name, session_id, attempt, error)
             return listed
         return longer

@@ -436,7 +436,7 @@ class Grading:
         if ahead is not None:
             try:
                 await ahead.ready()
-            except RuntimeFailure as error:  # another sandbox is started below
+            except RuntimeFailure as error:
                 log.warning("%s: a sandbox for grading failed, and is started again: %s", self._attempt.name, error)
                 await shielded(ahead.close)
                 ahead = None

@@ -18,7 +18,8 @@ from outrider.timeline import Entry, EntryKind
 from outrider.trajectory import HEAD_CHANGES, FinishReason, JoinKind, Turn
 
 MOST_TOOLS = 100
-"""Maximum number of tools of a session whose results are counted separately, because a model may invent tool names."""
+"""Maximum number of tools of a session whose results are counted separately. A model may invent any number of tool
+names."""
 MOST_HEADS = 8
 """Maximum number of conversations of a session whose beginnings are compared."""
 MISSING = (126, 127)
