@@ -239,8 +239,7 @@ class Deliverer:
         )
 
     async def _push(self, delivery: Delivery, body: bytes) -> Failure | None:
-        """Send one request. Returns None after a 2xx reply, otherwise the failure. The body of the reply is not
-        read."""
+        """Send one request. Returns None after a 2xx reply, otherwise the failure. The reply's body is not read."""
         import aiohttp  # imported late: see `_session`
 
         assert self._http is not None  # opened before the first delivery

@@ -424,7 +424,7 @@ class Scheduler:
                 return await self._end_with_turns(session, placement.ending, task=task, under_way=True)
             await self._requeue_or_finish(placement, outcome)
             return outcome
-        except ServiceError:  # after a failure of the database, the caller repeats this call
+        except ServiceError:  # the database failed; the caller repeats this call
             raise
         except Exception as error:
             # A bug: the result cannot be stored. It must end only this session, not the service.

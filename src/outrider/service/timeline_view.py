@@ -99,8 +99,8 @@ def with_short_commands(view: TimelineView) -> TimelineView:
 
 
 def _read(parts: Iterable[bytes]) -> tuple[dict[int, Entry], dict[str, float], dict[str, int]]:
-    """Return three things: the entries by number, the times at which turns were stored, and the number of entries that
-    were left out, by kind."""
+    """Return the entries by number, the times at which turns were stored, and the number of entries left out, by
+    kind."""
     entries: dict[int, Entry] = {}
     stored: dict[str, float] = {}
     left_out: dict[str, int] = {}

@@ -194,7 +194,7 @@ def machine_capacity(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> ResourceA
     limit the process. A limit that cannot be read is ignored."""
     try:
         processors = len(os.sched_getaffinity(0))
-    except AttributeError:  # this function does not exist on macOS
+    except AttributeError:  # missing on macOS
         processors = os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     groups = by_controller(_text(proc / "self" / "cgroup"))
