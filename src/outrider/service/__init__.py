@@ -1,2 +1,2 @@
-"""Implements the service: admission, scheduling on nodes, results and delivery of groups. `api/` serves the service
-over HTTP."""
+"""The service: it admits groups of sessions, schedules them on nodes, and delivers the results. `api/` serves it over
+HTTP."""

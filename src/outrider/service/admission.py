@@ -1,8 +1,7 @@
-"""Parses the body of a request into a spec, and checks whether this machine can run a task.
+"""Parses request bodies into specs, and checks whether this machine can run a task.
 
-The checks look up everything that the task names, such as its runtime, but start nothing. Invariant: a group is stored
-only after it has passed the checks. A session can still fail for a reason that was checked, if it runs on another
-machine or this machine has changed since.
+The checks look up everything that a task names, such as its runtime, but start nothing. Invariant: a group is stored
+only after it has passed the checks.
 """
 
 from __future__ import annotations
@@ -73,36 +72,38 @@ S = TypeVar("S", bound=Spec)
 Location = tuple[int | str, ...]
 
 RUNTIME_METHODS = ("create", "available", "check_spec")
-"""Methods that an object must have to be accepted as a runtime."""
+"""Methods that a plugin must have to be accepted as a runtime."""
 
 MAX_DEPTH = 64
-"""Maximum nesting of objects and lists in a request. JSON decoders accept deeper values than encoders can write."""
+"""Maximum nesting of objects and lists in a request. JSON decoders accept deeper nesting than JSON encoders can
+write."""
 MAX_NAMES = 1024
-"""Maximum number of fields of a JSON object in a request, such as `env`. Objects in `options` and the rewards of a
-report may have more."""
+"""Maximum number of fields of a JSON object in a request, such as `env`. `options` and the rewards in a report may have
+more."""
 
 WRITABLE = ("/root", "/tmp", "/var/tmp", "/dev", "/proc", "/run")
-"""Folders of a sandbox to which programs write. A virtual environment must not be mounted over such a folder, because
-its mount is read-only."""
+"""Folders of a sandbox to which programs write. No virtual environment may be mounted over one, because the mount is
+read-only."""
 
 STEP_KINDS = frozenset({"Run", "Upload", "function-after[_decodable(), Write]"})
-"""The kinds of prepare step, as pydantic names them in an error's location. Pydantic tries every kind, and reports the
-errors of each."""
+"""The kinds of prepare steps, as pydantic names them in an error's location. Pydantic tries to read a step as each
+kind, and reports all errors."""
 NO_FIELDS = STEP_KINDS | {"[key]", "DiffSpec"}
-"""Parts of an error's location that are not field names."""
+"""Parts of a pydantic error's location that are not field names."""
 LIST_OF = "list["
-"""Prefix of parts such as `list[str]` in an error's location. Pydantic adds such a part where a field may be a list or
-a value of another type."""
+"""Prefix of parts such as `list[str]` in an error's location. Pydantic adds such a part if a field may be a list or
+another type."""
 RESOURCES = ("cpus", "memory_mb", "gpus")
-"""Resources of a node that are reserved for sessions."""
+"""The resources of a node that are set aside for sessions."""
 CHECK_SECONDS = 120.0
-"""Maximum seconds for the checks of a submission's evaluators."""
+"""Maximum total seconds for checking the evaluators of one submitted group."""
 
 
 def parse_body(kind: type[S], body: bytes) -> S:
-    """Parse the body of a request into a spec. The body is strict JSON (no NaN, no invalid UTF-8); an empty body stands
-    for `{}` if no field is required. Raises RequestError for a body that is not a JSON object, and InvalidField, with
-    the field's name, for an invalid value."""
+    """Parse a request body into a spec. The body must be strict JSON (no NaN, no invalid UTF-8). An empty body means
+    `{}` if the spec has no required field.
+
+    Raises RequestError if the body is not a JSON object, and InvalidField for an invalid value."""
     if not body and not any(field.is_required() for field in kind.model_fields.values()):
         body = b"{}"
     try:
@@ -115,17 +116,16 @@ def parse_body(kind: type[S], body: bytes) -> S:
 
 
 def validate_group(value: Mapping[str, Any]) -> GroupSpec:
-    """Return the group spec in a decoded JSON object. Raises InvalidField, with the field's name, for an invalid
-    value."""
+    """Convert a decoded JSON object to a group spec. Raises InvalidField with the field's name for an invalid value."""
     return _validated(GroupSpec, value)
 
 
 async def stored_group(store: Store, group_id: str) -> StoredGroupSpec:
-    """Return the spec of a stored group. Raises UnreadableTask if another version of Outrider stored the spec in a form
-    that this version cannot read, or if the key that encrypted the spec is missing."""
+    """Return the spec of a stored group. Raises UnreadableTask if this version of Outrider cannot read the spec of an
+    earlier one, or if the key that encrypted it is missing."""
     stored = await store.spec(group_id)
     try:
-        # The spec is validated in a thread, because the validation decodes the base64 of every file in the task.
+        # In a thread, because the validation decodes the base64 of every file in the task.
         return await asyncio.to_thread(StoredGroupSpec.model_validate_json, stored)
     except ValidationError as error:
         log.error("the task of group %s cannot be read: %s", group_id, error)
@@ -136,13 +136,13 @@ async def stored_group(store: Store, group_id: str) -> StoredGroupSpec:
 
 
 def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
-    # The nesting is checked first, one level at a time and without recursion, so that no value can overflow the stack.
+    # The nesting is checked first, level by level, because recursion into deep nesting could overflow the stack.
     level: list[tuple[Location, Any]] = [((), value)]
     for _ in range(MAX_DEPTH):
         below: list[tuple[Location, Any]] = []
         for path, outer in level:
             if isinstance(outer, Mapping):
-                # A report's `turns` and `rows` have one entry for each turn or row.
+                # `turns` and `rows` of a report may be large: they have an entry for each turn or row.
                 rewards = kind is ReportSpec and path in (("turns",), ("rows",))
                 if len(outer) > MAX_NAMES and "options" not in path and not rewards:
                     raise InvalidField(
@@ -158,11 +158,10 @@ def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
         return kind.model_validate(value)
     except ValidationError as error:
         errors = complaints(error)
-        # For an invalid prepare step, pydantic reports the errors of every kind of step that it has tried. The kind
-        # with the fewest errors is most likely the one that the caller meant.
+        # For an invalid prepare step, pydantic reports errors for every kind of step. The kind with the fewest errors
+        # is probably the one that the caller meant.
         counts = Counter(_step_kind_tried(details["loc"]) for details in errors)
-        # An unknown field is reported before a missing field, because the unknown name may be a misspelling of the
-        # missing one.
+        # An unknown field is reported rather than a missing one, because it may be a misspelling of the missing one.
         rank = {"extra_forbidden": 0, "missing": 2}
         chosen = min(
             errors, key=lambda details: (counts[_step_kind_tried(details["loc"])], rank.get(details["type"], 1))
@@ -178,15 +177,15 @@ def _shown(location: Location) -> str:
 
 
 def _step_kind_tried(location: Location) -> Location:
-    """Return the part of an error's location up to and including the kind of prepare step, or () if the location names
-    no kind."""
+    """Return the beginning of a pydantic error's location, up to the kind of prepare step. Returns () if the location
+    names no kind."""
     end = next((place for place, part in enumerate(location, start=1) if part in STEP_KINDS), 0)
     return location[:end]
 
 
 def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
-    """Raise InvalidField if the task's sandboxes need more resources than any node has in total. Does nothing while
-    there are no nodes."""
+    """Raise InvalidField if the task's sandboxes need more resources than any node has. Does nothing if there are no
+    nodes."""
 
     def fits(needs: ResourceAmount) -> bool:
         return any(needs.within(total_of(node.resources)) for node in nodes)
@@ -196,7 +195,7 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
         return
     graded = "" if not fits(agent) else ", with the sandboxes for grading,"
     short = [name for name in RESOURCES if getattr(needs, name) > max(getattr(node.resources, name) for node in nodes)]
-    # If each resource alone fits on some node, but no node has enough of all, the error names the memory.
+    # Each resource alone may fit on some node, while no node has enough of all. Then the error names the memory.
     name = short[0] if short else "memory_mb"
     have = " or ".join(dict.fromkeys(total_of(node.resources).in_words() for node in nodes))
     raise InvalidField(
@@ -207,8 +206,7 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
 
 
 class Bound(NamedTuple):
-    """A limit on a task. `asked` returns the number that the task requests, `most` is the maximum, and `field` is the
-    field that the error names."""
+    """A limit on a number in a task. `field` names the number, `asked` returns it, and `most` is its maximum."""
 
     field: str
     most: float
@@ -220,12 +218,12 @@ BOUNDS = (
     Bound("task.limits.session_seconds", 86_400, lambda task: task.limits.session_seconds),
     Bound("task.evaluator.seconds", 86_400, lambda task: sum(step.evaluator.seconds for step in steps_of(task))),
 )
-"""Maximum seconds for which a session may hold a slot of the lanes `init`, `run` and `eval`. No session is interrupted
-to make room for another tenant, so these bounds limit how long a tenant waits for its first slot."""
+"""Limits in seconds on how long a session may hold a slot of the lanes `init`, `run` and `eval`. No session is
+interrupted for another tenant, so these limits also bound a tenant's wait for its first slot."""
 
 
 def check_bounds(task: TaskSpec) -> None:
-    """Raise InvalidField if a task exceeds BOUNDS. The tasks of admins are not checked."""
+    """Raise InvalidField if a task exceeds one of the BOUNDS. The tasks of admins are not checked."""
     for bound in BOUNDS:
         if (asked := bound.asked(task)) > bound.most:
             raise InvalidField(
@@ -243,13 +241,13 @@ def check_group(
     here: bool = True,
     pull: Sequence[str] = (),
 ) -> list[Evaluator]:
-    """Check everything about a group that depends on this machine, and return the evaluators of the task's steps, for
-    `SubmissionChecks`. Blocks on the file system. Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
+    """Check everything about a group that depends on this machine. Returns the evaluators of the task's steps. Blocks
+    on the file system. Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
 
-    `paths` are the host's files that a task may name, and `endpoints` the external graders. If `here` is True, sessions
-    run on this machine, so its runtimes and harnesses are checked, too; other machines check their own when a session
-    starts there. An image whose reference begins with one of the prefixes `pull` need not be on this machine, because
-    it is pulled when a session needs it.
+    paths: the files of this machine that a task may name.
+    endpoints: the external graders.
+    here: True if sessions run on this machine. Then its runtimes and harnesses are also checked.
+    pull: prefixes of image references. An image with such a prefix is pulled when a session needs it.
     """
     task = spec.task
     runtimes = runtimes_of(task)
@@ -288,8 +286,8 @@ def check_group(
         _check_uploads(one.prepare, paths, field=f"{field}.prepare")
     for number, later in enumerate(task.then):
         _check_uploads(later.prepare, paths, field=f"task.then.{number}.prepare")
-    # Filling in placeholders may make a file huge: a short text can contain the placeholder of a long instruction many
-    # times.
+    # Replacing placeholders may make a file huge, because a short text can contain the placeholder of a long
+    # instruction many times.
     words = {f"option.{name}": str(value) for name, value in task.harness.options.items()}
     words["instruction"] = max((step.instruction for step in steps), key=len)
     for path, text in task.harness.files.items():
@@ -300,7 +298,7 @@ def check_group(
             )
     _check_venv(task, runtime, paths)
     if not here or (task.harness.elsewhere is not None and task.evaluator.kind == REPORTED):
-        return evaluators  # no session of the task has a sandbox on this machine
+        return evaluators  # the task needs no sandbox on this machine
     for kind, (one, field) in zip(kinds, runtimes, strict=True):
         with renamed_field(RUNTIME, field):
             if may_pull(one, kind, pull) and not has_image(one.image):
@@ -326,10 +324,10 @@ def _runtime_kind(name: str, *, field: str) -> RuntimeKind:
 
 
 class SubmissionChecks:
-    """Runs the slow checks of evaluators' specs, such as parsing a gold answer.
+    """Runs the slow checks of evaluator specs, such as parsing a gold answer.
 
-    The groups of a tenant are checked one at a time, so that one tenant does not occupy the whole machine. The checks
-    of a group may take `seconds` in all, including the wait for earlier groups.
+    One group of a tenant is checked at a time, so that no tenant can occupy the whole machine. The checks of a group
+    may take `seconds`, including the wait for earlier groups.
     """
 
     def __init__(self, host: Host, *, seconds: float = CHECK_SECONDS) -> None:
@@ -338,8 +336,7 @@ class SubmissionChecks:
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def check(self, evaluators: Sequence[Evaluator], tenant: str) -> None:
-        """Check the specs of the evaluators. Raises InvalidField for an invalid spec, and EvaluatorError if a check
-        cannot be completed."""
+        """Check the specs of the evaluators. Raises InvalidField, and EvaluatorError if a check cannot be completed."""
         if not any(isinstance(evaluator, ChecksSpec) for evaluator in evaluators):
             return
         try:
@@ -369,15 +366,15 @@ async def _check_evaluator(evaluator: Evaluator, host: Host) -> None:
 
 
 def _check_uploads(prepare: Sequence[PrepareStep], paths: HostPaths, *, field: str) -> None:
-    """Raise InvalidField unless every upload is a file or folder in the service's folder for tasks."""
+    """Raise InvalidField unless every file to be uploaded is in the service's folder for tasks."""
     for number, step in enumerate(prepare):
         if isinstance(step, Upload):
             paths.upload(step.upload, field=f"{field}.{number}.upload")
 
 
 def _check_paths(spec: RuntimeSpec, paths: HostPaths) -> None:
-    """Raise InvalidField unless every host path in the spec is allowed and exists. The name of an image is not a path,
-    and is not checked here."""
+    """Raise InvalidField unless every path in the spec is allowed and exists on this machine. Image names are not
+    checked here."""
     resolved = paths.resolved(spec)
     if resolved.rootfs is not None and not os.path.isdir(resolved.rootfs):
         raise InvalidField(f"{spec.rootfs!r} is not a folder on this node", field="task.runtime.rootfs")
@@ -389,8 +386,8 @@ def _check_paths(spec: RuntimeSpec, paths: HostPaths) -> None:
 
 
 def _check_venv(task: TaskSpec, runtime: RuntimeKind, paths: HostPaths) -> None:
-    """Raise InvalidField unless the task's virtual environment and all folders that it needs are allowed, and the
-    environment works in the sandbox."""
+    """Raise InvalidField unless the task's virtual environment and the folders that it needs are allowed and work in
+    the sandbox."""
     path, spec = task.harness.venv, task.runtime
     if path is None:
         return

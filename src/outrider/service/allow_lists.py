@@ -1,7 +1,7 @@
-"""Checks what a task names against the operator's settings: Python code, runtimes, images, networks and callback hosts.
-Also checks the addresses to which callbacks connect.
+"""Checks the Python code, runtimes, images, networks and callback hosts that a task names against the operator's
+settings. Also checks the addresses to which callbacks connect.
 
-Paths of the host are checked in admission.py. This module never imports the Python code that a task names.
+Host paths are checked in admission.py. This module never imports the Python code that a task names.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from outrider.spec import GroupSpec, RuntimeSpec, fields_of_step, runtimes_of, s
 
 
 class AllowLists:
-    """Checks groups and connections against the allow lists of the settings.
+    """Checks groups and connections against the operator's allow lists.
 
-    Callbacks are checked twice: the host name when a group is submitted, and the address when the connection is opened.
-    The second check is needed because the name may lead to another address by then.
+    A callback's host name is checked when the group is submitted. Its address is checked when the connection is opened,
+    because the name may lead to another address by then.
     """
 
     def __init__(self, config: Config) -> None:
@@ -37,7 +37,7 @@ class AllowLists:
         self._names = [place.lower() for place in places if "/" not in place]
 
     def check(self, spec: GroupSpec, caller: Principal) -> None:
-        """Raise InvalidField for any name in the group that the settings do not allow."""
+        """Raise InvalidField if the group names anything that the settings do not allow."""
         task = spec.task
         runtimes = runtimes_of(task)
         for runtime, field in runtimes:
@@ -57,7 +57,7 @@ class AllowLists:
             self.check_host(str(spec.callback_url))
 
     def check_runtime(self, runtime: RuntimeSpec, caller: Principal, *, field: str) -> None:
-        """Raise InvalidField for a kind of sandbox or an image that the caller may not use."""
+        """Raise InvalidField if the caller may not use the kind of sandbox or the image of `runtime`."""
         sandboxes, kind, image = self._config.sandboxes, runtime.sandbox_kind, runtime.image
         if not caller.may("admin") and kind not in sandboxes.runtimes:
             raise InvalidField(
@@ -75,12 +75,14 @@ class AllowLists:
             )
 
     def check_python(self, name: str | None, *, field: str) -> None:
-        """Raise InvalidField for a dotted path that plugins.allow does not cover. Call this before the import."""
+        """Raise InvalidField unless plugins.allow covers this dotted path to Python code. Call this before importing
+        the code."""
         if name is None or ":" not in name:
             return
         module, _, attribute = name.partition(":")
         for allowed in self._config.plugins.allow:
-            # A dotted attribute could reach another module: `os.system`, if the allowed module imports os.
+            # A dotted attribute could lead to another module, such as `allowed:os.system` if the module `allowed`
+            # imports os.
             within = "." not in attribute and (module == allowed or module.startswith(f"{allowed}."))
             if allowed in ("*", name) or within:
                 return
@@ -91,7 +93,7 @@ class AllowLists:
         )
 
     def check_host(self, url: str) -> None:
-        """Raise InvalidField if the host name or IP address of a callback is not allowed."""
+        """Raise InvalidField if callbacks may not use the host name or IP address in `url`."""
         host = (urlsplit(url).hostname or "").rstrip(".")
         try:
             address = plain(ip_address(host))
@@ -108,17 +110,19 @@ class AllowLists:
             )
 
     def socket(self, place: tuple[int, int, int, str, Sequence[Any]]) -> socket.socket:
-        """Return a socket for a callback's connection. `place` is an entry of `socket.getaddrinfo`. Raises OSError for
-        an address that callbacks may not use."""
+        """Create the socket for a callback's connection. `place` is an entry of `socket.getaddrinfo`. Raises OSError if
+        callbacks may not use its address."""
         family, kind, protocol, _, address = place
         if self._refused(plain(ip_address(address[0]))):
             raise OSError(f"callbacks may not go to {address[0]}: the operator's setting is callbacks.allow")
         return socket.socket(family, kind, protocol)
 
     def _refused(self, address: Address) -> bool:
-        """Return True for a sensitive address that the setting callbacks.allow does not list. These addresses are
-        sensitive: link-local and multicast addresses, cloud metadata services (which give credentials to any process on
-        this machine) and, if the service is public, this machine's own addresses."""
+        """Return True if an address is sensitive and callbacks.allow does not list it. Sensitive addresses are:
+
+        - link-local and multicast addresses
+        - cloud metadata services, which give credentials to any process on this machine
+        - this machine's own addresses, if the service is public"""
         return any(
             (one.is_link_local or one.is_multicast or one in METADATA or (self._config.public and is_own(one)))
             and not self._listed(one)

@@ -1,7 +1,7 @@
-"""Opens a service on this machine with all its parts, in the order of their dependencies.
+"""Creates a service on this machine with all its components, in the order of their dependencies.
 
-The store, engines and node of a service are chosen only here. Invariant: if a part fails to open, the parts that are
-already open are closed in reverse order.
+Only this module chooses the store, the engines and the node of a service. Invariant: if a component cannot be opened,
+those that are already open are closed in reverse order.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from outrider.store.run_index.index import RunIndex
 
 
 class Opened(NamedTuple):
-    """An open service, and the node that runs its sessions in this process. `node` is None if other processes run the
-    sessions."""
+    """A running service. `node` runs its sessions in this process; it is None if other processes run the sessions."""
 
     service: Service
     node: LocalNode | None
@@ -51,11 +50,11 @@ class Opened(NamedTuple):
 
 @asynccontextmanager
 async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> AsyncIterator[Opened]:
-    """Open a service. The settings decide whether sessions run on a node in this process, or on nodes in other
-    processes. `pauses` are the waits between a session's failed attempts.
+    """Open a service. The settings decide whether its sessions run on a node in this process or in other processes.
+    `pauses` are the waits before a failed session is tried again.
 
-    Raises InvalidField for settings that cannot work on this machine, and ServiceError if the data folder or the
-    database is in use or cannot be used.
+    Raises InvalidField for settings that cannot work on this machine. Raises ServiceError if the data folder or the
+    database cannot be used or is in use.
     """
     async with AsyncExitStack() as stack:
         failures = Failures()

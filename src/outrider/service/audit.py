@@ -1,7 +1,7 @@
-"""Writes the audit log: one JSON line for each call that may change data, with the caller, the time and the outcome.
+"""Writes the audit log: one JSON line with the caller, the time and the outcome of each call that may change data.
 
-The log is a file in the data folder and not a table, because log collectors can read a file, and the API cannot change
-a file. Invariants: the log has at most FILES files, each of at most FILE_BYTES plus one line. A failed write leaves no
+The log is a file in the data folder instead of a table, because log collectors can read files, and API clients cannot
+change them. Invariants: there are at most FILES files of at most FILE_BYTES plus one line; a failed write leaves no
 part of its line.
 """
 
@@ -25,13 +25,13 @@ FILES = 8
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of the log.
+    """One line of the audit log.
 
     at: seconds since the epoch.
     who, role: the name and role of the caller's token.
     place: the caller's address.
     call: the method and route.
-    ids: the ids in the request and of created objects.
+    ids: the ids in the request, and the ids of objects that it created.
     status: the HTTP status of the reply.
     """
 
@@ -45,8 +45,8 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AuditLog:
-    """Appends to `folder`/audit.jsonl. A full file becomes audit.1.jsonl, audit.1.jsonl becomes audit.2.jsonl, and so
-    on."""
+    """Appends lines to audit.jsonl in `folder`. A full file is renamed to audit.1.jsonl, an older audit.1.jsonl to
+    audit.2.jsonl, and so on."""
 
     def __init__(self, folder: Path, failures: Failures | None = None) -> None:
         self._failures = failures or Failures()
@@ -54,8 +54,8 @@ class AuditLog:
         self._one_at_a_time = asyncio.Lock()
 
     async def add(self, entry: AuditEntry) -> None:
-        """Write a line. If the disk or another resource of the machine is exhausted, the line goes to the service's log
-        instead and the error is not raised, because clients must still be able to cancel work."""
+        """Write a line. If a resource such as disk space is exhausted, the line goes to the service's log instead of
+        raising an error, because clients must still be able to cancel work."""
         async with self._one_at_a_time:
             try:
                 await asyncio.to_thread(self._write, msgspec.json.encode(entry) + b"\n")
@@ -72,7 +72,7 @@ class AuditLog:
         try:
             size = os.fstat(file).st_size
             try:
-                while line:  # an almost full disk may accept only a part of the line
+                while line:  # an almost full disk may accept only part of the line
                     line = line[os.write(file, line) :]
             except OSError:
                 os.ftruncate(file, size)

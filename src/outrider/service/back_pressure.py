@@ -1,14 +1,14 @@
-"""Refuses new groups while the queue is full, and computes when a client should try again.
+"""Refuses new groups while the queue is full, and computes when the client should try again.
 
-A group of any size is accepted in each of these cases. Its own sessions are not counted.
+A group of any size is accepted if one of these conditions holds:
 
-- The queue is shorter than the bound.
-- The queue is shorter than twice the bound, and the group's run has less than its share of the bound in the queue. So
-  one run cannot fill the queue for all others. The share is the bound divided by the number of runs.
-- The queue is shorter than three times the bound, and the group's tenant has less than its share. So one tenant cannot
-  fill the queue with many runs.
+- The queue is shorter than the limit.
+- The queue is shorter than twice the limit, and the group's run has fewer queued sessions than its share, which is the
+  limit divided by the number of runs. So one run cannot block all others.
+- The queue is shorter than three times the limit, and the group's tenant has fewer queued sessions than its share. So
+  one tenant cannot block the others with many runs.
 
-The sessions of one run are in one bucket of the queue (see `store/queue.py`).
+The sessions of a run are in one bucket of the queue (see `store/queue.py`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from outrider.store.rows import GroupRow, QueueLength
 from outrider.store.store import Store
 
 RATE_SECONDS = 60.0
-"""Seconds over which the rate of finished sessions is measured."""
+"""The rate of finished sessions is measured over this many seconds."""
 
 SHORTEST, LONGEST = 1.0, 60.0
-"""Minimum and maximum seconds of the header Retry-After in the reply to a refused client."""
+"""Minimum and maximum of the `Retry-After` header, in seconds, in the reply that refuses a group."""
 
 COUNT_SECONDS = 0.5
-"""Minimum seconds between two counts of a full queue, because a count takes 12 ms at 100,000 sessions."""
+"""Minimum seconds between two counts of a full queue. Counting 100,000 sessions takes 12 ms."""
 
 
 class BackPressure:
@@ -44,8 +44,7 @@ class BackPressure:
         self._length: QueueLength | None = None
         self._counted_at = -math.inf
         self._added = 0
-        """Number of sessions accepted since the last count. Sessions that left the queue since then are not
-        subtracted."""
+        """Number of sessions accepted since the last count. It is not reduced when sessions leave the queue."""
         self._ends: deque[float] = deque(maxlen=10_000)
         self._counting = asyncio.Lock()
 
@@ -53,8 +52,8 @@ class BackPressure:
         self._ends.append(self._clock())
 
     async def check(self, group: GroupRow) -> None:
-        """Count the group's sessions as queued, or raise QueueFull. A group whose idempotency key is already stored was
-        accepted earlier, so it is not refused."""
+        """Count the group's sessions as queued, or raise QueueFull. A group whose idempotency key is already stored is
+        accepted, because it was accepted before."""
         length = await self._count()
         waiting = length.sessions + self._added
         if waiting >= self._bound:
@@ -68,8 +67,8 @@ class BackPressure:
         async with self._counting:
             known = self._length
             fresh = self._clock() - self._counted_at < COUNT_SECONDS
-            # Sessions that were added since the last count may have started already. So the queue is counted again if
-            # it is full only because of them.
+            # Sessions that were added since the last count may have started already. If the queue seems full because of
+            # them, it is counted again.
             full = known is not None and known.sessions >= self._bound and fresh
             if known is None or (known.sessions + self._added >= self._bound and not full):
                 self._added, self._counted_at = 0, self._clock()

@@ -1,7 +1,6 @@
-"""Opens the store of a data folder.
+"""Opens the database of a data folder, without starting a service or a node.
 
-The module starts no service and no node. Invariant: while the store is open, the data folder is locked, so that no
-other service uses the folder.
+Invariant: while the database is open, the data folder is locked, so that no other service uses it.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from outrider.store.store import Store
 from outrider.store.task_key import KEY_FILE, KeyFile, given_key
 
 DATABASE = "outrider.sqlite3"
-"""The database's file in the data folder."""
+"""Name of the database file in the data folder."""
 
 
 @asynccontextmanager
 async def open_store(config: Config, failures: Failures | None = None) -> AsyncIterator[Store]:
-    """Open the store, and lock the data folder while the block runs. Raises ServiceError if another service uses the
-    data folder, and InvalidField if the data folder cannot be used."""
+    """Open the store, and keep the data folder locked while the block runs. Raises ServiceError if another service uses
+    the data folder, and InvalidField if the folder cannot be used."""
     try:
         config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # The kernel releases this lock however the process ends. A file with a process id would be left behind.
+        # A lock instead of a file with a process id, because the kernel releases a lock even if the process is killed.
         lock = os.open(config.data / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
         raise InvalidField(

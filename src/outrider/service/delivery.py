@@ -1,9 +1,12 @@
-"""Pushes finished groups from the outbox to their callback URLs, at least once.
+"""Sends finished groups to their callback URLs, at least once. The outbox, a table of the store, lists the groups to
+send.
 
-The body of a push is the reply to `GET /v1/groups/{id}`. If a client of another system submitted the group
-(`GroupRow.translator`), the body has the format of that system instead. The header `Idempotency-Key` is the group's id,
-so that a receiver recognises a repeated push. Invariant: a delivery leaves the outbox only after a 2xx reply, or when
-an admin discards the delivery. A delivery that is given up stays in the outbox as a dead letter.
+The request's body is the reply to `GET /v1/groups/{id}`. A group submitted through another system's API
+(`GroupRow.translator`) is sent in that system's format instead. The header `Idempotency-Key` is the group's id, so that
+receivers can recognize repeated requests.
+
+Invariant: a delivery leaves the outbox only after a 2xx reply, or when an admin discards it. A delivery that is given
+up stays there as a dead letter.
 """
 
 from __future__ import annotations
@@ -38,37 +41,38 @@ if TYPE_CHECKING:
 log = logging.getLogger("outrider.delivery")
 
 TRY_SECONDS = 30.0
-"""Maximum duration of one push in seconds."""
+"""Time limit of one request to a receiver, in seconds."""
 PAUSES = RetryPolicy(first=1.0, longest=600.0)
-"""Waits between the tries of a push. The outbox is read at least every `first` seconds."""
+"""Waits between the attempts of a delivery. The outbox is read at least every `first` seconds."""
 LONGEST_PAUSE = 3600.0
 """Maximum wait in seconds that a receiver can request with `Retry-After`."""
 MIN_TRIES = 10
-"""A push that the receiver refuses is given up after this many tries, which take about ten minutes: enough time to set
-up a receiver. After other failures, such as a timeout, the push must also have been due for PATIENCE seconds."""
+"""A delivery that the receiver refuses is given up after this many attempts, which take about ten minutes: enough to
+start a receiver. After other failures, such as a timeout, the delivery must also have been due for PATIENCE seconds."""
 PATIENCE = 3 * 86400.0
 MAX_PUSHES = 32
-"""Maximum number of pushes under way."""
+"""Maximum number of requests to receivers at once."""
 MAX_PUSHES_EACH = 8
-"""Maximum number of pushes under way to one receiver, so that a slow receiver does not delay others. After a failed
-push the receiver gets one push at a time, until a push succeeds."""
+"""Maximum number of requests to one receiver at once, so that a slow receiver does not delay others. After a failure,
+it is one until a request succeeds."""
 MAX_FAILING = 1000
-"""Maximum number of receivers remembered as failing. A forgotten receiver gets several pushes at a time again, until
-one of these pushes fails."""
+"""Maximum number of failing receivers that are remembered. A forgotten receiver may get several requests at once again,
+until one fails."""
 LOOK_AHEAD = 1000
 """Maximum number of outbox rows read at a time. It is much larger than MAX_PUSHES, because the first rows may all be
 for one slow receiver."""
 MAX_FAULT = 300
-"""Maximum length in characters of a stored failure description."""
+"""Maximum number of characters of a stored failure description."""
 Translate = Callable[[GroupRow], Awaitable[bytes]]
-"""A function that makes the body of a finished group's callback. Raises NotFound if the group was removed."""
+"""Type of a function that returns the callback body for a finished group. It raises NotFound if the group was
+removed."""
 NOT_REFUSED = frozenset({408, 425, 429})
-"""HTTP statuses below 500 that do not count as a refusal, because a later try may succeed."""
+"""HTTP statuses from 400 to 499 that do not count as a refusal, because a later attempt may succeed."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """The reason why a push failed. `refused` is True if another try is unlikely to succeed, for example because the
-    URL is wrong. `wait` is the pause in seconds that the receiver has requested before the next try."""
+    """Why a delivery attempt failed. `refused` is True if another attempt is unlikely to succeed, for example because
+    the URL is wrong. `wait` is the pause in seconds that the receiver requests."""
 
     fault: str
     refused: bool = False
@@ -76,9 +80,12 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Deliverer:
-    """Pushes finished groups. Run `run` in a task group, and call `wake` when a group is done. `allow_lists` restrict
-    the receivers. Pushes are signed if there is a `secret`. `pauses` are the waits between the tries of a push. A push
-    that is not refused is tried for at least `patience` seconds."""
+    """Sends finished groups to their receivers. Start `run` in a task group, and call `wake` when a group is done.
+
+    allow_lists: restrict the addresses of receivers.
+    secret: signs the requests if it is given.
+    pauses: the waits between the attempts of a delivery.
+    patience: a delivery that is not refused is attempted for at least this many seconds."""
 
     def __init__(
         self,
@@ -99,32 +106,31 @@ class Deliverer:
         self._pauses = pauses
         self._patience = patience
         self._http: aiohttp.ClientSession | None = None
-        """The HTTP session, open from the first delivery on."""
+        """The HTTP session. It is opened before the first delivery."""
         self._work = asyncio.Event()
         self._under_way: dict[str, str] = {}
-        """Receivers of the pushes under way, by group id."""
+        """The receiver of each running request, by group id."""
         self._failing: dict[str, None] = {}
-        """Receivers whose last push failed, the latest failure last."""
+        """Receivers whose last request failed. The latest failure is the last entry."""
         self._translators: dict[str, Translate] = {}
 
     def translate(self, system: str, translate: Translate) -> None:
-        """Use `translate` to make the callback bodies of groups that clients of another system, named `system`, have
-        submitted."""
+        """Use the function `translate` for the callback bodies of groups submitted through the API of `system`."""
         self._translators[system] = translate
 
     def wake(self) -> None:
         self._work.set()
 
     async def run(self) -> None:
-        """Push until cancelled."""
+        """Send deliveries until cancelled."""
         async with AsyncExitStack() as sessions, Chores(self._failures) as chores:
             await chores.begin("callbacks", partial(self._push_due, sessions, chores))
 
     async def _push_due(self, sessions: AsyncExitStack, chores: Chores) -> None:
-        """Start the pushes that are due, and wait until more pushes may be due. The exit stack `sessions` closes the
-        HTTP session."""
+        """Start the deliveries that are due, and wait until more may be due. The exit stack `sessions` closes the HTTP
+        session."""
         self._work.clear()
-        # A push that ends while the outbox is read may still be listed as due, but must not be sent again.
+        # A delivery that ends while the outbox is read may still be listed as due, but must not be sent again.
         busy = set(self._under_way)
         due = await retry_store(self._due, self._failures)
         if due and self._http is None:
@@ -132,28 +138,28 @@ class Deliverer:
         admitted = self._admit(delivery for delivery in due if delivery.group_id not in busy)
         for delivery in admitted:
             chores.create_task(self._deliver(delivery), name=f"deliver {delivery.group_id}", chore="a callback")
-        # If a whole page was read, the outbox may have more rows, for other receivers. So it is read again at once,
-        # unless no push could be started.
+        # After a full page, the outbox may have more rows for other receivers. It is then read again at once, unless no
+        # delivery could be started.
         if len(due) < LOOK_AHEAD or not admitted:
             await wait_for_event(self._work, self._pauses.first)
 
     async def _session(self) -> aiohttp.ClientSession:
-        # aiohttp is imported before the first push, because a service without callbacks does not need it, and its
-        # import takes a seventh of the processor time of a service's start. The import runs in a thread, so that it
-        # does not block the event loop.
+        # aiohttp is imported before the first delivery, because a service without callbacks does not need it, and the
+        # import takes a seventh of the processor time of a service's start. A thread keeps it from blocking the event
+        # loop.
         await asyncio.to_thread(import_module, "aiohttp")
         import aiohttp
 
         return aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=TRY_SECONDS),
-            # Cookies are not kept, because the cookies of one receiver must not reach another.
+            # Cookies are not kept, because one receiver's cookies must not be sent to another.
             cookie_jar=aiohttp.DummyCookieJar(),
             connector=aiohttp.TCPConnector(socket_factory=self._allow_lists.socket),
         )
 
     async def _due(self) -> list[Delivery]:
-        """Return the due deliveries, except deliveries to receivers that already have their maximum number of pushes
-        under way."""
+        """Return the deliveries that are due, except those to receivers that already get their maximum number of
+        requests."""
         now, pushes = time.time(), Counter(self._under_way.values())
         busy = [receiver for receiver, count in pushes.items() if count >= self._most(receiver)]
         latest = now + max(self._pauses.longest, LONGEST_PAUSE)
@@ -163,8 +169,7 @@ class Deliverer:
         return 1 if receiver in self._failing else MAX_PUSHES_EACH
 
     def _admit(self, due: Iterable[Delivery]) -> list[Delivery]:
-        """Select the deliveries to start now, within MAX_PUSHES and MAX_PUSHES_EACH, and record these deliveries as
-        under way."""
+        """Select the deliveries to start now, within MAX_PUSHES and MAX_PUSHES_EACH, and record them as running."""
         pushes = Counter(self._under_way.values())
         admitted = []
         for delivery in due:
@@ -178,20 +183,20 @@ class Deliverer:
         return admitted
 
     async def _deliver(self, delivery: Delivery) -> None:
-        """Try one delivery once, and record the outcome in the outbox."""
+        """Attempt a delivery once, and record the outcome in the outbox."""
         group_id = delivery.group_id
         try:
             try:
                 failure = await self._push(delivery, await self._body(group_id))
             except NotFound:
                 raise
-            except Exception as error:  # for example MemoryError for a large group: the push is tried again later
+            except Exception as error:  # for example MemoryError for a large group; a later attempt may succeed
                 failure = Failure(described(error)[:MAX_FAULT])
             if failure is None:
                 self._failing.pop(delivery.receiver, None)
                 await retry_store(lambda: self._store.delivered(group_id), self._failures)
             else:
-                if delivery.url:  # without a URL, the receiver was not tried
+                if delivery.url:  # without a URL no request was sent to the receiver
                     self._note_failed(delivery.receiver)
                 await self._put_off(delivery, failure)
         except NotFound as error:
@@ -221,8 +226,8 @@ class Deliverer:
 
     async def _put_off(self, delivery: Delivery, failure: Failure) -> None:
         group_id, tries, now = delivery.group_id, delivery.tries + 1, time.time()
-        # A push is given up only after enough tries and enough time. The time alone is not enough, because the clock
-        # may be set forward by days.
+        # A delivery is given up only after enough attempts and enough time. Time alone is not enough, because the clock
+        # may have been set forward by days.
         if tries >= MIN_TRIES and (failure.refused or now - delivery.since >= self._patience):
             log.error("callback of %s given up after %d tries: %s", group_id, tries, failure.fault)
             await retry_store(lambda: self._store.give_up_delivery(group_id, fault=failure.fault), self._failures)
@@ -234,8 +239,7 @@ class Deliverer:
         )
 
     async def _push(self, delivery: Delivery, body: bytes) -> Failure | None:
-        """Send one push. Returns None after a 2xx reply, and the failure otherwise. The body of the reply is not
-        read."""
+        """Send one request. Returns None after a 2xx reply, otherwise the failure. The reply's body is not read."""
         import aiohttp  # imported late: see `_session`
 
         assert self._http is not None  # opened before the first delivery
@@ -245,8 +249,8 @@ class Deliverer:
         if self._secret is not None:
             headers |= signed_headers(self._secret, delivery.group_id, body, now=time.time())
         try:
-            # A redirect is not followed: the POST would become a GET, and a reply to a GET does not prove that the
-            # group was received.
+            # A redirect is not followed. It turns the POST into a GET, and a reply to a GET does not prove that the
+            # receiver got the group.
             async with self._http.post(delivery.url, data=body, headers=headers, allow_redirects=False) as reply:
                 if 200 <= reply.status < 300:
                     return None
@@ -258,16 +262,15 @@ class Deliverer:
         except TimeoutError:
             return Failure(f"the receiver did not answer within {TRY_SECONDS:.0f} s")
         except (aiohttp.InvalidURL, ValueError):
-            # aiohttp raises one of these errors for an invalid URL. The error's text is left out, because it may
-            # contain a secret URL.
+            # aiohttp raises these errors for an invalid URL. Their text is left out, because it may contain a secret.
             return Failure("the callback URL cannot be used", refused=True)
         except (aiohttp.ClientError, OSError) as error:
             return Failure(storable((str(error) or type(error).__name__)[:MAX_FAULT]))
 
 
 def _wait_asked(header: str) -> float:
-    """Return the seconds to wait that a Retry-After header requests, at most LONGEST_PAUSE. The header has a number or
-    a date; any other value counts as 0."""
+    """Return the seconds to wait that a Retry-After header requests, at most LONGEST_PAUSE. A value that is neither a
+    number nor a date counts as 0."""
     try:
         seconds = float(header) if header.isdecimal() else parsedate_to_datetime(header).timestamp() - time.time()
     except (ValueError, OverflowError):

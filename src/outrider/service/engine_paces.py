@@ -1,7 +1,7 @@
 """Stores the usual speed of each engine (its pace, see `engines/pool/waits.py`), so that it is known after a restart.
 
-Without the stored paces, a service that starts while an engine is silent or slow would take this slowness as normal,
-and would blame agents for the engine's fault.
+Otherwise, a service that starts while an engine is slow would take this for the engine's usual speed, and would blame
+agents for the engine's failure.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("outrider.engine")
 
 LOOK_SECONDS = 1.0
-"""Seconds between two checks for new or changed paces."""
+"""Seconds between two checks for paces that are new or have changed."""
 
 
 async def remembered_paces(store: Store) -> dict[str, RememberedPace]:
-    """Return the paces that earlier services have stored, by engine name."""
+    """Return the paces that earlier service processes have stored, by engine name."""
     found = dict[str, RememberedPace]()
     for engine, pace in (await store.engine_paces()).items():
         try:
             found[engine] = msgspec.json.decode(pace, type=RememberedPace)
-        except msgspec.DecodeError:  # stored by another version: the pace is measured again
+        except msgspec.DecodeError:  # another version stored it; the pace will be measured again
             log.warning("the remembered pace of engine %s cannot be read", engine)
     return found
 
@@ -41,8 +41,8 @@ async def remembered_paces(store: Store) -> dict[str, RememberedPace]:
 async def remember_paces(
     store: Store, pools: Iterable[EnginePool], known: Mapping[str, RememberedPace], failures: Failures
 ) -> AsyncIterator[None]:
-    """Store new and changed paces of the pools' engines while the block runs. `known` are the paces that are stored
-    already."""
+    """While the block runs, store the paces of the pools' engines that are new or have changed. `known` are the paces
+    that are already stored."""
     kept = dict(known)
 
     async def keep() -> None:

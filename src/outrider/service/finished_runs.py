@@ -1,6 +1,6 @@
-"""Reads a finished run without a service, from the data folder of a service that has ended or from a file of samples.
+"""Shows a finished run without a service, from the data folder of a service that has ended, or from a file of samples.
 
-Nothing here changes a run. Invariant: a data folder shows what its service would show.
+Invariants: a run is never changed; for a data folder, this module shows what the service would show.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ GROUPS_AT_ONCE = 100
 
 
 class FinishedRun(Protocol):
-    """A run that can be looked at. Every method raises NotFound for an unknown id, and for data that the run does not
-    have: a file of samples has no timelines and no images."""
+    """A finished run that can be viewed. Every method raises NotFound for an unknown id, and for data that the run does
+    not contain, such as timelines in a file of samples."""
 
     async def groups(self, after: str | None) -> Sequence[GroupSummary]:
-        """Return up to GROUPS_AT_ONCE groups after the group `after`, newest first."""
+        """Return up to GROUPS_AT_ONCE groups, newest first. `after` is the last group of the previous page."""
         ...
 
     async def group(self, group_id: str) -> GroupView: ...
@@ -63,8 +63,8 @@ class FinishedRun(Protocol):
 
 @asynccontextmanager
 async def open_run(path: Path, tokenizer: Tokenizer | None) -> AsyncIterator[FinishedRun]:
-    """Open a data folder, or a JSONL file of samples. Without the policy's `tokenizer`, tokens are shown without their
-    texts. Raises InvalidField for any other path, and ServiceError for a data folder that a service uses."""
+    """Open a data folder, or a JSONL file of samples. Without the policy's `tokenizer`, tokens are shown as ids only.
+    Raises InvalidField for any other path, and ServiceError for a data folder that a service is using."""
     settings = await asyncio.to_thread(_settings, path)
     if settings is not None:
         async with open_store(settings) as store:
@@ -74,7 +74,7 @@ async def open_run(path: Path, tokenizer: Tokenizer | None) -> AsyncIterator[Fin
 
 
 def _settings(path: Path) -> Config | None:
-    """Return settings with which the store of a data folder can be opened, and None for a file."""
+    """Return settings with which the store of a data folder can be opened, or None if `path` is a file."""
     if not path.is_dir():
         return None
     if not (path / DATABASE).is_file():
@@ -83,14 +83,14 @@ def _settings(path: Path) -> Config | None:
             field="path",
             hint="name the --data folder of a service, the --keep folder of a demo, or a file of samples",
         )
-    # Only tasks and the entries of timelines are encrypted. If their key is missing, any key will do to read the rest.
+    # Only tasks and timeline entries are encrypted. If their key is missing, any key is enough to read everything else.
     has_key = (path / KEY_FILE).exists()
     key = None if has_key else base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode()
     return Config(data=path, task_key=key)
 
 
 class StoredRun:
-    """The run in the data folder of a service that has ended."""
+    """A run in the data folder of a service that has ended."""
 
     def __init__(self, store: Store, artifacts: ArtifactStore, tokenizer: Tokenizer | None) -> None:
         self._store = store
@@ -129,7 +129,7 @@ class StoredRun:
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """One row of the file, with only the fields that are needed when the file is first read."""
+    """One row of the file of samples, with only the fields that the index of the file needs."""
 
     group_id: str
     session_id: str
@@ -146,7 +146,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class _Sessions:
-    """The positions of one session's rows in the file, in bytes, and the data for the session's view."""
+    """The rows of one session: their positions in the file, in bytes, and what the session's view needs."""
 
     def __init__(self, line: _Line) -> None:
         self.first = line
@@ -164,12 +164,12 @@ class _Sessions:
 
 
 class SampleFileRun:
-    """The sessions of a JSONL file of samples, which `outrider export` or the demo has written. The file holds token
-    ids and no messages, so texts are decoded from the ids. Only the positions of the rows are kept in memory; a row is
-    read when it is needed."""
+    """A run in a JSONL file of samples that `outrider export` or the demo has written. The file has token ids and no
+    messages, so texts are decoded from the ids. A row is read when it is needed; only the positions of the rows are
+    kept in memory."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer | None) -> None:
-        """Read the file once. Raises InvalidField for a file that cannot be read, or whose rows are not samples."""
+        """Read the whole file once. Raises InvalidField if it cannot be read, or if its rows are not samples."""
         self._path = path
         self._tokenizer = tokenizer
         self._sessions: dict[str, _Sessions] = {}
@@ -256,7 +256,7 @@ class SampleFileRun:
             stop_reason=line.stop_reason,
             verdict=verdict,
             turns=len(known.sampled),
-            # Dropped turns are in no row, so `dropped` stays 0.
+            # `dropped` stays 0, because the file has no rows for dropped turns.
             tokens=TokenCounts(sampled=sampled, trained=known.trained, masked=max(0, sampled - known.trained)),
             samples=len(known.places),
             labels=line.labels,
@@ -307,8 +307,8 @@ class SampleFileRun:
 
 
 def _turns(rows: Sequence[JsonSample], tokenizer: Tokenizer | None) -> tuple[TurnView, ...]:
-    """Make the turns of a session from the session's rows. If several rows hold a turn, the turn is read from the row
-    that trains it."""
+    """Build the turns of a session from its rows. If several rows contain a turn, the row in which it is trained is
+    used."""
     found: dict[int, TurnView] = {}
     for row in rows:
         for place, index in enumerate(row.turns):

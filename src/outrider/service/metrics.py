@@ -1,8 +1,8 @@
 """The metrics of a service: their names (`FAMILIES`) and their current values (`ServiceMetrics.read`).
 
-Most values are read from the parts of the service at the time of the request. `metrics_counts.py` has the counters, and
-`metrics_text.py` writes the values as text. Invariants: `read` gives values of these families only; no client or agent
-chooses the value of a label, and a family has a bounded number of values.
+Most values are read from the service's components at the time of the request. `metrics_counts.py` keeps the counters,
+and `metrics_text.py` writes the values as text. Invariants: `read` returns only values of these families; no client or
+agent can choose a label value, and a family has a limited number of values.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ LANES = ("init", "ready", "run", "eval", "grading")
 RUNTIMES = (*BUILTINS["runtime"], OTHER)
 
 Labels = tuple[str, ...]
-"""The values of a metric's labels, in the order of the labels."""
+"""The values of a metric's labels, in the order in which the metric declares the labels."""
 
 
 class Family(NamedTuple):
-    """A metric: its name without `_total`, its kind, its meaning, and its labels. `bounds` are the upper bounds of a
-    histogram's buckets."""
+    """A metric: its name without `_total`, its kind, its description, and the names of its labels. `bounds` are the
+    bucket bounds of a histogram."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -229,7 +229,7 @@ FAMILIES = (
     Family("outrider_failing_chores", "gauge", "Background work that fails now (see GET /v1/status)."),
     Family("outrider_info", "gauge", "1; the label has the version of the service.", ("version",)),
 )
-"""All metrics, in the order of docs/metrics.md. Counters have the suffix `_total` in the text."""
+"""All metrics, in the order of docs/metrics.md. In the output, counters have the suffix `_total`."""
 
 
 class Value(NamedTuple):
@@ -242,9 +242,8 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSources:
-    """The parts of a service from which the metrics are read. `call_failures` counts the failed calls of the service's
-    own gateway. `engines`, `policy` and `failing` return the current status. `queue_limit` is the setting
-    queue.sessions."""
+    """The components of a service from which the metrics are read. `call_failures` counts the failed calls of the
+    service's own gateway. `engines`, `policy` and `failing` return the current status."""
 
     store: Store
     counts: ServiceCounts
@@ -258,16 +257,16 @@ class MetricSources:
 
 
 class ServiceMetrics:
-    """Reads the metrics of a service. Only MOST_NAMED nodes and engines have values of their own; all others share one
-    value, their sum."""
+    """Reads the metrics of a service. At most MOST_NAMED nodes and engines have their own values. All others are added
+    up."""
 
     def __init__(self, sources: MetricSources) -> None:
         self._sources = sources
         self._left = NodeCounts()
-        """The counts of nodes that have left."""
+        """The counts of nodes that have left the service."""
 
     def note_departure(self, node: Node) -> None:
-        """Keep the counts of a node that leaves, because counters must not decrease."""
+        """Keep the counts of a node that leaves, because counters must never decrease."""
         self._left = self._left.plus(node.counts())
 
     def totals(self) -> Totals:
@@ -282,7 +281,7 @@ class ServiceMetrics:
         )
 
     async def read(self) -> list[Value]:
-        """Return the present values. Raises ServiceError if the store fails."""
+        """Return the current values. Raises ServiceError if the store fails."""
         sources, store = self._sources, self._sources.store
         states = await store.counts()
         backlog = await store.backlog()
@@ -315,8 +314,8 @@ class ServiceMetrics:
             ("outrider_session_errors", counts.errors),
             ("outrider_failed_attempts", counts.failed_attempts),
         ):
-            # The count of every error code starts at 0, because Prometheus' `rate` and `increase` ignore the first
-            # value of a series.
+            # Every error code has a count from the beginning, even 0, because `rate` and `increase` of Prometheus
+            # ignore the first value of a series.
             zeros = {(boundary, code): 0 for code, boundary in known_codes().items()}
             for (boundary, code), number in (zeros | errors).items():
                 yield Value(family, (boundary.value, code), number)
@@ -360,7 +359,7 @@ class ServiceMetrics:
             for engine in statuses
             for value in _engine_values(engine, engine.name if engine.name in named else OTHER)
         )
-        # The counts of removed engines are added to the shared value (OTHER).
+        # The counts of engines that were removed are added to the value of OTHER.
         yield from _added_up(
             value
             for name, engine in counts.engines.items()
@@ -383,7 +382,7 @@ class ServiceMetrics:
 
     def _counted_by_nodes(self) -> Iterator[Value]:
         counts, codes, dialects = self._all_counts(), known_codes(), self._sources.counts.dialects
-        # A joined node may report any names, so unknown dialects, codes and runtimes are counted together.
+        # A node on another machine may report any names. So unknown dialects, codes and runtimes are counted together.
         failed: dict[Labels, int] = {(dialect, "engine_unavailable"): 0 for dialect in dialects}
         for dialect, of_dialect in counts.failed_calls.items():
             for code, number in of_dialect.items():
@@ -455,7 +454,7 @@ def _node_values(node: NodeStats, name: str) -> Iterator[Value]:
 
 
 def _added_up(values: Iterable[Value]) -> list[Value]:
-    """Add up the values with the same family and labels."""
+    """Add up the values that have the same family and labels."""
     found: dict[tuple[str, Labels], float] = {}
     for family, labels, value in values:
         assert not isinstance(value, Distribution)

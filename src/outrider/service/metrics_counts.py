@@ -1,8 +1,8 @@
-"""Counts of a service's model calls, sessions and groups since its start, for the metrics.
+"""Counts a service's model calls, sessions and groups since its start, for the metrics.
 
-Counting a call takes only a few additions (`note_turn`). Invariant: the memory is bounded. At most MOST_NAMED engines
-have counts of their own, and all other names come from fixed sets. MOST_REMEMBERED and PROMPT_BYTES bound the records
-of sessions and groups that have not ended; the oldest records are dropped first.
+Counting a call takes only a few additions. Invariant: the memory is limited. At most MOST_NAMED engines have their own
+counts, and all other names come from fixed sets. Records of unfinished sessions and groups are kept within
+MOST_REMEMBERED and PROMPT_BYTES; the oldest are dropped first.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 MOST_NAMED = 200
-"""Maximum number of engines, and of nodes, with a name of their own in the metrics. All others are counted together."""
+"""Maximum number of engines, and of nodes, with their own values in the metrics. All others are counted together."""
 MOST_REMEMBERED = 100_000
-"""Maximum number of unfinished sessions, and of unfinished groups, with a record."""
+"""Maximum number of unfinished sessions, and of unfinished groups, for which a record is kept."""
 PROMPT_BYTES = 32 << 20
-"""Maximum bytes of the first prompts that are kept. Each is compared with the prompts of the group's other sessions."""
+"""Maximum total bytes of the first prompts that are kept, one for each group, for comparison with the first prompts of
+its other sessions."""
 
 TURNS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
-"""Upper bounds of the buckets of turns per session."""
+"""Bucket bounds of the histogram of turns per session."""
 VERSIONS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Upper bounds of the buckets for the age of a session's oldest trained token, in policy versions."""
+"""Bucket bounds of the histogram of policy lag: how many versions old the oldest trained token of a session is."""
 
 
 class DialectCounts:
-    """The calls of one dialect: seconds until the end of the reply is stored, and until the first sampled token."""
+    """The calls of one dialect (request format): the seconds until the end of the reply is stored, and until the first
+    token is sampled."""
 
     __slots__ = ("first_token", "seconds")
 
@@ -49,8 +51,8 @@ class DialectCounts:
 
 
 class EngineCounts:
-    """The calls answered by one engine. `cached_tokens` counts the prompt tokens that were in the engine's prefix
-    cache. `reported_tokens` counts all prompt tokens of the calls for which the engine reported its cached tokens."""
+    """The calls that one engine has answered. `cached_tokens` counts prompt tokens from the engine's prefix cache.
+    `reported_tokens` counts all prompt tokens of those calls for which the engine reported its cached tokens."""
 
     __slots__ = ("cached_tokens", "calls", "prompt_tokens", "reported_tokens", "seconds")
 
@@ -63,7 +65,7 @@ class EngineCounts:
 
 
 class _Versions:
-    """The lowest and the highest policy version among the sampled tokens of a session's newest attempt."""
+    """The lowest and highest policy version among the sampled tokens of a session's newest attempt."""
 
     __slots__ = ("attempt", "high", "low")
 
@@ -73,8 +75,8 @@ class _Versions:
 
 
 class _GroupProgress:
-    """The done sessions of a group: their number, the number and range of their rewards, and the oldest policy version
-    of each session that has tokens to train on."""
+    """The finished sessions of a group: their number, the number and range of their rewards, and the oldest policy
+    version of each session that has tokens to train on."""
 
     __slots__ = ("done", "high", "low", "rewarded", "versions")
 
@@ -94,18 +96,19 @@ class _GroupProgress:
             self.versions.append(versions.low)
 
     def spread(self, n: int | None) -> str:
-        """Return the spread of the group's rewards: "zero" if all rewards are equal, otherwise "some". Returns
-        "unknown" if fewer than two of the group's `n` sessions have a reward, or if a session ended before the
-        service's start or has not ended."""
+        """Return the spread of the group's rewards: "zero" if all are equal, otherwise "some". Returns "unknown" if
+        fewer than two sessions have a reward, or if not all `n` sessions have ended since the service's start."""
         if self.rewarded < 2 or self.done != n:
             return "unknown"
         return "zero" if self.low == self.high else "some"
 
 
 class ServiceCounts:
-    """Counts the turns, attempts and sessions that the store and the scheduler publish. `dialects` are the names of the
-    dialects. `has_engine` returns True for the name of an engine of the service, and `policy_version` returns the
-    policy's current version."""
+    """Counts the turns, attempts and sessions that the store and the scheduler publish.
+
+    dialects: the names of the dialects (request formats).
+    has_engine: returns True for the name of an engine of the service.
+    policy_version: returns the policy's current version."""
 
     def __init__(
         self, dialects: Iterable[str], *, has_engine: Callable[[str], bool], policy_version: Callable[[], int]
@@ -134,7 +137,8 @@ class ServiceCounts:
         self._versions: OrderedDict[str, _Versions] = OrderedDict()
         self._groups: OrderedDict[str, _GroupProgress] = OrderedDict()
         self._prompts: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
-        """The first session of each group and this session's first prompt, by `_siblings`."""
+        """For each group, its first session and this session's first prompt. The key is the group's part of a
+        session id (`_siblings`)."""
         self._prompt_bytes = 0
 
     def note_turn(self, added: AddedTurn) -> None:
@@ -168,11 +172,11 @@ class ServiceCounts:
             self._note_first_prompt(added.session_id, turn)
 
     def note_failed_attempt(self, error: ErrorRecord) -> None:
-        """Count an attempt after which the session was queued again."""
+        """Count a failed attempt whose session was queued again."""
         self._note_error(self.failed_attempts, error)
 
     def note_session(self, end: SessionEnd) -> None:
-        """Count a session that is done. If its group is now done as well, also count the group."""
+        """Count a session that is done. If all sessions of its group are now done, also count the group."""
         result, session_id = end.result, end.session.id
         self.ended[result.stop_reason] += 1
         if result.error is not None:
@@ -181,7 +185,7 @@ class ServiceCounts:
             self.stage_seconds[stage] += getattr(result.seconds, stage)
         self.samples += result.samples
         tokens = result.tokens
-        # A session that grades an earlier run again ran no agent. The run was counted with the earlier session.
+        # A session that grades an earlier run again has run no agent, and the run was counted with the earlier session.
         if result.regrades is None:
             self.model_seconds += result.model_seconds
             self.tool_seconds += max(0.0, result.seconds.run - result.model_seconds)
@@ -212,8 +216,8 @@ class ServiceCounts:
         return sum(self.ended.values())
 
     def _engine(self, name: str) -> EngineCounts:
-        """Return the counts for an engine that is not yet in `engines`. An unknown engine, and any engine beyond
-        MOST_NAMED, gets the shared counts."""
+        """Return the counts for an engine that is not in `engines` yet. Unknown engines, and engines beyond MOST_NAMED,
+        share their counts."""
         if len(self.engines) > MOST_NAMED or not self._has_engine(name):
             return self.engines[OTHER]
         return self.engines.setdefault(name, EngineCounts())
@@ -228,7 +232,7 @@ class ServiceCounts:
             known.high = version
 
     def _note_first_prompt(self, session_id: str, turn: Turn) -> None:
-        """Compare the first prompt of a session with that of the group's first session."""
+        """Compare the first prompt of a session with that of the first session in its group."""
         key, prompt = _siblings(session_id), turn.prompt_delta
         self.first_prompt_tokens += len(prompt) // 4
         if (known := self._prompts.get(key)) is None:
@@ -236,7 +240,7 @@ class ServiceCounts:
             self._prompt_bytes += len(prompt)
             while self._prompt_bytes > PROMPT_BYTES:
                 self._forget_prompt(next(iter(self._prompts)))
-        elif known[0] != session_id:  # another attempt of the same session does not count
+        elif known[0] != session_id:  # not for a later attempt of the same session
             self.shared_prompt_tokens += common_length(known[1], prompt)
 
     def _forget_prompt(self, key: str) -> None:
@@ -251,7 +255,7 @@ class ServiceCounts:
 
 
 def common_length(first: bytes, second: bytes) -> int:
-    """Return the length of the beginning that two sequences of ids (packed int32) share."""
+    """Return how many ids two sequences (packed as int32) have in common at the beginning."""
     count = min(len(first), len(second)) // 4
     different = np.frombuffer(first, "<i4", count) != np.frombuffer(second, "<i4", count)
     at = int(different.argmax()) if count else 0
@@ -259,7 +263,7 @@ def common_length(first: bytes, second: bytes) -> int:
 
 
 def _siblings(session_id: str) -> str:
-    """Return the part of a session's id that all sessions of its group share."""
+    """Return the part of a session id that all sessions of the group have in common."""
     return session_id.rpartition("-")[0]
 
 

@@ -1,4 +1,5 @@
-"""Keeps a service's counts of the last hour in memory, as one point every few seconds, for the curves of the web page.
+"""Keeps a service's counts over the last hour in memory, as one point every few seconds, for the charts of the web
+page.
 
 Invariant: every event is counted in exactly one point.
 """
@@ -19,7 +20,7 @@ KEPT_SECONDS = 3600.0
 
 
 class Totals(NamedTuple):
-    """Counts since the service's start. The fields are those of RatePoint."""
+    """Counts since the service's start. The fields have the same meaning as in RatePoint."""
 
     sessions_done: int = 0
     sessions_failed: int = 0
@@ -31,7 +32,7 @@ class Totals(NamedTuple):
 
 class RateHistory:
     """Adds a point every STEP_SECONDS while `run` runs. `totals` returns the counts since the service's start, and
-    `states` the number of sessions by state."""
+    `states` returns the number of sessions in each state."""
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
-"""Writes metrics as text: in Prometheus' format, or in OpenMetrics for a client that asks for it by `Accept`.
+"""Writes metrics in Prometheus' text format, or in OpenMetrics if the client's `Accept` header requests it.
 
-`prometheus_client` is imported by the first call, because its import takes longer than all other imports of a scrape.
+`prometheus_client` is imported by the first call, because its import takes longer than all other imports that a scrape
+needs.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ class MetricsText(NamedTuple):
 
 
 def metrics_text(values: Iterable[Value], accept: str = "") -> MetricsText:
-    """Write the values, grouped by family. `accept` is the client's header `Accept`. Also writes the processor time,
-    the memory and the descriptors of this process, under Prometheus' usual names. Takes milliseconds: call this in a
-    thread."""
+    """Write the values, grouped by family, in the format that the `Accept` header `accept` requests. Also writes the
+    processor time, memory and open descriptors of this process. Takes milliseconds, so call this in a thread."""
     from prometheus_client import ProcessCollector
     from prometheus_client.exposition import choose_encoder
 
@@ -38,7 +38,7 @@ def metrics_text(values: Iterable[Value], accept: str = "") -> MetricsText:
 
 
 class _Collected:
-    """The part of a registry that the encoders of prometheus_client use."""
+    """The part of a registry's interface that the encoders of prometheus_client use."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
@@ -65,7 +65,7 @@ def _metric(family: Family, values: list[tuple[Labels, float | Distribution]]) -
 
 
 def _buckets(bounds: tuple[float, ...], value: Distribution) -> list[tuple[str, float]]:
-    """Return the cumulative number of values up to each upper bound, which is given as text."""
+    """Return a histogram's buckets: each upper bound, as text, with the number of values up to it."""
     from prometheus_client.utils import floatToGoString
 
     names = [*map(floatToGoString, bounds), "+Inf"]

@@ -1,7 +1,7 @@
-"""Opens the backends of the policy and of the frozen models: a renderer and an engine pool for each model.
+"""Opens the policy and the frozen models: a renderer and an engine pool for each.
 
-A service and each of its node processes open the same backends. The module does not depend on the service, so that a
-node process does not import the service's parts.
+A service and each of its node processes open the same models. This module does not depend on the service, so that a
+node process need not import it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Models(NamedTuple):
 
     @property
     def pools(self) -> dict[str | None, EnginePool]:
-        """Engine pools by model name; None for the policy."""
+        """The engine pool of each frozen model by its name. The policy's pool has the key None."""
         return {None: self.policy.pool} | {model.backend.model: model.backend.pool for model in self.frozen}
 
 
@@ -53,12 +53,14 @@ async def open_models(
     paces: Mapping[str, RememberedPace] = {},
     leader: Callable[[str | None], Leader] | None = None,
 ) -> AsyncIterator[Models]:
-    """Open the models of the settings, with engine pools that are still empty. `known` and `paces` were stored by an
-    earlier service: the policy's version and the engines' usual speeds. `keep` stores a new version. With `leader`,
-    each pool follows the pool of the same model in another process. Raises InvalidField for a wrong setting of a
-    model."""
+    """Open the models that the settings name, with engine pools that are still empty. Raises InvalidField for a wrong
+    setting of a model.
+
+    known, paces: the policy's version and the engines' usual speeds, as an earlier service process stored them.
+    keep: stores a new version.
+    leader: if given, each pool follows the pool of the same model in another process."""
     if config.model.tokenizer is None:
-        # A misspelt engine kind is reported before the missing tokenizer, because the intended kind may bring a
+        # A misspelled engine kind is reported before the missing tokenizer, because the intended engine may provide a
         # tokenizer.
         for engine in config.engines:
             resolve("engine", engine.kind, field="engine")
@@ -94,8 +96,8 @@ async def open_models(
                 follows=None if leader is None else partial(FollowedPolicy, leader=leader(serves)),
             )
             await stack.enter_async_context(pool)
-            # Documents are read in a process of their own, because reading a document takes longer, and no image should
-            # wait for it.
+            # Documents have a separate process, because reading one takes longer than decoding an image, and no image
+            # should wait for it.
             images, decoding, reading = None, DecodingProcess(), DecodingProcess()
             stack.push_async_callback(decoding.close)
             stack.push_async_callback(reading.close)
@@ -128,8 +130,8 @@ async def open_models(
 
 
 def _frozen_renderers(config: Config, policy: Renderer) -> list[Renderer]:
-    """Return the renderer of each frozen model. Raises InvalidField for a name that another model has, and for a
-    tokenizer or renderer that does not work."""
+    """Return the renderer of each frozen model. Raises InvalidField if two models have the same name, or if a tokenizer
+    or renderer does not work."""
     names = [config.model.name]
     renderers = []
     for at, model in enumerate(config.frozen):
@@ -147,7 +149,7 @@ def _frozen_renderers(config: Config, policy: Renderer) -> list[Renderer]:
         try:
             tokenizer = policy.tokenizer if model.tokenizer is None else Tokenizer.load(model.tokenizer)
             renderers.append(make_renderer(tokenizer, model.renderer, image_tokens=config.model.image_tokens))
-        # The error names a field of `config.model`, and is raised again with the field of `config.frozen`.
+        # The error names a field of `config.model`. It is raised again with the matching field of `config.frozen`.
         except InvalidField as error:
             field = f"frozen.{at}.{(error.field or '').removeprefix('model.')}"
             raise InvalidField(error.message, field=field, hint=error.hint) from error

@@ -1,12 +1,13 @@
-"""Chooses a node for each session, and counts the sessions placed on each node.
+"""Chooses a node for each session, and counts the sessions that are placed on each node.
 
-The sessions placed on a machine may together need twice the machine's processors, memory and GPUs. On the machine, they
-wait until enough of these are free. If no machine has room for a session, the session stays in the queue and keeps its
-position. Every machine that is large enough for it then gets no other session that needs the same scarce resources, so
-small sessions cannot starve a large one. Sessions that need none of the scarce resources are still placed (see
-`room_behind`).
+The sessions on a machine may together need twice its processors, memory and GPUs. They wait on the machine until enough
+of these are free.
 
-Invariant: a node that has as many sessions as slots gets no further session.
+If no machine has room for a session, it stays in the queue. Machines that are large enough for it then get no other
+session that needs the same scarce resources, because small sessions could otherwise starve a large one. Sessions that
+need none of these resources are still placed (see `room_behind`).
+
+Invariant: a node never gets more sessions than it has slots.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ from outrider.sessions.resources import ResourceAmount, free_of, session_needs, 
 from outrider.spec import TaskSpec, runtimes_of
 
 OVERBOOKING = 2
-"""The sessions placed on a machine may need at most this many times the machine's resources."""
+"""The sessions on a machine may together need at most this many times the machine's resources."""
 
 RUN_LANE = "run"
 
 JOIN_SECONDS = 60.0
-"""Seconds that nodes on other machines may take to join a restarted service."""
+"""After a service's start, nodes on other machines have this many seconds to join it."""
 
 
 @dataclass(eq=False)
 class _Machine:
-    """The total needs of the sessions on all nodes of a machine."""
+    """The total needs of all sessions on a machine, over all nodes there."""
 
     needs: Quantities = ResourceAmount().quantities
     waiting: list[Quantities] = field(default_factory=list)
-    """Needs of each session that waits for room on this machine, in the order of the queue."""
+    """The needs of the sessions that wait for room on this machine, in the order of the queue."""
 
 
 @dataclass(eq=False)
 class _NodeSlots:
-    """A node, and the number of sessions placed on it."""
+    """A node, and the number of sessions that are placed on it."""
 
     node: Node
     machine: _Machine
@@ -61,8 +62,8 @@ class _NodeSlots:
 
 
 class NodePlacement:
-    """The nodes by name, and the sessions placed on each node. The fraction `evaluation_share` of the run slots is
-    given to waiting evaluations before other sessions."""
+    """The nodes by name, and the sessions that are placed on each. Waiting evaluations get the fraction
+    `evaluation_share` of all run slots before other sessions."""
 
     def __init__(self, nodes: Sequence[Node], *, evaluation_share: float = 0.0) -> None:
         self.drained: set[str] = set()
@@ -72,19 +73,19 @@ class NodePlacement:
         for node in nodes:
             self.add(node)
         self._gone: set[Quantities] = set()
-        """Total resources of each node that was removed."""
+        """Total resources of each node that has left."""
         self._began = time.monotonic()
         self._evaluation_share = evaluation_share
         self._reserved = 0
-        """Number of sessions placed in the share of evaluations."""
+        """Number of placed sessions that use the share of evaluations."""
 
     def add(self, node: Node) -> None:
-        """Add a node, replacing any node of the same name."""
+        """Add a node. It replaces a node with the same name."""
         self._places[node.name] = _NodeSlots(node, self._machines.setdefault(node.machine, _Machine()))
 
     def remove(self, node: Node) -> None:
-        """Remove a node, so that no more sessions are placed on it. The node's sessions under way end by themselves.
-        The functions that `take` returned for these sessions must still be called."""
+        """Remove a node, so that no more sessions are placed on it. Its running sessions continue. The functions that
+        `take` returned for them must still be called."""
         if node.name in self._places and self._places[node.name].node is node:
             del self._places[node.name]
             self._gone.add(total_of(node.stats().resources).quantities)
@@ -101,22 +102,21 @@ class NodePlacement:
         return [place.node for place in self._places.values()]
 
     def machines(self) -> list[Node]:
-        """Return one node of each machine: the node with the most slots, because the other nodes may not have started
-        completely."""
+        """Return the node with the most slots of each machine. Its other nodes may not have started completely."""
         nodes = sorted((place.node for place in self._places.values()), key=lambda node: node.stats().capacity)
         return list({node.machine: node for node in nodes}.values())
 
     def check_known(self, name: str) -> None:
-        """Raise NotFound for an unknown node."""
+        """Raise NotFound if there is no node called `name`."""
         if name not in self._places:
             raise NotFound(f"no node {name!r}", hint=f"there are {', '.join(map(repr, self._places)) or 'none'}")
 
     def free_slots(self) -> int:
-        """Return the number of further sessions that the nodes can take."""
+        """Return how many more sessions the nodes can take."""
         return sum(map(self._slots, self._places.values()))
 
     def free_share(self) -> int:
-        """Return the number of free slots that evaluations may take within their share."""
+        """Return how many of the free slots waiting evaluations may take before other sessions."""
         if not self._evaluation_share:
             return 0
         lanes = [lane for place in self._open() for lane in place.node.stats().lanes]
@@ -124,21 +124,25 @@ class NodePlacement:
         return min(max(0, share - self._reserved), self.free_slots())
 
     def look_again(self) -> None:
-        """Clear the lists of sessions without room. Call this before the queue is read from the beginning."""
+        """Forget which sessions wait for room. Call this before the queue is read from the beginning."""
         for place in self._places.values():
             place.machine.waiting.clear()
 
     def find(self, task: TaskSpec) -> Node | None:
         """Return the node for a session, or None if the session must wait. The node must have a free slot and room for
-        the session's needs. Among such nodes the preferences are, in this order: the resources are free now; the images
-        are present; there are no GPUs (unless the session needs GPUs); the most slots are free."""
+        the session's needs. Among such nodes, these are preferred, in this order:
+
+        1. nodes on which the resources are free now
+        2. nodes that have the images
+        3. nodes without GPUs, if the session needs no GPUs
+        4. nodes with the most free slots"""
         needs = session_needs(task)
         runtimes = [runtime for runtime, _ in runtimes_of(task)]
         able = [place for place in self._places.values() if needs.within(total_of(place.node.stats().resources))]
         if not able and self.may_fit(needs):
             return None
-        # A session that is too large for every node was accepted while there was a larger node. Any node may get the
-        # session, and will refuse it with an error.
+        # A session may be too large for every node, because a larger node has left since it was accepted. Any node may
+        # then get the session, and refuses it with an error.
         found = [place for place in self._open() if self._slots(place) and (place in able or not able)]
         if able and any(needs.quantities):
             found = [place for place in found if place.has_room(needs.quantities)]
@@ -154,9 +158,8 @@ class NodePlacement:
         return max(found, key=fitness).node if found else None
 
     def grader(self, task: TaskSpec) -> Node | None:
-        """Return the node that grades a session whose agent ran elsewhere. A node that is large enough and has the
-        images comes first. Among equals, the node with the most free slots comes first. Returns None while there is no
-        node."""
+        """Return the node that grades a session whose agent ran elsewhere, or None if there are no nodes. A node that
+        is large enough is preferred, then one that has the images, then the one with the most free slots."""
         needs = session_needs(task)
         runtimes = [runtime for runtime, _ in runtimes_of(task)]
 
@@ -167,17 +170,16 @@ class NodePlacement:
         return max(self._open(), key=fitness).node if self._open() else None
 
     def may_fit(self, needs: ResourceAmount, *, others: bool = True) -> bool:
-        """Return True if a node large enough for these needs has joined, or may still join. A node that has left may
-        join again. With `others`, the result is True in the first JOIN_SECONDS of the service, because a node of any
-        size may join."""
+        """Return True if a node that is large enough for these needs has joined or may still join. A node that has left
+        may join again. With `others`, a node of any size may join in the first JOIN_SECONDS of the service."""
         if others and time.monotonic() - self._began < JOIN_SECONDS:
             return True
         here = (total_of(place.node.stats().resources).quantities for place in self._places.values())
         return any(fits(needs.quantities, has) for has in (*here, *self._gone))
 
     def take(self, node: Node, task: TaskSpec, *, reserved: bool) -> Callable[[], None]:
-        """Count a session as placed on a node. Returns a function that gives the slot and the resources back. Call this
-        function exactly once."""
+        """Count a session as placed on a node. Returns a function that gives its slot and resources back, and that must
+        be called exactly once."""
         place = self._places[node.name]
         needs = session_needs(task).quantities
         place.sessions += 1

@@ -1,6 +1,6 @@
-"""Defines the callers of the control API and the rights of their roles.
+"""The callers of the control API, and the rights of their roles.
 
-`tokens.py` authenticates the caller. `Store.create_group` refuses a group beyond `max_queued`.
+`tokens.py` authenticates callers. `Store.create_group` refuses a group that exceeds the caller's `max_queued`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ ALLOWED: dict[Role, frozenset[Role]] = {
     "node": frozenset({"node"}),
     "admin": frozenset(get_args(Role)),
 }
-"""The roles whose rights a caller has, by the role of the caller's token."""
+"""For the role of a caller's token, all roles whose rights the caller has."""
 
 
 class Principal(NamedTuple):
-    """A caller: the name of the token, the role, the tenant that owns the caller's groups, and the maximum number of
-    sessions queued or running (None: unlimited)."""
+    """A caller of the API. `name` and `role` are those of its token. `tenant` owns the caller's groups. `max_queued` is
+    the maximum number of sessions that the token may have queued or running (None: unlimited)."""
 
     name: str
     role: Role
@@ -29,7 +29,7 @@ class Principal(NamedTuple):
 
     @property
     def sees(self) -> str | None:
-        """The tenant whose objects the caller may see and act on; None for all tenants."""
+        """The tenant whose objects the caller may see and change. None stands for all tenants."""
         return None if self.may("admin") else self.tenant
 
     def may(self, role: Role) -> bool:
@@ -37,6 +37,6 @@ class Principal(NamedTuple):
 
 
 LOCAL = Principal("local", "admin", OPERATOR_TENANT)
-"""The caller of every request while the service has no token. Such a service listens on this machine only."""
+"""The caller of every request if the service has no token. Such a service listens on this machine only."""
 OPERATOR = Principal("operator", "admin", OPERATOR_TENANT)
-"""The caller who has the token in the settings."""
+"""The caller whose token is the one in the settings."""

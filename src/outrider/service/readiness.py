@@ -1,7 +1,7 @@
-"""Checks whether the service is ready, for `/readyz`: the service is ready while its store accepts writes.
+"""Checks for `/readyz` whether the service is ready. It is ready while its store accepts writes.
 
-The check changes only one row of the store. Invariant: for any number of callers, the store is probed at most once in
-FRESH_SECONDS, and no caller waits much longer than STORE_SECONDS.
+Invariant: for any number of callers, the store is checked at most once in FRESH_SECONDS, and no caller waits much
+longer than STORE_SECONDS.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from outrider.errors import OutriderError, StoreUnavailable
 from outrider.store.store import Store
 
 FRESH_SECONDS = 1.0
-"""Seconds for which a probe's result is valid."""
+"""Seconds for which the result of a check is reused."""
 STORE_SECONDS = 2.0
-"""Maximum seconds for a probe of the store. An orchestrator waits only a few seconds for the reply of `/readyz`."""
+"""Time limit for a check of the store. An orchestrator waits only a few seconds for the reply of `/readyz`."""
 HINT = "the service accepts nothing until the store is back; sessions under way wait for the store"
 
 
 class StoreReadiness:
-    """Probes a store and caches the result. `seconds` limits the duration of a probe, `fresh` is the cache's
-    lifetime."""
+    """Checks whether a store accepts writes, and caches the result for `fresh` seconds. A check may take `seconds`."""
 
     def __init__(self, store: Store, *, seconds: float = STORE_SECONDS, fresh: float = FRESH_SECONDS) -> None:
         self._store = store

@@ -1,7 +1,7 @@
-"""Makes groups that grade sessions again. Each session of such a group grades the agent's run of an earlier session.
+"""Builds groups that grade the agent's runs of earlier sessions again, with another evaluator.
 
-`service.py` submits the group. Invariants: the earlier sessions and verdicts do not change; a run is graded with the
-files that were kept from this run, or without files.
+`service.py` submits such a group. Invariants: the earlier sessions and verdicts do not change; a run is graded with the
+files that were kept from it, or without files.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ KEEP = "tasks with `evaluator.carry` and `evaluator.keep = true` keep what a gra
 async def regraded_group(
     store: Store, group_id: str, asked: RegradeSpec, *, tenant: str | None = None
 ) -> StoredGroupSpec:
-    """Return the spec of a new group, which grades the runs of the group `group_id` again. Runs that did not end by
-    themselves are left out.
+    """Return the spec of a new group that grades the runs of the group `group_id` again. Runs that were interrupted are
+    left out.
 
     Raises NotFound for an unknown group, for a group of another tenant, and if a run was removed. Raises Conflict if
-    the group is not done, there is no run to grade, or the task has several steps. Raises UnreadableTask if the stored
-    task cannot be read, and InvalidField if the new evaluator needs files that were not kept.
+    the group is not done, no run can be graded, or the task has several steps. Raises UnreadableTask, and InvalidField
+    if the new evaluator needs files that were not kept.
     """
     spec = await stored_group(store, (await store.group(group_id, tenant=tenant)).id)
-    # If the group itself graded earlier sessions again, the new group grades the runs of these earlier sessions, so
-    # that no files are stored twice.
+    # If the group itself graded earlier sessions again, the new group grades their runs. So no files are stored twice.
     rows = [await _run(store, id) for id in spec.regrades] or await store.sessions(group_id)
     if any(row.state is not SessionState.DONE for row in rows):
         raise Conflict(f"group {group_id} is not done", hint="wait for the group, or grade single sessions of it")
@@ -44,7 +43,7 @@ async def regraded_group(
 async def regraded_session(
     store: Store, session_id: str, asked: RegradeSpec, *, tenant: str | None = None
 ) -> StoredGroupSpec:
-    """Return a group of one session, which grades the session `session_id` again. Raises the errors of
+    """Return the spec of a new group with one session that grades the run of `session_id` again. Raises the errors of
     `regraded_group`."""
     row = await store.session(session_id, tenant=tenant)
     spec = await stored_group(store, row.group_id)
@@ -60,7 +59,7 @@ async def regraded_session(
 
 
 async def _run(store: Store, session_id: str) -> SessionRow:
-    """Return the session `session_id`, whose run is graded again. Raises NotFound if the session was removed."""
+    """Return the session whose run is to be graded again. Raises NotFound if it was removed."""
     try:
         return await store.session(session_id)
     except NotFound as error:
@@ -72,9 +71,9 @@ def _can_be_graded(row: SessionRow) -> bool:
 
 
 def _regrading(old: StoredGroupSpec, runs: list[str], asked: RegradeSpec) -> StoredGroupSpec:
-    """Return a group that has the old group's task and grades `runs`, which are ids of sessions. The evaluator gets the
-    files that were kept for the first grading. Raises Conflict for a task of several steps, and InvalidField if the new
-    evaluator needs files that were not kept."""
+    """Return the spec of a group that has the task of `old` and grades the sessions `runs` again. The evaluator gets
+    the files that were kept at the first grading. Raises Conflict for a task with several steps, and InvalidField if
+    the new evaluator needs files that were not kept."""
     task, first = old.task, old.task.evaluator
     if task.then:
         raise Conflict(
@@ -89,8 +88,7 @@ def _regrading(old: StoredGroupSpec, runs: list[str], asked: RegradeSpec) -> Sto
             field="evaluator.carry",
             hint="leave it out: the kept files are carried again",
         )
-    # If the old group itself graded runs again, the files were kept by the earlier sessions, although the old group's
-    # own `keep` is false.
+    # If `old` itself graded earlier runs again, its own `keep` is false, but the earlier sessions have kept the files.
     kept = first.carry if first.keep or old.regrades or isinstance(first.carry, DiffSpec) else None
     if kept is None:
         if evaluator.runtime is not None:

@@ -1,9 +1,10 @@
-"""Removes finished groups with all their stored data: rows, images and artifacts. Groups are removed when they are too
-old and, oldest first, while the total size is too large. `store/removals.py` keeps the groups that a consumer or a
-callback still needs.
+"""Removes finished groups with all their stored data: rows, images and artifacts.
 
-Invariants: a group disappears from all replies of the API, except the stream of events, before any part of its data is
-deleted. If the service is killed during a deletion, the next service completes the deletion.
+A group is removed when it is too old, or when it is the oldest and the total size is too large. `store/removals.py`
+protects groups that a consumer or a callback still needs.
+
+Invariants: a group disappears from all API replies, except the stream of events, before any of its data is deleted; if
+the service is killed during a deletion, the next service completes it.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ log = logging.getLogger("outrider.retention")
 T = TypeVar("T")
 
 CHECK_SECONDS = 60.0
-"""Seconds between two checks for groups that exceed the settings' bounds."""
+"""Seconds between two searches for groups that are too old or too large in total."""
 STEP_ROWS = 100
-"""Maximum number of rows deleted in one transaction, so that the store's other writers wait only a few milliseconds."""
+"""Maximum number of rows deleted in one transaction, so that other writers of the store wait only a few
+milliseconds."""
 SESSIONS_AT_ONCE = 128
-"""Approximate number of sessions whose groups are hidden in one transaction."""
+"""About this many sessions are hidden in one transaction. The sessions of a group are hidden together."""
 COUNTED_AT_ONCE = 10_000
 REQUEST_SECONDS = 20.0
-"""Approximate maximum seconds until a removal request gets its reply, even when there is more to remove."""
+"""A request to remove groups is answered after about this many seconds, even if there is more to remove."""
 DAY = 86400.0
 MB = 1 << 20
 
 
 class Retention:
-    """Removes groups. Run `run` in a task group."""
+    """Removes old groups. Start `run` in a task group."""
 
     def __init__(
         self,
@@ -54,17 +56,18 @@ class Retention:
         failures: Failures | None = None,
         on_hidden: Callable[[Iterable[str]], None] = lambda _: None,
     ) -> None:
-        """`on_hidden` is called with the ids of groups as soon as they are hidden."""
+        """`on_hidden` is called with the ids of groups as soon as the API does not show them any more."""
         self._on_hidden = on_hidden
         self._store = store
         self._failures = failures or Failures()
         self._artifacts = artifacts
         self._settings = settings
         self._turn = asyncio.Lock()
-        """Held while groups are removed, so that only one caller at a time removes groups."""
+        """Held while groups are removed, so that only one caller removes groups at a time."""
 
     async def run(self) -> None:
-        """Finish the deletions of an earlier service; then enforce the settings' bounds, until cancelled."""
+        """Complete the deletions of an earlier service process. Then enforce the limits in the settings until
+        cancelled."""
         bounds = GcSpec(days=self._settings.days, size_mb=self._settings.size_mb)
 
         async def keep() -> None:
@@ -80,9 +83,10 @@ class Retention:
                 await chores.begin("retention", keep)
 
     async def collect(self, spec: GcSpec) -> GcReport:
-        """Remove the groups that exceed the age or size of `spec`, oldest first, for about REQUEST_SECONDS. A dry run
-        only counts these groups. If `spec` has no bounds, the settings' bounds apply. Raises InvalidField if there are
-        no bounds at all."""
+        """Remove the groups that exceed the age or total size in `spec`, oldest first, for about REQUEST_SECONDS. A dry
+        run only counts them.
+
+        If `spec` has no limits, those in the settings apply. Raises InvalidField if there are none either."""
         if spec.days is None and spec.size_mb is None:
             spec = spec.model_copy(update={"days": self._settings.days, "size_mb": self._settings.size_mb})
         if spec.days is None and spec.size_mb is None:
@@ -133,26 +137,26 @@ class Retention:
     async def _resume(self) -> None:
         async with self._turn:
             await self._erase()
-            # The artifacts of unknown sessions are removed, too: a database restored from a copy lacks the sessions
-            # that are younger than the copy.
+            # Artifacts of unknown sessions are removed as well. After the database was restored from a backup, it lacks
+            # the sessions that are younger than the backup.
             kept = await _on_disk(self._artifacts.sessions)
             for start in range(0, len(kept), SESSIONS_AT_ONCE):
                 unknown = await self._store.removals.unknown(kept[start : start + SESSIONS_AT_ONCE])
                 await _on_disk(partial(self._artifacts.remove, unknown))
 
     async def _erase(self) -> None:
-        """Delete all data of hidden groups. The files are deleted first, because the files cannot be found without the
-        rows of the sessions."""
+        """Delete all data of hidden groups. The files are deleted first, because only the rows of the sessions lead to
+        them."""
         await _on_disk(partial(self._artifacts.remove, await self._store.removals.hidden_sessions()))
         more = True
         while more:
             begun = time.monotonic()
             more = await self._store.removals.erase(STEP_ROWS)
-            await asyncio.sleep(time.monotonic() - begun)  # leaves half of the time to the store's other writers
+            await asyncio.sleep(time.monotonic() - begun)  # leaves half of the time to other writers of the store
 
 
 async def _on_disk(work: Callable[[], T]) -> T:
-    """Read or remove artifacts in a thread. Raises ServiceError for an error of the disk; the caller may try again."""
+    """Read or remove artifacts in a thread. Raises ServiceError for a disk error. The caller may try again."""
     try:
         return await asyncio.to_thread(work)
     except OSError as error:
@@ -162,7 +166,7 @@ async def _on_disk(work: Callable[[], T]) -> T:
 
 
 def removed_run(session_id: str) -> NotFound:
-    """Return the error for a grading that needs the files and the transcript of this session, which were removed."""
+    """Return the error for a new grading of a session whose files and transcript were removed."""
     return NotFound(
         f"the agent's run in session {session_id} was removed with its group",
         hint="submit the task again, and keep groups for longer: `retention` in the settings, `outrider gc`",
@@ -170,8 +174,9 @@ def removed_run(session_id: str) -> NotFound:
 
 
 def _batch(candidates: list[Candidate], before: float, excess: float, sessions: int) -> list[Candidate]:
-    """Return the next candidates to remove: those at the beginning of the list that finished before the time `before`,
-    or must be removed to free `excess` bytes. The batch ends once it has `sessions` sessions or more."""
+    """Return the groups to remove next, from the beginning of `candidates`. A group is removed if it finished before
+    the time `before`, or if some of the `excess` bytes are not freed yet. The batch ends at about `sessions`
+    sessions."""
     batch: list[Candidate] = []
     for candidate in candidates:
         if (candidate.finished >= before and excess <= 0) or sessions <= 0:

@@ -1,8 +1,7 @@
-"""Calls the store again until the database accepts the call, so that a failing database delays the scheduler and the
-deliveries, but loses no result.
+"""Repeats a call of the store until it succeeds. So a failing database delays the scheduler and the deliveries, but no
+result is lost.
 
-With PostgreSQL, the store itself retries a call for `PATIENCE_SECONDS` while the server cannot be reached. Invariant:
-`retry_store` returns only after the work has succeeded.
+With PostgreSQL, the store itself also repeats a call for `PATIENCE_SECONDS` if the server cannot be reached.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ T = TypeVar("T")
 
 PAUSES = RetryPolicy(first=0.1, longest=10.0)
 NAME = "store"
-"""Name of the store in the list of failures."""
+"""The store's name in `Failures`."""
 
 
 async def retry_store(work: Callable[[], Awaitable[T]], failures: Failures) -> T:
-    """Call `work` until it succeeds, and return the result. Only a ServiceError leads to another call; all other errors
+    """Call `work` until it succeeds, and return its result. Only a ServiceError leads to another call; all other errors
     are raised.
 
-    A failed call may have taken effect in part or as a whole, so `work` must be safe to repeat.
+    A failed call may have taken effect, so `work` must be safe to repeat.
     """
     tries = 0
     while True:

@@ -1,4 +1,4 @@
-"""Compares two runs: the sessions of two sets of groups, task by task. Pure: reads neither the store nor a clock.
+"""Compares two runs task by task. A run is a list of sessions. The module uses neither the store nor a clock.
 
 Invariant: a session without a reward is a failure with a cause, and does not count in a mean reward or in pass@k.
 """
@@ -19,12 +19,12 @@ MAX_FLIPS = 200
 """Maximum number of flips in a reply. A flip is a pair of sessions of which only one is solved."""
 
 Rewards = Mapping[str, Sequence[float]]
-"""The rewards of each task's graded sessions."""
+"""For each task, the rewards of its graded sessions."""
 
 
 def compare(a: Sequence[ListedRun], b: Sequence[ListedRun], *, names: tuple[str, str], passed: float = 1.0) -> RunDiff:
-    """Compare the sessions of two runs. `a` and `b` list each run's sessions in the order of submission. A session is
-    solved if its reward is at least `passed`. `names` are the selectors of the two runs."""
+    """Compare two runs. `a` and `b` are the sessions of the runs, in the order in which they were submitted. A session
+    is solved if its reward is at least `passed`. `names` are the runs' selectors."""
     rewards = _rewards(a), _rewards(b)
     common = [task for task in rewards[0] if task in rewards[1]]
     flips = _flips(a, b, passed)
@@ -74,7 +74,7 @@ def _side(name: str, runs: Sequence[ListedRun], rewards: Rewards, passed: float)
 
 
 def _task(run: ListedRun) -> str:
-    """Return the task of a session. If the task is unknown, the session's group counts as a task of its own."""
+    """Return the name of a session's task. If it is unknown, the session's group counts as a separate task."""
     return run.task or f"group {run.group_id}"
 
 
@@ -87,14 +87,14 @@ def _rewards(runs: Sequence[ListedRun]) -> dict[str, list[float]]:
 
 
 def _ks(*sides: Rewards) -> list[int]:
-    """Return the numbers k for pass@k: the powers of two up to the largest number of graded sessions of any task, and
-    this largest number."""
+    """Return the numbers k for which pass@k is computed: the powers of two up to the largest number of graded sessions
+    of any task, and this largest number itself."""
     most = max((len(of_task) for rewards in sides for of_task in rewards.values()), default=0)
     return sorted({*(1 << power for power in range(most.bit_length())), most} - {0})
 
 
 def _chance(rewards: Sequence[float], *, k: int, passed: float) -> float | None:
-    """Return pass@k of a task, None with fewer than k graded sessions."""
+    """Return pass@k of a task, or None if the task has fewer than k graded sessions."""
     if len(rewards) < k:
         return None
     return pass_at(k, sum(reward >= passed for reward in rewards), len(rewards))
@@ -103,8 +103,8 @@ def _chance(rewards: Sequence[float], *, k: int, passed: float) -> float | None:
 def _difference(
     rewards: tuple[Rewards, Rewards], common: Sequence[str], figure: Callable[[Sequence[float]], float | None]
 ) -> Estimate | None:
-    """Return how much `figure`, such as the mean reward, differs between two runs. Only the common tasks are compared,
-    or all tasks if the runs have no common task."""
+    """Return how much `figure`, such as the mean reward, differs between two runs. Tasks that only one run has are
+    ignored, unless the runs have no task in common."""
     if common:
         pairs = [(figure(rewards[0][task]), figure(rewards[1][task])) for task in common]
         gains = [second - first for first, second in pairs if first is not None and second is not None]
@@ -118,7 +118,7 @@ def _difference(
 
 def _flips(a: Sequence[ListedRun], b: Sequence[ListedRun], passed: float) -> list[Flip]:
     """Return the pairs of graded sessions of which only one is solved. The nth session of a task in `a` is paired with
-    the nth session of this task in `b`. Pairs that are solved in `a` come first."""
+    its nth session in `b`. Pairs that are solved in `a` come first."""
     first, second = _places(a), _places(b)
     found = []
     for place, run in first.items():
@@ -134,7 +134,7 @@ def _flips(a: Sequence[ListedRun], b: Sequence[ListedRun], passed: float) -> lis
 
 
 def _places(runs: Sequence[ListedRun]) -> dict[tuple[str, int], ListedRun]:
-    """Return the sessions by task and by number: the nth session of a task has the number n, from 0."""
+    """Return the sessions by task and number. The sessions of a task are numbered from 0."""
     counts: Counter[str] = Counter()
     found = {}
     for run in runs:

@@ -1,8 +1,7 @@
-"""Finds, compares and changes sessions by filters, for people and programs that look at runs.
+"""Lists, compares, cancels and retries sessions that match a filter, for people and programs that inspect runs.
 
-The index of runs (`store/run_index/`) finds the sessions that match. The data shown for a session is read from the
-store, and every change is made in the store. Invariant: a caller who is not an admin sees and changes only sessions of
-the caller's own tenant.
+Matching sessions are found in the index of runs (`store/run_index/`). Their data is read, and changed, in the store.
+Invariant: a caller who is not an admin sees and changes only sessions of the caller's own tenant.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from outrider.store.run_index.queries import Queries
 from outrider.store.store import Store
 
 MOST_COMPARED = 200_000
-"""Maximum number of sessions on each side of a comparison."""
+"""Maximum number of sessions in each of the two runs that are compared."""
 SHOWN = 100
-"""Maximum number of session ids in the reply to a change."""
+"""Maximum number of session ids in the reply to a request that cancels or retries sessions."""
 CHANGED_AT_ONCE = 100
-"""Number of sessions that are changed at the same time: the store puts their changes into one commit."""
+"""Number of sessions that are changed concurrently. The store puts their changes into one commit."""
 UNFINISHED = tuple(state.value for state in SessionState if state is not SessionState.DONE)
 
 Submit = Callable[[GroupSpec, Principal], Awaitable[GroupView]]
@@ -50,8 +49,8 @@ End = Callable[[Sequence[SessionRow]], Awaitable[None]]
 
 
 class Runs:
-    """The service's operations on runs. `submit` is `Service.submit`, `end` is `Scheduler.end`, and `wake` makes the
-    scheduler look at the queue."""
+    """The service's operations on runs. `submit` is `Service.submit`, and `end` is `Scheduler.end`. `wake` makes the
+    scheduler read the queue."""
 
     def __init__(self, store: Store, index: RunIndex, *, submit: Submit, end: End, wake: Callable[[], None]) -> None:
         self._store = store
@@ -62,12 +61,12 @@ class Runs:
         self._wake = wake
 
     async def query(self, sql: str, caller: Principal) -> bytes:
-        """Return the reply to an SQL query, as the JSON of a QueryReply. See `Queries.run`."""
+        """Run an SQL query, and return the reply as the JSON of a QueryReply. See `Queries.run`."""
         return await self._queries.run(sql, caller.sees)
 
     async def sessions(self, wanted: SessionFilter, *, after: str | None, limit: int, caller: Principal) -> SessionList:
-        """Return a page of sessions, newest group first. Raises NotFound for an unknown `after`, and InvalidField for
-        an unknown state or stop reason."""
+        """Return a page of sessions, beginning with those of the newest group. Raises NotFound if `after` is an unknown
+        id, and InvalidField for an unknown state or stop reason."""
         _check(wanted, SessionState)
         await self._index.catch_up()
         find = partial(lists.find_sessions, wanted=wanted, tenant=caller.sees, after=after, limit=limit)
@@ -80,7 +79,7 @@ class Runs:
         """Return a page of groups, newest first. Raises the errors of `sessions`."""
         _check(wanted, GroupState)
         if after is None and wanted == SessionFilter(states=wanted.states[:1]):
-            # The store itself has an index for this list, so the list need not wait while the index of runs is built.
+            # The store itself has an index for this list, so it need not wait while the index of runs is built.
             state = GroupState(wanted.states[0]) if wanted.states else None
             return _group_list(await self._store.groups(state=state, limit=limit, tenant=caller.sees), limit)
         await self._index.catch_up()
@@ -90,8 +89,8 @@ class Runs:
         return GroupList(groups=listed.groups, after=ids[-1] if len(ids) == limit else None)
 
     async def diff(self, a: str, b: str, *, passed: float, caller: Principal) -> RunDiff:
-        """Compare two runs. Each is named by labels or by ids of groups, separated by commas, such as `run=try,step=3`.
-        Raises NotFound for a run without a session."""
+        """Compare two runs. `a` and `b` select a run by labels or by ids of groups, separated by commas, such as
+        `run=try,step=3`. Raises NotFound if a run has no sessions."""
         sides = []
         await self._index.catch_up()
         for field, selector in (("a", a), ("b", b)):
@@ -108,7 +107,7 @@ class Runs:
         return await asyncio.to_thread(compare, sides[0], sides[1], names=(a, b), passed=passed)
 
     async def cancel(self, asked: SessionsSpec, caller: Principal) -> ChangedSessions:
-        """Cancel the sessions that match and are not done. Raises Conflict for more than `max_matches`."""
+        """Cancel the matching sessions that are not done. Raises Conflict if more than `max_matches` sessions match."""
         found, skipped = await self._matching(asked, UNFINISHED, caller)
         ids = [id for id, _ in found]
         if asked.dry_run:
@@ -125,11 +124,11 @@ class Runs:
         return _changed(ids, changed, skipped)
 
     async def retry(self, asked: SessionsSpec, caller: Principal) -> ChangedSessions:
-        """Submit again the sessions that match and are done. For each of their groups, a new group of the same task and
-        tenant is submitted. It has one session for each match, and the label RETRY_LABEL.
+        """Retry the matching sessions that are done. For each of their groups, a new group of the same task and tenant
+        is submitted. It has one session for each match, and the label RETRY_LABEL.
 
-        Raises Conflict for more than `max_matches` sessions. Raises the errors of `Service.submit` if the only group is
-        refused, or if the service is busy before any group was accepted.
+        Raises Conflict if more than `max_matches` sessions match. Raises the errors of `Service.submit` only if no
+        group was accepted, because the only group was refused or the service is busy.
         """
         found, skipped = await self._matching(asked, (SessionState.DONE.value,), caller)
         ids = [id for id, _ in found]
@@ -167,19 +166,19 @@ class Runs:
         return QueuePauses(pauses=listed, held=held, changed=changed)
 
     async def pause(self, asked: PauseSpec, caller: Principal) -> QueuePauses:
-        """Hold queued sessions. See `Pauses.pause`."""
+        """Pause queued sessions, so that they do not start. See `Pauses.pause`."""
         owner = _owner(asked, caller)
         changed = await self._store.pauses.pause(asked.labels, asked.harness, tenant=owner, who=caller.name)
         return await self.pauses(caller, changed=changed)
 
     async def resume(self, asked: PauseSpec, caller: Principal) -> QueuePauses:
-        """End a pause. See `Pauses.resume`."""
+        """End a pause of queued sessions. See `Pauses.resume`."""
         changed = await self._store.pauses.resume(asked.labels, asked.harness, tenant=_owner(asked, caller))
         self._wake()
         return await self.pauses(caller, changed=changed)
 
     async def _cancelled(self, session_id: str, caller: Principal) -> SessionRow | None:
-        """Cancel a session. Returns None for a session that is already done or removed."""
+        """Cancel a session. Returns None if the session is already done or was removed."""
         try:
             row = await self._store.cancel_session(session_id, tenant=caller.sees)
         except NotFound:
@@ -189,8 +188,8 @@ class Runs:
     async def _matching(
         self, asked: SessionsSpec, states: Sequence[str], caller: Principal
     ) -> tuple[list[tuple[str, str]], Counter[str]]:
-        """Return a pair of session id and group id for each matching session whose state is in `states`. Also returns
-        the number of all other matching sessions, by the reason why they are left out: "done" or "not done"."""
+        """Return the session id and group id of each matching session whose state is in `states`. The second value
+        counts the other matching sessions, which are skipped, by reason: "done" or "not done"."""
         wanted = SessionFilter(
             ids=tuple(asked.ids),
             groups=tuple(asked.groups),
@@ -234,7 +233,7 @@ class Runs:
 
 
 def selected(selector: str, field: str) -> SessionFilter:
-    """Return the filter of one side of a comparison. Raises InvalidField for an empty selector."""
+    """Convert the selector of a run to a filter. Raises InvalidField for an empty selector."""
     parts = [part.strip() for part in selector.split(",") if part.strip()]
     if not parts:
         raise InvalidField("name a run", field=field, hint="by labels, such as run=try, or by ids of groups")
@@ -244,8 +243,8 @@ def selected(selector: str, field: str) -> SessionFilter:
 
 
 def _again(spec: StoredGroupSpec, group_id: str, n: int) -> GroupSpec:
-    """Return a group of `n` sessions of an earlier group's task. If a client of another system submitted the earlier
-    group, the new group has no callback, because this client did not submit the new group."""
+    """Return a group with `n` sessions of an earlier group's task. If that group was submitted through another system's
+    API, the new group has no callback, because its client does not expect the new group."""
     labels = {**spec.task.labels, RETRY_LABEL: group_id}
     return GroupSpec(
         task=spec.task.model_copy(update={"labels": labels}),
@@ -256,7 +255,7 @@ def _again(spec: StoredGroupSpec, group_id: str, n: int) -> GroupSpec:
 
 
 def _check(wanted: SessionFilter, states: type[SessionState] | type[GroupState]) -> None:
-    """Raise InvalidField for an unknown state or stop reason."""
+    """Raise InvalidField if a filter has an unknown state or stop reason."""
     kind = "group" if states is GroupState else "session"
     for name in wanted.states:
         if name not in list(states):
@@ -273,7 +272,7 @@ def _group_list(rows: Sequence[GroupRow], limit: int) -> GroupList:
 
 
 def _owner(asked: PauseSpec, caller: Principal) -> str | None:
-    """Return the tenant of a pause; None for all tenants."""
+    """Return the tenant whose sessions a pause affects. None stands for all tenants."""
     if caller.sees is not None and asked.tenant not in (None, caller.sees):
         raise NotFound(f"no tenant {asked.tenant!r}", field="tenant", hint="leave `tenant` out")
     return caller.sees or asked.tenant

@@ -1,10 +1,10 @@
-"""Schedules sessions: takes them in the queue's order, places them on nodes, and stores how each attempt ended.
+"""Schedules sessions: takes them from the queue in order, places them on nodes, and stores how each attempt ended.
 
-`store/queue.py` defines the order. `placing.py` chooses the node of a session, or leaves the session in the queue until
-a node has room.
+`store/queue.py` defines the order. `placing.py` chooses the node of a session, or leaves it in the queue until a node
+has room.
 
-Invariant: every started attempt ends with exactly one call of `Store.finish` or `Store.requeue`, unless the node or
-this process is killed. In that case the attempt's lease expires, and `Store.recover` requeues the session.
+Invariant: every started attempt ends with exactly one call of `Store.finish` or `Store.requeue`. If the node or this
+process is killed, the attempt's lease expires instead, and `Store.recover` puts the session back into the queue.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ from outrider.trajectory import SessionResult
 log = logging.getLogger("outrider.scheduler")
 
 LEASE_SECONDS = 30.0
-"""A session is requeued this many seconds after its last lease renewal. Leases are renewed three times as often."""
+"""Lifetime of the lease of a running attempt. The scheduler renews it three times in this period. If it expires, the
+session goes back into the queue."""
 
 MAX_RECOVERED = 10
-"""Maximum number of new attempts that a session gets because its node was lost. The loss of a node does not count as
-the session's failure, but the session may be the cause of the loss, so there is a limit."""
+"""Maximum number of new attempts that a session gets because its node was lost. Such a loss is not a failure of the
+session, but there is a limit, because the session may be its cause."""
 
 PAUSES = RetryPolicy(first=1.0, longest=60.0)
-"""Waits between a session's failed attempts."""
+"""Waits before a failed session is tried again."""
 
 EXPIRED = ErrorRecord(
     boundary=Boundary.SERVICE,
@@ -67,31 +68,31 @@ EXPIRED = ErrorRecord(
 )
 
 EXTERNAL_AT_ONCE = 32
-"""Maximum number of external sessions that are started before sessions of other kinds get their turn."""
+"""Maximum number of external sessions that are started before other sessions are considered."""
 
 LOOK_SECONDS = 30.0
-"""Maximum seconds between two reads of the queue. The queue is read even without an event: the system clock decides
-when sessions are due, and may be set back during a wait."""
+"""Maximum seconds between two reads of the queue, even without an event. The system clock decides when sessions are
+due, and may be set back during a wait."""
 
 
 @dataclass(eq=False)
 class _RunningAttempt:
-    """An attempt on a node. `task` is set while the node runs the attempt; only then can the attempt be interrupted."""
+    """An attempt on a node. `task` is set while the node runs the attempt. Only then can the attempt be interrupted."""
 
     node: Node
     attempt: Attempt
     give_back: Callable[[], None]
-    """Called when the attempt has ended: gives the attempt's slot and resources back."""
+    """Gives the attempt's slot and resources back. It is called when the attempt has ended."""
     regrades: str | None = None
-    """Id of the session whose run this attempt grades again; None for an attempt that runs the agent."""
+    """Id of the earlier session whose run this attempt grades again. None for an attempt that runs the agent."""
     task: asyncio.Task[None] | None = None
     ending: StopReason | None = None
-    """Reason to end the session before its agent has finished; None if there is no such reason."""
+    """Why the session must end before its agent has finished, for example because it was cancelled. Otherwise None."""
 
 
 class SessionEnd(NamedTuple):
-    """The stored end of a session. `group_done` is True for the last session of a group with `n` sessions; `n` is None
-    if the group's task was not read."""
+    """A session that is done and stored. `group_done` is True for the last session of a group. `n` is the number of the
+    group's sessions, or None if its task was not read."""
 
     session: SessionRow
     result: SessionResult
@@ -100,10 +101,12 @@ class SessionEnd(NamedTuple):
 
 
 class Scheduler:
-    """Runs queued sessions on nodes. Run `run` in a task group, and call `wake` when sessions were queued. `on_done` is
-    called when a group is done. For `evaluation_share`, see `NodePlacement`. `external` runs the sessions whose
-    agents run elsewhere. `policy_version` returns the version that is stored for a group whose first session starts
-    now."""
+    """Runs queued sessions on nodes. Start `run` in a task group, and call `wake` when sessions were queued.
+
+    on_done: called when a group is done.
+    evaluation_share: see `NodePlacement`.
+    external: runs the sessions whose agents run elsewhere.
+    policy_version: returns the policy version that is stored for a group when its first session starts."""
 
     def __init__(
         self,
@@ -122,12 +125,12 @@ class Scheduler:
         self.places = NodePlacement(nodes, evaluation_share=evaluation_share)
         self._external = external
         self._open_external: set[str] = set()
-        """Ids of the external sessions under way."""
+        """Ids of the running external sessions."""
         self._on_done = on_done
         self.sessions_done = Feed[SessionEnd]()
-        """Publishes when a session is done."""
+        """Publishes a SessionEnd when a session is done."""
         self.attempts_failed = Feed[ErrorRecord]()
-        """Publishes the error of an attempt after which the session is queued again."""
+        """Publishes the error of a failed attempt whose session was put back into the queue."""
         self._policy_version = policy_version
         self._pauses = pauses
         self._work = asyncio.Event()
@@ -138,16 +141,17 @@ class Scheduler:
         """True once `run_dry` was called."""
         self._placements: dict[str, _RunningAttempt] = {}
         self._under_way: Counter[str] = Counter()
-        """Attempts under way, by bucket."""
+        """Number of running attempts of each bucket of the queue."""
         self._specs: dict[str, StoredGroupSpec] = {}
-        """Parsed groups by id: all sessions of a group share one spec."""
+        """Parsed specs of groups by group id, because all sessions of a group need the same spec."""
 
     async def run(self) -> None:
-        """Place sessions until cancelled. Attempts under way at that moment are requeued when the next service starts.
+        """Place sessions until cancelled. Attempts that are running then go back into the queue when the next service
+        starts.
 
         A missing resource (disk, descriptors, memory, threads, database) only delays placement. Any other error is a
-        bug in the bookkeeping of the queue, after which a session might run twice or never. So the error ends the
-        service, and the next service rebuilds the bookkeeping from the store.
+        bug in the bookkeeping, after which a session might run twice or never. It ends the service, and the next
+        service rebuilds the bookkeeping from the store.
         """
         async with Chores(self._failures, fatal=_is_bug) as chores:
             await chores.until_done("scheduler", self._take_up)
@@ -155,14 +159,14 @@ class Scheduler:
             await chores.begin("scheduler", partial(self._place, chores))
 
     async def _take_up(self) -> None:
-        """Read which nodes are drained, and requeue the sessions that an earlier service left under way. The leases of
-        these sessions are not valid any more."""
+        """Read which nodes are drained. Put the sessions that an earlier service process left running back into the
+        queue."""
         await retry_store(self._read_drained, self._failures)
         await retry_store(partial(self._retake, float("inf")), self._failures)
 
     async def _place(self, chores: Chores) -> None:
-        """Place the queued sessions, and wait until more sessions may be ready to start."""
-        self._work.clear()  # cleared before the queue is read, because a `wake` during the read must end the wait below
+        """Place the queued sessions, then wait until more sessions may be ready to start."""
+        self._work.clear()  # cleared before the queue is read, so that a `wake` during the read ends the wait below
         due = await retry_store(lambda: self._place_all(chores), self._failures)
         wait = LOOK_SECONDS if due is None else min(LOOK_SECONDS, max(0.0, due - time.time()))
         await wait_for_event(self._work, wait)
@@ -172,25 +176,27 @@ class Scheduler:
 
     @property
     def under_way(self) -> int:
-        """Number of attempts under way. External sessions are not counted, because the next service continues them."""
+        """Number of running attempts. External sessions are not counted, because the next service process continues
+        them."""
         return len(self._placements) - len(self._open_external)
 
     async def run_dry(self) -> None:
-        """Start no more sessions, and return when only external sessions are under way. Queued sessions stay queued."""
+        """Start no more sessions, and return when only external sessions are running. Queued sessions stay in the
+        queue."""
         self.stopping = True
         while self.under_way:
             self._ended.clear()
             await self._ended.wait()
 
     def add_node(self, node: Node) -> None:
-        """Place sessions on this node, too. An earlier node of the same name must have been removed."""
+        """Add a node on which sessions are placed. An earlier node with the same name must have been removed."""
         self.places.add(node)
         self._node_added.send()
         self._work.set()
 
     async def drain(self, name: str, drained: bool = True) -> None:
-        """Stop placing sessions on a node, or start again if `drained` is False. The node's sessions under way
-        continue. Raises NotFound for an unknown node."""
+        """Stop placing sessions on a node, or start again if `drained` is False. Its running sessions continue. Raises
+        NotFound for an unknown node."""
         self.places.check_known(name)
         await self._store.set_drained(name, drained)
         await self._read_drained()
@@ -200,8 +206,8 @@ class Scheduler:
         self.places.drained = await self._store.drained_nodes()
 
     async def end(self, sessions: Sequence[SessionRow]) -> None:
-        """End those of the given sessions that have `ending` set. Queued sessions are finished, and running attempts
-        are interrupted, each only once."""
+        """End the given sessions that have `ending` set. Queued sessions are finished. Running attempts are
+        interrupted, each only once."""
         for session in sessions:
             if session.state is SessionState.DONE or session.ending is None:
                 continue
@@ -215,41 +221,41 @@ class Scheduler:
                     placement.task.cancel()
 
     async def _retake(self, now: float, *, wait: float = 0.0) -> None:
-        """Requeue the sessions whose lease ended before `now`, except sessions that this scheduler has under way. The
-        requeued sessions may start again after `wait` seconds. Finish sessions that have lost their node too often, and
-        sessions marked with `ending`."""
+        """Put sessions whose lease ended before `now` back into the queue, unless this scheduler runs them. They may
+        start again after `wait` seconds. A session that has lost its node too often, or that has `ending` set, is
+        finished instead."""
         due = time.time() + wait if wait else 0.0
         recovered = await self._store.recover(now=now, held=frozenset(self._placements), due=due)
         for session in recovered:
             if session.recovered > MAX_RECOVERED and session.ending is None:
                 task = await self._task_of(session)
                 if task is not None and task.harness.elsewhere is not None:
-                    continue  # a session without a sandbox cannot have caused the loss of its node
+                    continue  # a session without a sandbox cannot be the cause of a lost node
                 await self._end_with_turns(session, StopReason.ERROR, task=task, error=session.last_error)
         await self.end(await self._store.to_end())
         if recovered:
             self._work.set()
 
     async def _place_all(self, chores: Chores) -> float | None:
-        """Start queued sessions while nodes have slots. Returns the next time at which a session is due or expires, or
-        None."""
+        """Start queued sessions while nodes have free slots. Returns the next time at which a session becomes due or
+        expires."""
         looked = time.time()
         if await self._store.expire(now=looked):
             await self.end(await self._store.to_end())
         self.places.look_again()
-        # External sessions need no slots. Evaluations are started next, up to their share of the slots, and then the
-        # next sessions of any kind.
+        # External sessions come first, because they need no slots. Then come evaluations, up to their share of the
+        # slots, and then all sessions.
         passes: tuple[tuple[QueueKind | None, Callable[[], int]], ...] = (
             (QueueKind.EXTERNAL, self._free_external),
             (QueueKind.EVALUATION, self.places.free_share),
             (None, self.places.free_slots),
         )
         for kind, free in passes:
-            passed: set[str] = set()  # buckets whose next session fits on no node now
+            passed: set[str] = set()  # buckets of the queue whose next session fits on no node now
             started = 0
             while not self.stopping and (slots := free()):
                 if kind is QueueKind.EXTERNAL and (slots := min(slots, EXTERNAL_AT_ONCE - started)) <= 0:
-                    self._work.set()  # more external sessions start after the other passes
+                    self._work.set()  # more external sessions are started in the next call
                     break
                 now = time.time()
                 queued = await self._store.queued(
@@ -268,12 +274,12 @@ class Scheduler:
                     started += 1
                     if not await self._start(chores, session, reserved=kind is QueueKind.EVALUATION):
                         passed.add(session.bucket)
-        # Nothing calls `wake` when a session becomes due, so the caller must look again at the returned time.
+        # Nothing calls `wake` when a session becomes due, so the caller must read the queue again at the returned time.
         return await self._store.next_due(after=looked)
 
     async def _start(self, chores: Chores, session: SessionRow, *, reserved: bool) -> bool:
-        """Start a session, or finish the session if its task cannot be read. A session that was cancelled after it was
-        read from the queue is not started. Returns False if the session must wait, because no node has room for it."""
+        """Start a session. If its task cannot be read, it is finished instead. If it was cancelled since it was read
+        from the queue, nothing happens. Returns False if it must wait, because no node has room."""
         try:
             task = await self._read_task(session)
         except UnreadableTask as error:
@@ -284,7 +290,7 @@ class Scheduler:
         node = self._external if external else self.places.find(task)
         if node is None:
             return False
-        # The slot on the node is taken before the database write below, because the node may leave during the write.
+        # The slot on the node is taken before the database is written, because the node may leave during the write.
         give_back = _take_nothing() if external else self.places.take(node, task, reserved=reserved)
         try:
             number = await self._store.start_attempt(
@@ -303,7 +309,7 @@ class Scheduler:
         started = msgspec.structs.replace(session, attempt=number)
         attempt = Attempt(session=started, task=task, reserved=reserved)
         placement = _RunningAttempt(node, attempt, give_back, graded[session.sample_index] if graded else None)
-        # External sessions are not counted in `_under_way`, because they take no slot and must not delay the tenant's
+        # External sessions do not count in `_under_way`, because they take no slot and must not delay the tenant's
         # other sessions.
         if external:
             self._open_external.add(session.id)
@@ -317,8 +323,8 @@ class Scheduler:
         return 0 if self._external is None else self._external.stats().capacity - len(self._open_external)
 
     async def grader(self, task: TaskSpec) -> Node:
-        """Return the node that grades an external session. Waits while there is no node. No slot of the node is taken,
-        because the session waits in the node's own queue for grading."""
+        """Return the node that grades an external session. Waits while there is no node. No slot is taken, because the
+        node has its own queue for grading."""
         while True:
             added = self._node_added.next()
             if (node := self.places.grader(task)) is not None:
@@ -326,7 +332,7 @@ class Scheduler:
             await added.wait()
 
     async def _task_of(self, session: SessionRow) -> TaskSpec | None:
-        """Return the session's task, or None if the task cannot be read."""
+        """Return the session's task, or None if it cannot be read."""
         try:
             return await self._read_task(session)
         except UnreadableTask:
@@ -358,24 +364,25 @@ class Scheduler:
         finally:
             placement.give_back()
             self._under_way[session.bucket] -= session.id not in self._open_external
-            if not self._under_way[session.bucket]:  # zeros are deleted, because the number of buckets has no limit
+            # entries with 0 are deleted, because the number of buckets is unlimited
+            if not self._under_way[session.bucket]:
                 del self._under_way[session.bucket]
-            # A requeued session may already run again, as another attempt.
+            # The session may already run again as another attempt, which must stay in these tables.
             if self._placements.get(session.id) is placement:
                 del self._placements[session.id]
                 self._open_external.discard(session.id)
             self._work.set()
             self._ended.set()
         if lost:
-            # A session that has lost its node for the first time may start again at once. After later losses there is a
-            # pause, because the session may be the cause of the losses.
+            # A session that lost its node for the first time may start again at once. After later losses there is a
+            # pause, because the session may be the cause.
             wait = self._pauses.wait(session.recovered - 1) if session.recovered else 0.0
             await retry_store(lambda: self._store.renew_leases({session.id: session.attempt}, 0.0), self._failures)
             await retry_store(partial(self._retake, time.time(), wait=wait), self._failures)
 
     async def _outcome(self, placement: _RunningAttempt) -> SessionResult | None:
-        """Run the attempt on its node. Returns the result, or None for an attempt that was interrupted for the reason
-        in `ending`. An attempt can be interrupted even before the node has it. Raises NodeLost."""
+        """Run the attempt on its node and return the result. Returns None if the attempt was interrupted for the reason
+        in `ending`, possibly before the node received it. Raises NodeLost."""
         try:
             if placement.ending is None:
                 placement.task = asyncio.current_task()
@@ -400,7 +407,7 @@ class Scheduler:
                 record = error.record()
             elif _is_bug(error):
                 raise
-            else:  # the attempt could not be sent to the node: only this attempt fails
+            else:  # the attempt could not be sent to the node, so only this attempt fails
                 record = ServiceError(described(error)).record()
             session, task = placement.attempt.session, placement.attempt.task
             return session_result(session, StopReason.ERROR, [], task=task, error=record)
@@ -409,7 +416,7 @@ class Scheduler:
         return None
 
     async def _settle(self, placement: _RunningAttempt, outcome: SessionResult | None) -> SessionResult:
-        """Requeue or finish the session. Returns the stored result."""
+        """Put the session back into the queue, or finish it. Returns the stored result."""
         session, task = placement.attempt.session, placement.attempt.task
         try:
             if outcome is None:
@@ -417,10 +424,10 @@ class Scheduler:
                 return await self._end_with_turns(session, placement.ending, task=task, under_way=True)
             await self._requeue_or_finish(placement, outcome)
             return outcome
-        except ServiceError:  # the database failed: the caller repeats this call
+        except ServiceError:  # the database failed; the caller repeats this call
             raise
         except Exception as error:
-            # A result that cannot be stored is a bug. Such a bug must end only this session and not the service.
+            # A bug: the result cannot be stored. It must end only this session, not the service.
             log.exception("the result of session %s cannot be stored", session.id)
             record = msgspec.structs.replace(record_of(error), retryable=False)
             failed = outcome or session_result(session, StopReason.ERROR, [], task=task)
@@ -437,26 +444,25 @@ class Scheduler:
         error: ErrorRecord | None = None,
         under_way: bool = False,
     ) -> SessionResult:
-        """Finish a queued or interrupted session with the stored turns of the last attempt. Returns the result."""
+        """Finish a queued or interrupted session with the stored turns of its last attempt. Returns the result."""
         while True:
             turns = await self._store.turns(session.id, session.attempt)
             frozen = await self._store.frozen_turns(session.id, session.attempt)
             result = session_result(session, reason, turns, task=task, error=error, frozen=frozen)
-            # A turn from a lost node may have been stored after the turns were read here. Then the turns are read
-            # again.
+            # MoreTurns: a lost node has stored another turn since the turns were read. They are read again.
             with suppress(MoreTurns):
                 await self._finish(session, result, under_way=under_way, of_all_turns=True)
                 return result
 
     async def _requeue_or_finish(self, placement: _RunningAttempt, result: SessionResult) -> None:
-        """Requeue the session if another attempt may succeed and the session has attempts left. Otherwise finish the
-        session."""
+        """Put the session back into the queue if another attempt may succeed and is allowed. Otherwise finish it."""
         session, error = placement.attempt.session, result.error
-        failures = session.attempt - session.recovered  # the loss of a node is not a failure of its sessions
+        # losses of the node are not failures of the session
+        failures = session.attempt - session.recovered
         if (
             error is None
             or not error.retryable
-            # The node has already repeated the evaluation; running the agent again would not help.
+            # The node has already repeated the evaluation, and running the agent again would not help.
             or error.boundary is Boundary.EVALUATOR
             or failures >= placement.attempt.task.max_attempts
         ):
@@ -470,43 +476,44 @@ class Scheduler:
         except Conflict as conflict:
             log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, conflict)
             return
-        if placement.ending is not None:  # set while the attempt was under way, so `end` did not finish the session
+        if placement.ending is not None:  # set while the attempt was running, so `end` has not finished the session
             await self._end_with_turns(session, placement.ending, task=placement.attempt.task)
 
     async def _finish(
         self, session: SessionRow, result: SessionResult, *, under_way: bool = False, of_all_turns: bool = False
     ) -> None:
-        """Call `Store.finish`. If the session was already finished or requeued elsewhere, only log a warning."""
+        """Store the end of a session with `Store.finish`. If it was already finished or put back into the queue, only a
+        warning is logged."""
         try:
             group_done = await self._store.finish(
                 session.id, session.attempt, result, under_way=under_way, of_all_turns=of_all_turns
             )
         except (Conflict, NotFound) as error:
             log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, error)
-            # An earlier call may have finished the session and the group, in a commit whose reply was lost.
+            # An earlier call may have stored the end of the session and of its group, although its reply was lost.
             self._specs.pop(result.group_id, None)
             self._on_done()
             return
-        # None if `_start` has removed it, because the session to start was cancelled
+        # None if `_start` has removed the spec because a session was cancelled before its start
         spec = self._specs.get(result.group_id)
         self.sessions_done.publish(SessionEnd(session, result, group_done, None if spec is None else spec.n))
         if group_done:
             self._specs.pop(result.group_id, None)
             self._on_done()
         elif result.verdict is not None and (spec is None or spec.min_usable is not None):
-            # With this verdict, the group may have enough usable sessions. Then its other sessions are ended.
+            # With this verdict, the group may have enough usable sessions. Its other sessions are then ended.
             await self.end(await self._store.to_end(result.group_id))
 
     async def _renew_and_retake(self) -> None:
-        """Renew the leases of the running attempts, and requeue sessions whose leases lapsed. A lease lapses if the
-        node is lost, or if the start of an attempt was stored although the database had reported a failure."""
+        """Renew the leases of the running attempts. Put sessions whose lease has expired back into the queue: their
+        node was lost, or the start of an attempt was stored although the database reported a failure."""
         held = {id: placement.attempt.session.attempt for id, placement in self._placements.items()}
         await self._store.renew_leases(held, time.time() + LEASE_SECONDS)
         await self._retake(time.time())
 
 
 def _take_nothing() -> Callable[[], None]:
-    """Return a function that does nothing, because an external session takes no slot that could be given back."""
+    """Return a function that does nothing, because an external session has no slot to give back."""
     return lambda: None
 
 

@@ -1,6 +1,8 @@
-"""Implements the service behind the HTTP layer: submits, schedules, delivers and reads groups.
+"""The service behind the HTTP layer. It accepts groups, schedules their sessions, delivers the results, and reads
+stored data.
 
-Nodes are used only through `sessions.attempt.Node`. Invariant: a group is stored before `submit` returns it.
+Nodes are used only through the protocol `sessions.attempt.Node`. Invariant: a group is stored before `submit` returns
+it.
 """
 
 from __future__ import annotations
@@ -104,18 +106,17 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Spec)
 
 REDELIVERED_AT_ONCE = 500
-"""Maximum number of callbacks changed in one transaction, so that the store's other writers wait only briefly."""
+"""Maximum number of callbacks changed in one transaction, so that other writers of the store wait only briefly."""
 
 
 class Service:
     """Accepts groups, and runs their sessions within `async with service.running()`.
 
-    For a `caller` who is not an admin, the id of another tenant's object raises NotFound, like an unknown id, and lists
-    leave such objects out (see docs/security.md).
+    For a `caller` who is not an admin, objects of other tenants do not exist: their ids raise NotFound, and lists leave
+    them out (see docs/security.md).
 
-    `service/assembly.py` makes the service from parts that are already open; the service closes none of them. `host` is
-    shared by all checks of tasks. `pauses` are the waits between a session's failed attempts. Failures of background
-    work are recorded in `failures`.
+    `service/assembly.py` opens and closes the components that are passed to the service. `pauses` are the waits before
+    a failed session is tried again. Failures of background work are recorded in `failures`.
     """
 
     def __init__(
@@ -136,12 +137,13 @@ class Service:
     ) -> None:
         self.config = config
         self._paths = paths
-        self.version = installed_version("outrider")  # read now, because later no descriptor may be free for the file
+        # read at the start, because later the process may have no free descriptor for the file
+        self.version = installed_version("outrider")
         self.failures = failures = failures or Failures()
         self._checks = SubmissionChecks(host)
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Locks by tenant. Only one request of a tenant is parsed or checked at a time, because all tenants share the
-        threads that do this work, and a large request occupies a thread for a while."""
+        """One lock for each tenant. Only one request of a tenant is parsed or checked at a time, because all tenants
+        share the threads for this work, and a large request occupies a thread for a while."""
         self.store = store
         self.artifacts = artifacts
         self.tokens = TokenRegistry(store, config.token)
@@ -197,7 +199,7 @@ class Service:
         self.runs = Runs(store, index, submit=self.submit, end=self.scheduler.end, wake=self.scheduler.wake)
         self.scheduler.sessions_done.subscribe(lambda _: self._back_pressure.note_done())
         self.call_failures = CallFailures()
-        """The failed calls of the gateway in this process, without those of the sandboxes of its node."""
+        """The failed model calls of the gateway in this process, except calls from the sandboxes of its node."""
         self.counts = ServiceCounts(
             (*(dialect.name for dialect in DIALECTS), INPROCESS),
             has_engine=lambda name: name in pool or any(name in other for other in self._frozen.values()),
@@ -229,19 +231,18 @@ class Service:
 
     @asynccontextmanager
     async def running(self, url: str = "") -> AsyncIterator[None]:
-        """Run sessions and deliver results while the block runs. Can be entered once. `url` is the base URL at which
-        the service is served.
+        """Run sessions and deliver results while the block runs. The block can be entered only once. `url` is the base
+        URL of the service.
 
-        Enter the block once the model gateway is served, and leave it before the gateway stops, because a session
-        without a gateway fails. Sessions under way at the end are interrupted. The next service on the same data starts
-        them again.
+        Enter the block after the model gateway has started, and leave it before the gateway stops, because sessions
+        fail without a gateway. Sessions that still run at the end are interrupted, and the next service with the same
+        data starts them again.
         """
         self._url = url
         tasks = asyncio.TaskGroup()
         async with AsyncExitStack() as stack:
             await tasks.__aenter__()
-            # The block's error is not passed to the task group, because the task group would wrap the error in an
-            # ExceptionGroup.
+            # An exception of the block is not passed to the task group, which would wrap it in an ExceptionGroup.
             stack.push_async_callback(tasks.__aexit__, None, None, None)
             await stack.enter_async_context(self.external)
             stack.callback(tasks.create_task(self.scheduler.run(), name="scheduler").cancel)
@@ -256,14 +257,13 @@ class Service:
             yield
 
     def _address(self, network: str | None) -> str:
-        """Return the URL under which agents in a network reach the service."""
+        """Return the URL at which agents in a network reach the service."""
         urls = self.config.advertised_urls
         return urls[network] if network is not None else next(iter(urls.values()), self._url)
 
     async def run_dry(self, seconds: float) -> bool:
-        """Start no more sessions, and wait up to `seconds` for the sessions under way. Returns True if all sessions
-        have ended. Meanwhile groups are still accepted and results are still served. The next service on the same data
-        starts the queued sessions."""
+        """Start no more sessions, and wait up to `seconds` for the running ones. Returns True if all have ended. Groups
+        are still accepted, and results can be read. The next service with the same data starts the queued sessions."""
         try:
             async with asyncio.timeout(seconds):
                 await self.scheduler.run_dry()
@@ -272,13 +272,13 @@ class Service:
         return True
 
     async def parse(self, kind: type[S], body: bytes, caller: Principal = LOCAL) -> S:
-        """Return the spec in a request's body. Raises RequestError, or InvalidField naming the field."""
+        """Parse a request body into a spec. Raises RequestError, or InvalidField with the field's name."""
 
         def steps() -> Steps[S]:
             if len(body) > LARGE:
                 try:
                     yield from BodyCapacity(None, images=True).checking(body)
-                # The context length is not checked here, so the error means that the body has too many values.
+                # No context length is given here, so ContextOverflow means that the body has too many JSON values.
                 except ContextOverflow as error:
                     raise TooLarge(f"the request has more than {MAX_VALUES} JSON values") from error
             yield len(body)
@@ -293,7 +293,7 @@ class Service:
         return await self._submit_again(await regraded_group(self.store, group_id, asked, tenant=caller.sees), caller)
 
     async def regrade_session(self, session_id: str, asked: RegradeSpec, caller: Principal = LOCAL) -> GroupView:
-        """Submit a group of one session that grades the run of a session again. Raises the errors of
+        """Submit a group with one session, which grades the run of another session again. Raises the errors of
         `regrade_group`."""
         return await self._submit_again(
             await regraded_session(self.store, session_id, asked, tenant=caller.sees), caller
@@ -304,9 +304,11 @@ class Service:
             return await self.submit(spec, caller)
 
     async def submit(self, spec: GroupSpec, caller: Principal = LOCAL, *, traceparent: str | None = None) -> GroupView:
-        """Check and store a group, and wake the scheduler. `traceparent` is the W3C trace context of the call. Raises
-        the errors of `check_group`, QueueFull, QuotaExceeded, and Conflict for a known idempotency key with another
-        body."""
+        """Check and store a group, and wake the scheduler. `traceparent` is the W3C trace context of the client's
+        request.
+
+        Raises the errors of `check_group`, QueueFull, QuotaExceeded, and Conflict if the idempotency key was used
+        before with another body."""
         quota = caller.max_queued
         if quota is not None and spec.n > quota:
             raise InvalidField(
@@ -325,8 +327,8 @@ class Service:
                     hint="the operator names the address: --advertise URL, or the setting advertise",
                 )
         external = spec.task.harness.elsewhere is not None and not getattr(spec, "regrades", [])
-        # If `processes` is 0, all sessions run on nodes that join. Soon after the start, a node of any size may still
-        # join, so no session is refused as too large.
+        # If the setting `processes` is 0, all sessions run on nodes that join the service. Soon after the start, no
+        # session is refused as too large, because a node of any size may still join.
         if not self.scheduler.places.may_fit(session_needs(spec.task), others=self.config.processes == 0):
             check_resources(spec.task, self.scheduler.places.stats())
 
@@ -362,9 +364,9 @@ class Service:
             usable_trains=translated is not None and translated.usable_trains,
             traceparent=traceparent if TRACEPARENT.fullmatch(traceparent or "") else None,
         )
-        if not external:  # external sessions wait for no slot
+        if not external:  # external sessions do not wait for slots
             await self._back_pressure.check(row)
-        # This check takes more processor time than all other checks, so it is the last one.
+        # This check is last, because it takes more processor time than all others.
         await self._checks.check(evaluators, caller.tenant)
         seconds = spec.expires_seconds or self.config.queue.expires_seconds
         session_ids = [f"s-{group_id[2:]}-{index}" for index in range(spec.n)]
@@ -375,24 +377,24 @@ class Service:
         return await self.reader.view(stored)
 
     def translate_callbacks(self, system: str, translate: Translate) -> None:
-        """Use `translate` to make the callbacks of groups that clients of another system, `system`, have submitted.
-        Call this method before `running`: without `translate`, these callbacks wait in the outbox."""
+        """Use the function `translate` for the callback bodies of groups that were submitted through the API of
+        `system`. Call this before `running`, because these callbacks wait in the outbox without it."""
         self._deliverer.translate(system, translate)
 
     async def cancel(self, group_id: str, caller: Principal = LOCAL) -> GroupView:
-        """Cancel a group with all its unfinished sessions. Cancelling a group that is cancelled or done changes
-        nothing."""
+        """Cancel a group with all its unfinished sessions. Nothing changes if the group is already cancelled or
+        done."""
         await self.scheduler.end(await self.store.cancel_group(group_id, tenant=caller.sees))
         return await self.reader.group(group_id, tenant=caller.sees)
 
     async def cancel_session(self, session_id: str, caller: Principal = LOCAL) -> SessionView:
-        """Cancel one session. The group's other sessions continue. Cancelling a session that is cancelled or done
-        changes nothing."""
+        """Cancel one session. The group's other sessions continue. Nothing changes if the session is already cancelled
+        or done."""
         await self.scheduler.end([await self.store.cancel_session(session_id, tenant=caller.sees)])
         return await self.reader.session(session_id, tenant=caller.sees)
 
     async def group(self, group_id: str, *, wait: float, samples: bool, caller: Principal = LOCAL) -> GroupView:
-        """Return a group as soon as it is done, or in its current state after `wait` seconds."""
+        """Return a group in its current state, after waiting up to `wait` seconds until it is done."""
 
         async def is_done() -> bool:
             return (await self.store.group(group_id, tenant=caller.sees)).state is GroupState.DONE
@@ -410,14 +412,14 @@ class Service:
         columns: bool = False,
         caller: Principal = LOCAL,
     ) -> Page:
-        """Return a page of the groups whose cursor is greater than `after`. Waits up to `wait` seconds for the first
-        group. A page ends after `limit` groups, or with the group that reaches PAGE_BYTES. `columns` is True for a page
-        that is sent as an Arrow stream."""
+        """Return a page of finished groups whose cursor is greater than `after`. Waits up to `wait` seconds for the
+        first group. A page ends after `limit` groups, or with the group that reaches PAGE_BYTES. `columns` is True if
+        the page is sent as an Arrow stream."""
         page = Page(after, columns=columns)
         if columns:
             await self.reader.prepare_columns()
         # Clients take an empty page as the end of the results. So if all groups of a page were removed after they were
-        # listed, the next groups are read instead.
+        # listed, the next groups are read.
         while not page.groups and (
             rows := await self._wait_until(
                 wait, lambda: self.store.results(after=after, limit=limit, tenant=caller.sees)
@@ -431,8 +433,8 @@ class Service:
         return page
 
     async def _wait_until(self, seconds: float, look: Callable[[], Awaitable[T]]) -> T:
-        """Call `look` now, and again whenever a group is done, until its result is true or `seconds` are over. Returns
-        the last result."""
+        """Call `look` now, and again whenever a group is done. Stops when the result is true or after `seconds`, and
+        returns the last result."""
         deadline = time.monotonic() + seconds
         while True:
             done = self._group_done.next()
@@ -443,8 +445,8 @@ class Service:
             await wait_for_event(done, left)
 
     async def redeliver(self, group_id: str | None = None) -> int:
-        """Retry one callback that was given up, or all such callbacks. Returns the number of callbacks. Raises NotFound
-        for a callback that was not given up."""
+        """Send a callback that was given up again, or all such callbacks if `group_id` is None. Returns their number.
+        Raises NotFound if the callback was not given up."""
         if group_id is not None:
             await self.store.redeliver(group_id)
             count = 1
@@ -456,8 +458,8 @@ class Service:
         return count
 
     async def update_policy(self, update: PolicyUpdateSpec) -> PolicyStatus:
-        """Switch to another policy version from the next token on; see `Policy.update`. Groups that began at a version
-        below `cancel_older_than` are cancelled before generation resumes."""
+        """Switch to another policy version, beginning with the next token (see `Policy.update`). Groups that began at a
+        version below `cancel_older_than` are cancelled before generation resumes."""
         cancelled: list[str] = []
 
         async def cancel_old() -> None:
@@ -472,8 +474,8 @@ class Service:
         return msgspec.structs.replace(self.pool.policy.status(), cancelled=tuple(cancelled))
 
     async def attach_engine(self, spec: EngineSpec) -> EngineStatus:
-        """Attach an engine that the settings do not name. Raises the errors of `add_engine`, and InvalidField for an
-        engine kind that names Python code which is not allowed."""
+        """Attach an engine that is not in the settings. Raises the errors of `add_engine`, and InvalidField if the
+        engine's kind names Python code that is not allowed."""
         self._allow_lists.check_python(spec.kind, field="kind")
         return await self.add_engine(spec)
 
@@ -491,8 +493,8 @@ class Service:
         return await self._frozen[spec.serves].add(spec)
 
     def pool_of(self, engine: str) -> EnginePool:
-        """Return the pool that has an engine or a list of engines of this name. If no frozen model's pool has the name,
-        return the policy's pool."""
+        """Return the pool that contains an engine, or a list of engines, with this name. If no pool of a frozen model
+        does, return the policy's pool."""
         return next((pool for pool in self._frozen.values() if engine in pool), self.pool)
 
     def engines(self) -> tuple[EngineStatus, ...]:
@@ -501,7 +503,7 @@ class Service:
 
     async def status(self, caller: Principal = LOCAL) -> ServiceStatus:
         """Return the status of the service. Sessions and results are counted for the caller's tenant, or for all
-        tenants if the caller is an admin. Nodes, engines and the policy are shared by all tenants."""
+        tenants if the caller is an admin. Nodes, engines and the policy belong to all tenants."""
         counts = await self.store.counts(tenant=caller.sees)
         return ServiceStatus(
             version=self.version,
@@ -517,7 +519,7 @@ class Service:
         )
 
     def failing(self) -> tuple[FailingChore, ...]:
-        """Return the failing background work of the service and its nodes, the longest failing first."""
+        """Return the background work of the service and its nodes that fails now. The longest failing comes first."""
         failing = chain(
             self.failures.failing(),
             *(pool.failures.failing() for pool in (self.pool, *self._frozen.values())),
@@ -529,27 +531,27 @@ class Service:
         return NodeList(nodes=tuple(self.scheduler.places.stats()), refused=tuple(self.joined.refused))
 
     async def drain_node(self, name: str, drained: bool = True) -> NodeList:
-        """Stop placing sessions on a node, or start again if `drained` is False. The setting survives a restart. Raises
+        """Stop placing sessions on a node, or start again if `drained` is False. The choice survives a restart. Raises
         NotFound for an unknown node."""
         await self.scheduler.drain(name, drained)
         return self.nodes()
 
     async def pull_image(self, asked: PullSpec) -> PulledImages:
-        """Have every machine that runs sessions pull an image from a registry. The reply has the image or the error of
-        each machine. Raises InvalidField for an invalid image name."""
+        """Have every machine that runs sessions pull an image from a registry. Returns the image, or the error, of each
+        machine. Raises InvalidField for an invalid image name."""
         checked_name(asked.name)
 
         async def pull(node: Node) -> PulledImage:
             try:
                 image = await node.pull_image(asked.reference, asked.name)
-            except Exception as error:  # one machine's failure must not hide the others' success
+            except Exception as error:  # the reply must also list the machines that succeeded
                 if not isinstance(error, OutriderError):
                     log.exception("node %s cannot get image %s", node.name, asked.name)
                 return PulledImage(node=node.name, error=record_of(error))
             return PulledImage(node=node.name, digest=image.digest, bytes=image.bytes)
 
         pulled = await asyncio.gather(*map(pull, self.scheduler.places.machines()))
-        self.scheduler.wake()  # placement prefers a node that has a session's image
+        self.scheduler.wake()  # sessions that need this image may now be placed
         return PulledImages(machines=tuple(pulled))
 
     def _on_group_done(self) -> None:
@@ -558,9 +560,11 @@ class Service:
 
 
 class Ids:
-    """Ids of 16 hexadecimal digits that sort by time: 13 digits of microseconds, then three random digits.
+    """Generates ids that sort by time. An id has 16 hexadecimal digits: 13 digits of microseconds, then 3 random
+    digits.
 
-    Ids of one process never repeat. The random digits make repeats unlikely after a restart with the clock set back.
+    Ids of one process never repeat. If the clock is set back before a restart, the random digits make a repeated id
+    unlikely.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
-"""Opens and completes external sessions: sessions whose agents run outside of Outrider.
+"""Opens and completes external sessions, whose agents run outside of Outrider.
 
-A session is opened in a group of its own, or taken from a group whose harness is `external`. `sessions/external.py`
-hosts these sessions. Invariant: a completion is stored before it is acknowledged, and is never replaced.
+A session is opened in a new group of one session, or taken from a group whose harness is `external`.
+`sessions/external.py` hosts these sessions. Invariant: a completion is stored before the client gets the reply, and
+never replaced.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ if TYPE_CHECKING:
     from outrider.sessions.external import ExternalSessions
 
 OPEN_SECONDS = 5.0
-"""Maximum seconds for which a request to open a session waits until the session takes model calls. Calls before that
-get the error `session_not_running`."""
+"""Maximum seconds for which a request to open a session waits until the session accepts model calls. Earlier calls get
+the error `session_not_running`."""
 FIELDS = (("task.harness.external.", ""), ("task.", ""))
-"""Pairs of field prefixes: one in a group's spec, and the same in a `SessionSpec`. For example, `task.limits` is
-`limits`. Errors about the group name the fields of the `SessionSpec`."""
+"""Maps prefixes of field names in a group's spec to those in a `SessionSpec`. For example, `task.limits` becomes
+`limits`, so that errors name the fields that the client has sent."""
 
 Submit = Callable[[GroupSpec, Principal], Awaitable[GroupView]]
 """See `Service.submit`."""
 
 
 class OpenedSession(NamedTuple):
-    """A session, its credential, whether the session takes calls now, and the instruction of its task."""
+    """A session, its credential, whether it accepts model calls now, and the instruction of its task."""
 
     session: SessionView
     credential: str
@@ -42,8 +43,8 @@ class OpenedSession(NamedTuple):
 
 
 class SessionControl:
-    """The operations of the control API on sessions. For a `caller` who is not an admin, sessions of other tenants are
-    unknown. Every method raises NotFound for an unknown session."""
+    """The operations of the control API on external sessions. Every method raises NotFound for an unknown session, and
+    for one of another tenant unless the `caller` is an admin."""
 
     def __init__(self, store: Store, host: ExternalSessions, submit: Submit) -> None:
         self._store = store
@@ -51,8 +52,8 @@ class SessionControl:
         self._submit = submit
 
     async def open(self, spec: SessionSpec, caller: Principal = LOCAL) -> OpenedSession:
-        """Open a session, or find the session that was opened with the same idempotency key. Raises the errors of
-        `Service.submit`, and InvalidField for a session whose agent is not external."""
+        """Open a session, or return the session that was opened with the same idempotency key. Raises the errors of
+        `Service.submit`, and InvalidField if the session's agent is not external."""
         if spec.group_id is None:
             with renamed_fields(FIELDS):
                 group = await self._submit(spec.group(), caller)
@@ -65,7 +66,7 @@ class SessionControl:
         return OpenedSession(reply_of(SessionView, session), credential, running, instruction)
 
     async def _of_group(self, group_id: str, sample_index: int, caller: Principal) -> tuple[SessionRow, str]:
-        """Return a session of a group, and the task's instruction."""
+        """Return the session with index `sample_index` of a group, and the task's instruction."""
         group = await self._store.group(group_id, tenant=caller.sees)
         if (spec := await self._external_spec(group_id)) is None:
             raise InvalidField(
@@ -78,14 +79,15 @@ class SessionControl:
         return (await self._store.sessions(group_id))[sample_index], spec.task.instruction
 
     async def _external_spec(self, group_id: str) -> StoredGroupSpec | None:
-        """Return the spec of a group whose agents run elsewhere, None for any other group."""
+        """Return the spec of a group whose agents run elsewhere, or None for any other group."""
         spec = await stored_group(self._store, group_id)
         return None if spec.task.harness.external is None or spec.regrades else spec
 
     async def complete(self, session_id: str, report: ReportSpec, caller: Principal = LOCAL) -> SessionView:
-        """End the session's run, and have the session graded. Repeating the call with the same report changes nothing.
-        Raises Conflict for a different report and for a session that has ended, and InvalidField for a report that does
-        not fit the session."""
+        """End the session's run, and have the session graded. A repeated call with the same report changes nothing.
+
+        Raises Conflict for a different report and for a session that has ended, and InvalidField if the report does not
+        fit the session."""
         session = await self._store.session(session_id, tenant=caller.sees)
         spec = await self._external_spec(session.group_id)
         if spec is None:
@@ -96,8 +98,8 @@ class SessionControl:
         return reply_of(SessionView, await self._store.session(session_id))
 
     async def reset(self, session_id: str, caller: Principal = LOCAL) -> SessionView:
-        """Drop the session's turns. The agent starts again with the same credential. The session's clocks continue.
-        Raises Conflict for a session that does not run."""
+        """Delete the session's turns, so that the agent can start over with the same credential. The session's clocks
+        continue. Raises Conflict if the session does not run."""
         session = await self._store.session(session_id, tenant=caller.sees)
         if await self._external_spec(session.group_id) is None:
             raise _not_external(session_id)

@@ -1,7 +1,7 @@
-"""Makes the view of a session's timeline from the stored entries, turns and events.
+"""Builds the view of a session's timeline from the stored entries, turns and events.
 
-Pure. Invariants: all times of a view are seconds since the epoch by one clock, the clock of the machine that runs the
-session's node; each stored turn is exactly one span.
+Invariants: all times in a view are seconds since the epoch by the clock of the machine that runs the session's node;
+each stored turn is exactly one span.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.trajectory import Turn
 ENTRIES = msgspec.msgpack.Decoder(list[Entry])
 
 PLAIN = re.compile(r"[^A-Za-z0-9_]")
-"""Matches a character that agent programs may replace in the names of MCP tools."""
+"""A character that agent programs may replace by `_` in the names of MCP tools."""
 
 STAGE_OF_STATE = {
     SessionState.INITIALIZING: "init",
@@ -31,7 +31,7 @@ STAGE_OF_STATE = {
     SessionState.RUNNING: "run",
     SessionState.EVALUATING: "eval",
 }
-"""For each state of a session, the stage that is shown as current."""
+"""For each state of a session, the name of the stage that is shown as running."""
 
 
 def timeline_view(
@@ -44,9 +44,12 @@ def timeline_view(
     *,
     now: float,
 ) -> TimelineView:
-    """Return the view of one attempt. `parts` are the stored parts of its timeline, `turns` its turns of the policy,
-    and `frozen` its turns of frozen models by name. `events` are the events of the session. A part that cannot be read
-    is left out."""
+    """Return the view of one attempt.
+
+    parts: the stored parts of the attempt's timeline. A part that cannot be read is left out.
+    turns: the attempt's turns of the policy.
+    frozen: its turns of frozen models, by model name.
+    events: the events of the session."""
     entries, stored, left_out = _read(parts)
     attempts = _attempts(session, events)
     running = session.state is not SessionState.DONE and session.attempt == attempt
@@ -60,14 +63,15 @@ def timeline_view(
     if running and (stage := STAGE_OF_STATE.get(session.state)) is not None:
         ends = [span.end for span in spans if span.kind == EntryKind.STAGE and span.end is not None]
         spans.append(SpanView(kind=EntryKind.STAGE, name=stage, start=max(ends, default=session.updated), end=None))
-    if not running and not any(span.kind == EntryKind.STAGE for span in spans):  # the agent ran elsewhere
+    # the agent ran elsewhere, so no stages were stored
+    if not running and not any(span.kind == EntryKind.STAGE for span in spans):
         spans += [
             SpanView(kind=EntryKind.STAGE, name="run", start=one.began, end=one.ended)
             for one in attempts
             if one.attempt == attempt
         ]
     spans += _queued(session, attempts, attempt)
-    if not running:  # the node was lost, or the end was not stored
+    if not running:  # spans may have no end, because the node was lost or the end was not stored
         over = max((one.ended for one in attempts if one.attempt == attempt and one.ended), default=session.updated)
         spans = [span if span.end is not None else _cut(span, over) for span in spans]
     return TimelineView(
@@ -83,8 +87,8 @@ def timeline_view(
 
 
 def with_short_commands(view: TimelineView) -> TimelineView:
-    """Return the view with only the first word of each command and process, because a task's commands may hold secrets,
-    and the reader may not see the task."""
+    """Return the view with only the first word of each command and process, because a task's commands may contain
+    secrets, and the reader may not see the task."""
     spans = [
         msgspec.structs.replace(span, name=span.name.split(maxsplit=1)[0] if span.name.strip() else "")
         if span.kind in (EntryKind.COMMAND, EntryKind.PROCESS)
@@ -95,8 +99,8 @@ def with_short_commands(view: TimelineView) -> TimelineView:
 
 
 def _read(parts: Iterable[bytes]) -> tuple[dict[int, Entry], dict[str, float], dict[str, int]]:
-    """Return the entries by number, the times at which turns were stored, and the number of entries that were left out,
-    by kind."""
+    """Return the entries by number, the times at which turns were stored, and the number of entries left out, by
+    kind."""
     entries: dict[int, Entry] = {}
     stored: dict[str, float] = {}
     left_out: dict[str, int] = {}
@@ -120,7 +124,7 @@ def _span(entry: Entry) -> SpanView:
 
 
 def _cut(span: SpanView, over: float) -> SpanView:
-    """Return the span, marked as cut off. The span ends at `over`, the end of its attempt."""
+    """End a span at `over`, the end of its attempt, and mark it as cut off."""
     return msgspec.structs.replace(span, end=max(over, span.start), data=span.data | {"cut_off": True})
 
 
@@ -138,7 +142,7 @@ def _calls(
 
 
 def _mcp_tools(spans: Iterable[SpanView]) -> dict[str, str]:
-    """Return the pattern of the tools' names for each MCP server, from the span of the agent's sandbox."""
+    """Return the pattern of each MCP server's tool names, which the span of the agent's sandbox contains."""
     for span in spans:
         if span.kind == EntryKind.SANDBOX and isinstance(names := span.data.get("mcp_tools"), dict):
             return {str(server): str(name) for server, name in names.items()}
@@ -146,8 +150,9 @@ def _mcp_tools(spans: Iterable[SpanView]) -> dict[str, str]:
 
 
 def mcp_calls(tools: Iterable[str], names: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the server and the tool of each call of an MCP tool. `tools` are the names of the called tools. `names`
-    maps each server to the pattern of its tools' names, such as `mcp__files__{tool}`."""
+    """Return the server and the tool of each call of an MCP tool. `tools` are the names of the called tools, as the
+    agent's program names them. `names` maps a server to the pattern of its tools' names, such as
+    `mcp__files__{tool}`."""
     found = []
     for called in tools:
         plain = PLAIN.sub("_", called)
@@ -158,7 +163,7 @@ def mcp_calls(tools: Iterable[str], names: Mapping[str, str]) -> list[dict[str, 
             if plain.startswith(PLAIN.sub("_", before)) and plain.endswith(PLAIN.sub("_", after))
         ]
         if fits:
-            before, server, after = max(fits)  # one server's name may begin with the name of another
+            before, server, after = max(fits)  # the longest match, because one server's name may begin with another's
             found.append({"server": server, "tool": called[before : len(called) - after]})
     return found
 
@@ -195,8 +200,8 @@ def _call(turn: Turn, model: str, stored: Mapping[str, float], mcp_tools: Mappin
 
 
 def _attempts(session: SessionRow, events: Sequence[EventView]) -> list[AttemptView]:
-    """Return the attempts in the order of their numbers. If the events were removed, only the newest attempt is
-    returned, made from the session's row."""
+    """Return the attempts in order. If the session's events were removed, only the newest one is returned, from the
+    session's row."""
     began: dict[int, tuple[float, str | None]] = {}
     ended: dict[int, tuple[float, str | None, str]] = {}
     for event in events:
@@ -220,7 +225,7 @@ def _attempts(session: SessionRow, events: Sequence[EventView]) -> list[AttemptV
 
 
 def _queued(session: SessionRow, attempts: Sequence[AttemptView], attempt: int) -> Iterable[SpanView]:
-    """Return the span of the wait in the queue before the attempt. It has no end if the session still waits."""
+    """Return the span of the wait in the queue before the attempt. It has no end while the session still waits."""
     before = [one for one in attempts if one.attempt < attempt]
     since = session.created if not before else (before[-1].ended or before[-1].began)
     until = next((one.began for one in attempts if one.attempt == attempt), None)

@@ -1,5 +1,5 @@
-"""Refuses an engine that serves another model. Such an engine's tokenizer differs from the tokenizer that renders the
-prompts."""
+"""Refuses engines that serve the wrong model, because they would tokenize texts differently from the tokenizer that
+renders the prompts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from outrider.errors import ModelMismatch
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
 PROBE = "Outrider 0123456789 <|im_start|>user\nnaïve 测试\n\tdef f(x): return x  # 🙂<tool_call></tool_call>"
-"""Text that tokenizers of different model families split differently. It has digits, special tokens, accents, another
-script, indented code and an emoji."""
+"""A text that tokenizers of different model families split differently, because of its digits, special tokens, accents,
+Chinese characters, code and emoji."""
 
 
 def tokenizer_check(tokenizer: Tokenizer, frozen: str | None) -> Callable[[Engine | ChatEngine], Awaitable[None]]:
-    """Return a function that checks an engine before the engine is added to a pool. `frozen` is the name of the frozen
-    model that the pool serves, None for the policy. Engines that cannot tokenise are accepted. The check raises
-    ModelMismatch, or EngineUnavailable when the engine does not respond."""
+    """Return a function that checks an engine before it is added to a pool. `frozen` is the name of the frozen model
+    that the pool serves, or None for the policy.
+
+    An engine that cannot tokenize is accepted. The check raises ModelMismatch, or EngineUnavailable if there is no
+    response."""
     expected = tokenizer.encode(PROBE)
 
     async def check(engine: Engine | ChatEngine) -> None:

@@ -1,8 +1,8 @@
-"""Authenticates callers of the control API: by the operator's token, or by tokens with roles, which are stored as
+"""Authenticates callers of the control API by the operator's token, or by tokens with roles, which are stored as
 digests.
 
-Invariants: the text of a token appears only in the reply to its creation. Once a token exists, no caller is admitted
-without one.
+Invariants: the text of a token appears only in the reply to the request that creates it; once a token exists, no caller
+is admitted without one.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ HINT = (
 
 
 class RevokedMeanwhile(Exception):
-    """The token of a call that is under way was revoked."""
+    """The caller's token was revoked while the call was running."""
 
 
 class TokenRegistry:
     """The tokens of a service. `operator` is the token in the settings.
 
-    Tokens are compared by their SHA-256. A slow hash is not needed: a token is 32 random bytes, which cannot be
-    guessed. The duration of a comparison of two digests reveals nothing about a token's text.
+    Tokens are compared by their SHA-256 digests. No slow hash is needed, because a token is 32 random bytes and cannot
+    be guessed. The duration of a comparison reveals nothing about the text of a token.
     """
 
     def __init__(self, store: Store, operator: str | None, *, clock: Callable[[], float] = time.time) -> None:
@@ -45,17 +45,18 @@ class TokenRegistry:
         self._operator = None if operator is None else _digest(operator.encode())
         self._clock = clock
         self._calls: dict[asyncio.Task[object], str] = {}
-        """Token names of the calls under way, by asyncio task."""
+        """The token name of each running call, by the asyncio task of the call."""
         self._revoked: set[str] = set()
-        """Names of the tokens that this process has revoked. `call` refuses these tokens, because a call may be
-        authenticated just before the revocation and begin just after it."""
+        """Names of the tokens that this process has revoked. `call` refuses them, because a call may be
+        authenticated just before its token is revoked, and begin just after it."""
 
     async def required(self) -> bool:
         """Return True if callers need a token."""
         return self._operator is not None or await self._store.has_tokens()
 
     async def caller(self, text: bytes | None) -> Principal:
-        """Return the caller who sent this token; `text` is None for a request without a token. Raises Unauthorized."""
+        """Return the caller to whom a token belongs. `text` is None for a request without a token. Raises
+        Unauthorized."""
         if text is not None:
             digest = _digest(text)
             if self._operator is not None and secrets.compare_digest(digest, self._operator):
@@ -74,8 +75,8 @@ class TokenRegistry:
 
     @contextmanager
     def call(self, caller: Principal) -> Iterator[None]:
-        """Record a call as under way while the block runs. Raises RevokedMeanwhile if the token was revoked before the
-        block began, or if `revoke` cancels the call."""
+        """Record a running call of this caller while the block runs. Raises RevokedMeanwhile if the caller's token is
+        already revoked, or if `revoke` cancels the call."""
         task = asyncio.current_task()
         assert task is not None
         if caller.name in self._revoked:
@@ -93,7 +94,7 @@ class TokenRegistry:
 
     async def create(self, spec: TokenSpec) -> NewToken:
         """Create a token. Raises Conflict if a token has or had this name or, without `spec.tenant`, if a tenant has
-        this name. Raises InvalidField for Outrider's reserved names, and if the first token is not an admin's."""
+        it. Raises InvalidField if Outrider reserves the name, or if the first token is not an admin's."""
         if spec.name in (LOCAL.name, OPERATOR.name):
             raise InvalidField(f"{spec.name!r} is reserved for callers without a stored token", field="name")
         if spec.role != "admin" and not await self.required():
@@ -117,7 +118,8 @@ class TokenRegistry:
         return NewToken(token=reply_of(TokenView, row), text=text)
 
     async def revoke(self, name: str) -> TokenView:
-        """Revoke a token, and cancel its calls under way, such as streams of events and long polls. Raises NotFound."""
+        """Revoke a token, and cancel its running calls, such as event streams and long polls. Raises NotFound for an
+        unknown name."""
         view = reply_of(TokenView, await self._store.revoke_token(name))
         self._revoked.add(name)
         for task, of in list(self._calls.items()):

@@ -1,9 +1,10 @@
 """Sends a trace of each session that has ended to an OpenTelemetry collector, by OTLP over HTTP.
 
-The traces are made from the store after the end of a session, so they delay no rollout. The position in the stream of
-events is stored, so that the service continues there after a restart. One message holds the traces of several sessions.
-Invariants: a trace is sent until the collector has accepted it, or has refused it for good; a collector that cannot be
-reached delays nothing else.
+Traces are built from the store after a session has ended, so they delay no rollout. The position in the stream of
+events is stored, so that a restarted service continues there.
+
+Invariants: a trace is sent until the collector has accepted it or has permanently refused it; a collector that cannot
+be reached delays nothing else.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ if TYPE_CHECKING:
 log = logging.getLogger("outrider.traces")
 
 NAME = "traces"
-"""The name of this background work, and of its stored position in the stream of events."""
+"""Name of this background work, and of its stored position in the stream of events."""
 SETTLED_SECONDS = 3.0
-"""Seconds between the end of a session and its trace. In this time nodes store the last entries of the timeline."""
+"""Seconds between the end of a session and the sending of its trace, in which nodes store the last timeline entries."""
 LOOK_SECONDS = 1.0
 EVENTS_AT_ONCE = 200
 SPANS_AT_ONCE = 512
-"""A message is sent once it has this many spans, because most of its cost does not depend on its size."""
+"""A message is sent once it has this many spans, because most of a message's cost does not depend on its size."""
 SEND_SECONDS = 10.0
 
 
 class TraceExport:
-    """Sends traces to `endpoint`, the collector's address for traces. Run `run` in a task group. `model` is the name
-    of the policy's model."""
+    """Sends traces to `endpoint`, the URL of the collector. Start `run` in a task group. `model` is the name of the
+    policy's model."""
 
     def __init__(self, store: Store, reader: ViewReader, endpoint: str, *, model: str, failures: Failures) -> None:
-        """Raises InvalidField if the exporter of OpenTelemetry is not installed."""
+        """Raises InvalidField if OpenTelemetry's OTLP exporter is not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ImportError as error:
@@ -70,7 +71,7 @@ class TraceExport:
             await asyncio.to_thread(self._exporter.shutdown)
 
     async def send(self) -> None:
-        """Send the traces of the sessions that have ended since the last call. The first call for a new store sends
+        """Send the traces of all sessions that have ended since the last call. The first call with a new store sends
         nothing."""
         if self._cursor is None:
             kept = await self._store.position(NAME)
@@ -97,8 +98,8 @@ class TraceExport:
                 await self._store.keep_position(NAME, self._cursor)
 
     async def _traces(self, event: EventView) -> list[list[TraceSpan]]:
-        """Return a list with the trace of the session that ended with the event. The list is empty if the session's
-        group was removed meanwhile."""
+        """Return a list with one trace, that of the session whose end the event reports. The list is empty if the
+        session's group was removed in the meantime."""
         assert event.session_id is not None
         try:
             return [await self._spans(event.group_id, event.session_id)]
@@ -123,10 +124,10 @@ class TraceExport:
         return await self._reader.offload(make)
 
     def _export(self, traces: Sequence[Sequence[TraceSpan]]) -> None:
-        """Send traces. Raises ServiceError if the collector accepts no spans now."""
+        """Send traces. Raises ServiceError if the collector does not accept any spans at present."""
         if self._accepts([span for trace in traces for span in trace]):
             return
-        # If the collector accepts an empty message, it works, and would refuse these spans at every attempt.
+        # If the collector accepts an empty message, it works, and would always refuse these spans. So they are dropped.
         if not self._accepts([]):
             raise ServiceError(
                 "the collector of traces does not accept them",
@@ -145,7 +146,7 @@ class TraceExport:
 
 
 def sdk_spans(spans: Sequence[TraceSpan]) -> list[Any]:
-    """Convert the spans to spans of OpenTelemetry's SDK."""
+    """Convert spans to the span class of OpenTelemetry's SDK."""
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
@@ -180,7 +181,7 @@ def sdk_spans(spans: Sequence[TraceSpan]) -> list[Any]:
 
 @cache
 def _origin() -> tuple[Resource, InstrumentationScope]:
-    """Return the resource and scope that name Outrider as the origin of the spans."""
+    """Return the OpenTelemetry resource and scope that name Outrider as the origin of spans."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 

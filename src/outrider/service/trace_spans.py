@@ -1,8 +1,10 @@
-"""Makes OpenTelemetry spans from the timelines of a session. The spans of a session are one trace.
+"""Builds OpenTelemetry spans from the timelines of a session. All spans of a session are one trace.
 
-The names follow the GenAI semantic conventions (SCHEMA). A span has no text of an agent and no arguments of a command,
-because traces leave the service. Pure. Invariants: every span but the root has a parent in the same trace, and lies
-within the trace's time; the ids depend only on the session, so a trace that is sent twice has the same ids both times.
+Names follow the GenAI semantic conventions (SCHEMA). Spans contain no text of agents and no arguments of commands,
+because traces leave the service.
+
+Invariants: every span except the root has a parent in the same trace, and is within the trace's time; the ids depend
+only on the session, so a trace that is sent twice keeps its ids.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ Attribute = str | int | float | bool | list[str]
 
 
 class TraceSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """A span of a trace. Ids are in hex; times are nanoseconds since the epoch. `error` is the type of an error.
-    `links` are (trace id, span id) of other traces."""
+    """A span of a trace. Ids are hexadecimal, and times are nanoseconds since the epoch. `error` is the type of an
+    error. `links` are pairs (trace id, span id) of spans in other traces."""
 
     trace_id: str
     span_id: str
@@ -48,9 +50,9 @@ def session_trace(
     labels: Mapping[str, str],
     traceparent: str | None,
 ) -> list[TraceSpan]:
-    """Return the spans of a session that is done, the root first. `timelines` are the timelines of its attempts,
-    without the arguments of commands. `traceparent` is the W3C trace context of the trainer's call; the root has a link
-    to this context."""
+    """Return the spans of a session that is done, beginning with the root. `timelines` are those of its attempts,
+    without the arguments of commands. The root has a link to `traceparent`, the W3C trace context of the request that
+    submitted the session."""
     return list(_Trace(session, agent, model, labels, traceparent).spans(timelines))
 
 
@@ -230,7 +232,8 @@ class _Trace:
 
 
 class _Parents:
-    """Finds the parent of a span: the stage in which the span began, or the attempt if the span began in no stage."""
+    """Finds the parent of a span: the stage in which the span began, or the attempt if it began outside of all
+    stages."""
 
     def __init__(self, attempt: TraceSpan, stages: Sequence[TraceSpan]) -> None:
         self._attempt = attempt
@@ -243,7 +246,7 @@ class _Parents:
 
 
 def _subagent(span: SpanView) -> str | None:
-    """Return the name of the sub-agent that made a call, None for other spans."""
+    """Return the name of the sub-agent that made a model call, or None for all other spans."""
     if span.kind != "call" or span.data.get("branch") != "subagent":
         return None
     return str(span.data.get("agent_id") or span.data.get("label") or "subagent")

@@ -1,6 +1,6 @@
-"""Makes views of the store's rows for the control API: groups, sessions, turns, samples, pages of results.
+"""Builds the replies of the control API from the store's rows: groups, sessions, turns, samples and pages of results.
 
-Invariant: the cursor of a page is the cursor of its last group, so the next page begins with the next group.
+Invariant: the cursor of a page is that of its last group, so the next page begins with the next group.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ S = TypeVar("S", bound=GroupView | SampleList)
 B = TypeVar("B")
 
 BYTES_OF_A_POSITION = 32
-"""Approximate bytes of JSON for one position of a sample: its id, mask, log-probability and version."""
+"""Approximate size in bytes of the JSON for one token of a sample: its id, mask, log-probability and version."""
 
 FROZEN = "frozen"
-"""The kind that is shown for turns of frozen models. No kind of branch has this name, because branches may be trained,
-and these turns never are."""
+"""The `kind` that is shown for turns of frozen models. No kind of branch has this name, because branches may be
+trained, and these turns never are."""
 
 SESSIONS_AT_ONCE = 16
-"""Maximum number of sessions whose turns are in memory at once while rows are built."""
+"""Maximum number of sessions whose turns are in memory at once while training rows are built."""
 PAGE_BYTES = 8 << 20
-"""A page of results ends with the group that reaches this many bytes. The group stays on the page, because its size is
-known only after its rows are built, and the next page would build them again."""
+"""Size in bytes at which a page of results ends. The group that reaches it stays on the page, because its size is known
+only after its rows are built, and the next page would build them again."""
 
 
 class ViewReader:
-    """Reads groups, sessions, turns and samples by id, as views. Raises NotFound for unknown ids and, with a `tenant`,
-    for the ids of other tenants."""
+    """Reads groups, sessions, turns and samples by id, as views. Raises NotFound for unknown ids. If `tenant` is given,
+    ids of other tenants are unknown."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ViewReader:
         *,
         frozen: Mapping[str, Tokenizer] = {},
     ) -> None:
-        """`tokenizer` is the policy's tokenizer, None if it is unknown. `frozen` are the tokenizers of frozen models by
+        """`tokenizer` is the policy's tokenizer, or None if unknown. `frozen` has the tokenizers of frozen models by
         name."""
         self._store = store
         self._tokenizer = tokenizer
@@ -86,22 +86,23 @@ class ViewReader:
         return reply_of(GroupView, row, sessions=views, samples=rows)
 
     async def encoded(self, view: GroupView | SampleList | ChatList | TurnList) -> bytes:
-        """Encode the view as JSON. A large view is encoded in a thread."""
+        """Encode a view as JSON. A large view is encoded in a thread."""
         return await self._offload.run_steps(encoding(view))
 
     async def columns(self, view: GroupView | SampleList) -> list[bytes]:
-        """Encode the view as an Arrow IPC stream (`sample_columns.py`), and return the stream in pieces."""
+        """Encode a view as an Arrow IPC stream (`sample_columns.py`). Returns the stream in pieces."""
         await self.prepare_columns()
         reply = await self.encoded(without_samples(view))
         return [sample_columns.head(reply), *await self.batches(view.samples or ()), sample_columns.END]
 
     async def prepare_columns(self) -> None:
-        """Import the libraries for Arrow streams, because the event loop makes the head of a stream and must not wait
-        for this import."""
+        """Import the libraries for Arrow streams in a thread, because the event loop writes the head of a stream and
+        must not wait for this import."""
         await self._offload.run(sample_columns.prepare)
 
     async def batches(self, samples: Sequence[Sample]) -> list[bytes]:
-        """Encode samples as batches of an Arrow IPC stream, in pieces. Other computations run between two batches."""
+        """Encode samples as batches of an Arrow IPC stream, in pieces. Other work can use the thread between two
+        batches."""
         pieces: list[bytes] = []
         for rows in sample_columns.rows_of_batches(samples):
             pieces += await self._offload.run(partial(sample_columns.batch, rows))
@@ -113,9 +114,9 @@ class ViewReader:
     async def turns(
         self, session_id: str, *, tokens: bool = False, pieces: bool = False, tenant: str | None = None
     ) -> tuple[TurnView, ...]:
-        """Return the turns of the session's newest attempt, including turns of frozen models, in the order in which
-        they finished. With `tokens`, the turns have their ids, log-probabilities and messages, and with `pieces` also
-        the texts of their single tokens."""
+        """Return the turns of the session's newest attempt, including those of frozen models, in the order in which
+        they finished. With `tokens`, they contain their token ids, log-probabilities and messages, and with `pieces`
+        also the text of each token."""
         turns = await self._store.turns(session_id, tenant=tenant)
         frozen = await self._store.frozen_turns(session_id, tenant=tenant)
 
@@ -141,8 +142,8 @@ class ViewReader:
     async def timeline(
         self, session_id: str, attempt: int | None = None, *, whole_commands: bool, tenant: str | None = None
     ) -> TimelineView:
-        """Return the timeline of one attempt of a session (default: the newest attempt). Without `whole_commands`, only
-        the first word of each command is shown."""
+        """Return the timeline of one attempt of a session, or of the newest if `attempt` is None. Without
+        `whole_commands`, only the first word of each command is shown."""
         session = await self._store.session(session_id, tenant=tenant)
         number, parts = await self._store.timeline(session_id, attempt)
         if attempt is not None and not 0 < attempt <= session.attempt:
@@ -183,14 +184,13 @@ class ViewReader:
     async def built(
         self, results: Sequence[SessionResult], build: Callable[[Sequence[Turn], SessionResult], B]
     ) -> list[B]:
-        """Call `build` with the turns and the result of each session, and return what `build` returns, in the same
-        order."""
+        """Call `build` with the turns and the result of each session. Returns its values in the order of `results`."""
         return await self._made(results, lambda stored, result: build(stored.turns(), result))
 
     async def _made(self, results: Sequence[SessionResult], make: Callable[[StoredTurns, SessionResult], B]) -> list[B]:
-        """Call `make` with the stored turns and the result of each session, and return what `make` returns, in the same
-        order. The turns are decoded in the thread that uses them, because a switch of threads takes as long as building
-        the rows of a session."""
+        """Call `make` with the stored turns and the result of each session. Returns the values of `make` in the order
+        of `results`. The turns are decoded in the thread that uses them, because switching threads takes as long as
+        building the rows of a session."""
         found: list[B] = []
         for some in (results[at : at + SESSIONS_AT_ONCE] for at in range(0, len(results), SESSIONS_AT_ONCE)):
             stored = await self._store.turns_of([(result.session_id, result.attempt) for result in some])
@@ -198,7 +198,7 @@ class ViewReader:
         return found
 
     async def count_tokens(self, text: str) -> int:
-        """Return the number of tokens of a text, counted with the policy's tokenizer."""
+        """Return the number of tokens in a text, by the policy's tokenizer."""
         if (tokenizer := self._tokenizer) is None:
             raise ServiceError("the policy's tokenizer is not known: tokens cannot be counted")
         return await self._offload.run(lambda: len(tokenizer.encode(text)))
@@ -217,8 +217,8 @@ def _each(
 
 
 def _samples_of(stored: StoredTurns, result: SessionResult) -> list[Sample]:
-    """Return the training rows of a session. The texts of the turns are decoded only if the kinds of the turns depend
-    on them."""
+    """Return the training rows of a session. The messages of its turns are decoded only if the kinds of the turns
+    depend on them."""
     outlines = stored.outlines()
     if is_one_conversation(outlines):
         return build_samples_of_conversation(outlines, result)
@@ -228,7 +228,7 @@ def _samples_of(stored: StoredTurns, result: SessionResult) -> list[Sample]:
 def _turn_view(
     turn: Turn, tokenizer: Tokenizer | None, *, kind: str, label: str, depth: int = 0, model: str | None = None
 ) -> TurnView:
-    """Return the view of a turn. `tokenizer` is None for a frozen model that is no longer in the settings."""
+    """Return the view of a turn. `tokenizer` is None if the turn's frozen model is no longer in the settings."""
     return reply_of(
         TurnView,
         turn,
@@ -246,8 +246,8 @@ def _turn_view(
 
 
 def _with_tokens(views: Sequence[TurnView], turns: Sequence[Turn], tokenizer: Tokenizer | None) -> list[TurnView]:
-    """Add the tokens to the turns of one model, which are in the order of their index. With a `tokenizer`, also add the
-    text of each token."""
+    """Add the tokens to the views of one model's turns, which must be in the order of their index. With a `tokenizer`,
+    also add the text of each token."""
     return [
         msgspec.structs.replace(
             view,
@@ -270,14 +270,14 @@ def _pieces(ids: bytes, tokenizer: Tokenizer | None) -> list[str] | None:
 
 
 def _text(ids: bytes, tokenizer: Tokenizer | None, words: str) -> str:
-    """Return the ids as text, or `words` if there are no ids (as in the turns of a text engine) or no tokenizer. The
-    session's key is left out: while the session runs, readers must not be able to make its model calls."""
+    """Return the token ids as text, or `words` if there is no tokenizer or there are no ids (as in the turns of a text
+    engine). Session keys are removed, because readers must not be able to make model calls of a running session."""
     return without_keys(tokenizer.decode(unpack_ids(ids).tolist()) if ids and tokenizer is not None else words)
 
 
 def encoding(view: GroupView | SampleList | ChatList | TurnList) -> Steps[bytes]:
-    """Encode a view row by row, in steps, because encoding all rows of a large group at once would block the event loop
-    for seconds."""
+    """Encode a view row by row, in several steps, because encoding all rows of a large group at once would block the
+    event loop for seconds."""
     field = {TurnList: "turns", ChatList: "rows"}.get(type(view), "samples")
     rows: list[msgspec.Raw] = []
     for row in getattr(view, field) or ():
@@ -298,15 +298,15 @@ def encoding(view: GroupView | SampleList | ChatList | TurnList) -> Steps[bytes]
 
 
 def without_samples(view: S) -> S:
-    """Return a view without its samples. In an Arrow stream, the samples are in the batches."""
+    """Return a view without its samples, because the batches of an Arrow stream contain them."""
     return msgspec.structs.replace(view, samples=() if view.samples else view.samples)
 
 
 class Page:
-    """A page of results. Groups are encoded when they are added, so the size of the page is known while it grows.
+    """A page of results. Groups are encoded when they are added, so the size of the page is always known.
 
-    The page is `full` once it has PAGE_BYTES. `cursor` is the cursor of the last group, or `after` without a group.
-    With `columns`, the samples are batches of an Arrow stream, and neither in the JSON nor in `groups`.
+    `full` is True once the page has PAGE_BYTES. `cursor` is that of the last group, or `after` if there is none. With
+    `columns`, the samples are in batches of an Arrow stream instead of the JSON.
     """
 
     def __init__(self, after: int, *, columns: bool = False) -> None:
@@ -334,7 +334,7 @@ class Page:
         self.cursor = group.cursor or self.cursor
 
     def pieces(self) -> list[bytes]:
-        """Return the page as a `schemas.ResultsPage` in JSON, or as an Arrow stream, in pieces."""
+        """Return the page in pieces: as the JSON of a `schemas.ResultsPage`, or as an Arrow stream."""
         reply = b'{"groups":[%s],"cursor":%d}' % (b",".join(self._bodies), self.cursor)
         return [sample_columns.head(reply), *self._batches, sample_columns.END] if self._columns else [reply]
 

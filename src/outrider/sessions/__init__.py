@@ -1,4 +1,4 @@
-"""Runs sessions: the rollout of each attempt, its model calls (`calls/`), and the node that hosts sessions.
+"""Runs sessions: the rollout of one attempt, its model calls (`calls/`), and the node that hosts sessions.
 
-`sandbox/` and `sandbox/runtimes/` make sandboxes; `service/` decides when a session runs.
+`sandbox/` starts sandboxes. `service/` decides when a session runs.
 """

@@ -1,8 +1,8 @@
-"""Sends requests to agent services, which are programs of the operator that run agents.
+"""HTTP client for agent services: programs of the operator that run agents outside of Outrider.
 
-Requests are signed like callbacks. This module imports aiohttp only when a run begins, because the import takes a
-seventh of the processor time of Outrider's start. Invariants: an error contains neither the address nor the key of a
-service; a reply has at most MAX_STATE bytes.
+Requests are signed like callbacks. aiohttp is imported only when a run begins, because the import takes a seventh of
+the processor time that Outrider needs to start. Invariants: an error message contains neither the address nor the key
+of a service; a reply has at most MAX_STATE bytes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     import aiohttp
 
 MAX_STATE = 4 << 20
-"""Maximum bytes of a reply, such as a run's state."""
+"""Maximum size of a reply in bytes."""
 REQUEST_SECONDS = 60.0
 REACH = RetryPolicy(first=0.5, longest=10.0)
-"""Pauses between the tries of a request to an agent service: up to 0.5 s at first, later up to 10 s."""
+"""Pauses between the attempts of a request: up to 0.5 s after the first attempt, growing to 10 s."""
 MAX_SAID = 2000
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -39,17 +39,17 @@ S = TypeVar("S")
 
 
 class RemoteRunFailed(HarnessError):
-    """A run of an agent service failed, was lost, or could not be started. The session may be tried again."""
+    """A run on an agent service failed, was lost, or could not be started. The session may be retried."""
 
     code = "remote_run_failed"
 
 
 class NotConnected(OSError):
-    """No connection to the service could be opened, so the service did not get the request."""
+    """No connection to the service could be opened, so the service has not received the request."""
 
 
 class BrokenOff(OSError):
-    """The connection to the service broke, or the reply was not HTTP. The service may have got the request."""
+    """The connection to the service broke, or the reply was not HTTP. The service may have received the request."""
 
 
 class ServiceReply(NamedTuple):
@@ -62,13 +62,14 @@ class ServiceReply(NamedTuple):
 
     @property
     def said(self) -> str | None:
-        """The beginning of the reply's text, for a log."""
+        """The beginning of the reply's text, without secrets, for error messages."""
         return redacted(self.content.decode("utf-8", "replace"))[:MAX_SAID] or None
 
 
 class ServiceCalls:
-    """Sends the requests of one run. The path of each request is appended to `url`. `signed_as` is the id in the
-    signature of each request. `async with` opens and closes the connections."""
+    """Sends the requests of one run to its agent service. `async with` opens and closes the connections.
+
+    The path of each request is appended to `url`. `signed_as` is the message id in the signature of each request."""
 
     def __init__(self, service: AgentServiceConfig, url: str, signed_as: str) -> None:
         self.name = service.name
@@ -97,9 +98,10 @@ class ServiceCalls:
         seconds: float = REQUEST_SECONDS,
         again_on: Collection[int] = TRANSIENT,
     ) -> bytes:
-        """Send a request and return the content of the reply. If there is no reply, or its status is in `again_on`, the
-        request is repeated for up to `patience_seconds`. Raises RemoteRunFailed after this time, and at once for any
-        other status outside of 200 to 299."""
+        """Send a request and return the content of the reply. The request is repeated for up to `patience_seconds`
+        while no reply comes or the reply's status is in `again_on`.
+
+        Raises RemoteRunFailed after this time, and at once for any other status outside of 200 to 299."""
         loop, name = asyncio.get_running_loop(), self.name
         give_up_at = loop.time() + self._service.patience_seconds
         for tries in count():
@@ -114,20 +116,21 @@ class ServiceCalls:
                     raise RemoteRunFailed(f"agent service {name!r} {failure}", log_tail=reply.said)
             except TimeoutError:
                 failure = f"did not answer within {seconds:g} s"
-            except OSError as error:  # the error's text may contain the operator's address
+            # only the type is shown, because the text of an OSError may contain the operator's address
+            except OSError as error:
                 failure = f"cannot be reached: {type(error).__name__}"
             await self.pause(tries, give_up_at, failure)
         raise AssertionError("count() has no end")
 
     def state(self, content: bytes, kind: type[S]) -> S:
-        """Return the state in a reply. Raises RemoteRunFailed."""
+        """Decode the state of the run from a reply's content. Raises RemoteRunFailed for invalid content."""
         try:
             return msgspec.json.decode(content, type=kind)
         except (msgspec.DecodeError, ValueError) as error:
             raise RemoteRunFailed(f"the state that agent service {self.name!r} gave: {error}") from error
 
     async def pause(self, tries: int, give_up_at: float, failure: str) -> None:
-        """Wait before the next try of a request. Raises RemoteRunFailed if the event loop's clock has reached
+        """Wait before a request is repeated. Raises RemoteRunFailed if the event loop's clock has reached
         `give_up_at`."""
         left = give_up_at - asyncio.get_running_loop().time()
         if left <= 0:
@@ -147,13 +150,14 @@ class ServiceCalls:
         seconds: float = REQUEST_SECONDS,
         more: Mapping[str, str] | None = None,
     ) -> ServiceReply:
-        """Send a request once. `more` are further headers. Raises NotConnected, BrokenOff, TimeoutError or another
-        OSError, and RemoteRunFailed for a reply that is too large."""
+        """Send a request once, with the additional headers `more`. Raises NotConnected, BrokenOff, TimeoutError or
+        another OSError, and RemoteRunFailed for a reply that is too large."""
         import aiohttp
 
         headers = {"Content-Type": kind, "Accept-Encoding": "identity", **self._signature(body), **(more or {})}
         timeout = aiohttp.ClientTimeout(total=seconds)
-        data = io.BytesIO(body) if body else None  # aiohttp would send bytes in one piece, however large
+        # a stream, because aiohttp writes a bytes object in one piece, even a large one
+        data = io.BytesIO(body) if body else None
         try:
             async with self._http.request(
                 method, self._url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False

@@ -1,8 +1,7 @@
-"""The operator's services that run agents, by name. Checks whether a service can run a task, and makes the run of an
-attempt.
+"""The agent services that the operator has configured: programs that run agents outside of Outrider.
 
-A service speaks one of two protocols: that of `remote_runs.py`, or that of a Harbor run server (`harbor_remote.py`).
-Invariant: no other module depends on which protocol a service speaks.
+A service uses either Outrider's own protocol (`remote_runs.py`) or that of a Harbor run server (`harbor_remote.py`).
+Invariant: no other module depends on which protocol a service uses.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ FollowedRun = RemoteRun | HarborRemoteRun
 
 
 class RunStore(Protocol):
-    """The store's methods for runs of agent services."""
+    """The store's methods for runs on agent services."""
 
     def credential_of(self, session_id: str) -> str: ...
     async def keep_remote_run(self, session_id: str, attempt: int, name: str, run: str) -> None: ...
@@ -32,14 +31,13 @@ class RunStore(Protocol):
 
 
 class AgentServices:
-    """The agent services in the settings, by name."""
+    """The configured agent services, by name."""
 
     def __init__(self, services: Sequence[AgentServiceConfig] = ()) -> None:
         self._services = {service.name: service for service in services}
 
     def named(self, name: str, *, field: str = "task.harness.remote.service") -> AgentServiceConfig:
-        """Return the service with this name. For an unknown name, raises InvalidField with a hint that lists the known
-        names."""
+        """Return the service with this name. If there is none, raises InvalidField with a hint that lists all names."""
         if name not in self._services:
             known = ", ".join(sorted(self._services)) or "none"
             hint = f"the operator's setting agents has: {known}"
@@ -47,7 +45,7 @@ class AgentServices:
         return self._services[name]
 
     def check(self, task: TaskSpec, remote: RemoteSpec) -> None:
-        """Raise InvalidField for a task that its agent service cannot run."""
+        """Raise InvalidField if the agent service of a task cannot run the task."""
         if self.named(remote.service).kind == "harbor":
             check_harbor_task(task, remote)
 
@@ -60,8 +58,9 @@ class AgentServices:
         model: str,
         address: Callable[[str | None], str],
     ) -> FollowedRun:
-        """Return the run of an attempt, which is not started yet. `address(network)` returns the base URL at which
-        agents in this network reach Outrider. Raises InvalidField for an unknown agent service."""
+        """Return a run of the attempt on its agent service, which is not started yet. `address(network)` returns the
+        base URL at which agents in the service's network reach Outrider. Raises InvalidField for an unknown agent
+        service."""
         session, task = attempt.session, attempt.task
         service = self.named(remote.service)
         credential = store.credential_of(session.id)

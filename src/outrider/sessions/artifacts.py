@@ -1,8 +1,8 @@
 """Keeps files after the agent's run: the artifacts that the task names, the files in the session's folders in the
 sandbox, and the output of the graders.
 
-Invariant: keeping files raises no exception except CancelledError. A file that is not kept is listed with the reason,
-or the reason is logged.
+Invariant: keeping files raises no exception except CancelledError. A file that cannot be kept is listed with the
+reason, or the reason is logged.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from outrider.store.artifacts import GRADING_LOG, NETWORK_RECORD, KeepsArtifacts
 log = logging.getLogger("outrider.session")
 
 MAX_FILES_IN_MEMORY = 8
-"""Maximum number of artifacts in memory, over all sessions of a node."""
+"""Maximum number of files in memory at once, for all sessions of a node together."""
 
 
 LOG_BYTES = 256 << 10
-"""Maximum bytes of a grading log, without the note about the bytes that were cut out."""
+"""Maximum size in bytes of a grading log. The note about the bytes that were cut out is not counted."""
 
 
 class GradingLog:
-    """Keeps the first and the last LOG_BYTES / 2 of the output of an attempt's graders. From the second evaluation on,
-    the output of an evaluation has a heading."""
+    """The output of an attempt's graders: its first and its last LOG_BYTES / 2 bytes. Every evaluation except the first
+    begins with a heading."""
 
     def __init__(self) -> None:
         self._head = bytearray()
@@ -45,7 +45,7 @@ class GradingLog:
         self._heading = b""
 
     def begin(self) -> None:
-        """Begin the output of another evaluation: of the task's next step, or of the same step again."""
+        """Begin the output of another evaluation, of the next step or of the same step again."""
         self._evaluations += 1
         if self._evaluations > 1:
             self._heading = b"[evaluation %d]\n" % self._evaluations
@@ -70,8 +70,8 @@ class GradingLog:
 
 
 class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits for the collection of an attempt's artifacts. `matches` is the maximum number of paths for one pattern,
-    and `seconds` limits the whole collection."""
+    """Limits for the collection of an attempt's artifacts. `matches` is the maximum number of paths for one pattern.
+    `seconds` limits the whole collection."""
 
     file_bytes: int = 32 << 20
     total_bytes: int = 128 << 20
@@ -80,10 +80,10 @@ class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def make_folders(runtime: Runtime) -> None:
-    """Make the session's folders in a started sandbox. Raises no error if the image's user may not create the folders,
-    because the agent may not need the folders."""
+    """Create the session's folders in a started sandbox. Logs a warning and raises no error if the image's user may not
+    create them, because the agent may not need the folders."""
     folders = folders_in(runtime)
-    try:  # writing a hidden file creates the folder; hidden files are never collected
+    try:  # writing a file creates its folder, and a hidden file is never collected as an artifact
         for folder in (folders.artifacts, folders.logs):
             await runtime.write(f"{folder}/.keep", b"")
     except (RuntimeFailure, OSError) as error:
@@ -91,7 +91,7 @@ async def make_folders(runtime: Runtime) -> None:
 
 
 class ArtifactCollector:
-    """Collects the artifacts of a node's sessions into `store`."""
+    """Copies the artifacts of a node's sessions from their sandboxes into `store`."""
 
     def __init__(self, store: KeepsArtifacts, limits: ArtifactLimits | None = None) -> None:
         self._store = store
@@ -99,8 +99,8 @@ class ArtifactCollector:
         self._reading = asyncio.Semaphore(MAX_FILES_IN_MEMORY)
 
     async def collect(self, runtime: Runtime, task: TaskSpec, session_id: str, attempt: int) -> ArtifactList:
-        """Keep the artifacts of an attempt, and return the list of them. Call this once per attempt. The list is stored
-        if the task names artifacts or the list is not empty."""
+        """Keep the artifacts of an attempt and return the list of them. Call this once per attempt. The list is stored
+        if it has entries or the task names artifacts."""
         collection = ArtifactCollection(runtime, task, self._store, self._limits, session_id, attempt)
         try:
             try:
@@ -113,13 +113,13 @@ class ArtifactCollector:
             listed = collection.listed()
             if task.artifacts or listed.artifacts or listed.left_out:
                 await self._store.keep_index(listed)
-        except Exception as error:  # a failure to keep artifacts must not fail the session
+        except Exception as error:  # must not fail the session
             log.warning("the artifacts of session %s attempt %d are not kept: %r", session_id, attempt, error)
         return collection.listed()
 
     async def keep_carried(self, file: Path, name: str, listed: ArtifactList) -> ArtifactList:
-        """Keep the files that were carried to the grading, packed in the local file `file`, and add them to the list
-        under `name`, which is one of KEPT. If `file` is too large, it is listed as left out. Returns the new list."""
+        """Keep the files that were carried to the grading, and add them to the list as `name`, one of KEPT. Returns the
+        new list. The files are packed in the local file `file`, which is listed as left out if it is too large."""
         session_id, attempt, limit = listed.session_id, listed.attempt, self._limits.file_bytes
         assert attempt is not None
         try:
@@ -133,7 +133,7 @@ class ArtifactCollector:
                 kept = Artifact(path=name, size=size, sha256=digest)
                 listed = msgspec.structs.replace(listed, artifacts=(*listed.artifacts, kept))
             await self._store.keep_index(listed)
-        except Exception as error:  # a failure to keep artifacts must not fail the session
+        except Exception as error:  # must not fail the session
             log.warning("the carried files of session %s attempt %d are not kept: %r", session_id, attempt, error)
         return listed
 
@@ -142,7 +142,8 @@ class ArtifactCollector:
         return await self._keep_own(GRADING_LOG, log_of_grading.content(), listed)
 
     async def keep_record(self, record: bytes, listed: ArtifactList) -> ArtifactList:
-        """Keep the record of the session's network, if there is any, and add it to the list. Returns the new list."""
+        """Keep the record of the session's network connections, if there is any, and add it to the list. Returns the
+        new list."""
         return await self._keep_own(NETWORK_RECORD, record, listed)
 
     async def _keep_own(self, name: str, data: bytes, listed: ArtifactList) -> ArtifactList:
@@ -155,14 +156,14 @@ class ArtifactCollector:
             kept = Artifact(path=name, size=len(data), sha256=digest)
             longer = msgspec.structs.replace(listed, artifacts=(*listed.artifacts, kept))
             await self._store.keep_index(longer)
-        except Exception as error:  # a failure to keep artifacts must not fail the session
+        except Exception as error:  # must not fail the session
             log.warning("%s of session %s attempt %d is not kept: %r", name, session_id, attempt, error)
             return listed
         return longer
 
     async def fetch_carried(self, session_id: str, attempt: int, file: Path) -> None:
-        """Write the data that `keep_carried` kept for an attempt into the local file `file`. Raises OutriderError and
-        OSError."""
+        """Write the packed files that `keep_carried` has kept for an attempt to the local path `file`. Raises
+        OutriderError and OSError."""
         async with self._reading:
             data = await self._store.carried(session_id, attempt)
             await asyncio.to_thread(file.write_bytes, data)
@@ -170,7 +171,7 @@ class ArtifactCollector:
 
 @dataclass(eq=False)
 class ArtifactCollection:
-    """Collects the artifacts of one attempt. Lists the files kept so far, and the files left out, each with the
+    """Collects the artifacts of one attempt. It lists the files that were kept, and those that were left out, with the
     reason."""
 
     runtime: Runtime
@@ -195,8 +196,8 @@ class ArtifactCollection:
         )
 
     async def paths(self) -> AsyncIterator[str]:
-        """Yield the absolute paths in the sandbox that match the task's patterns, and the paths in the session's
-        folders, each path once."""
+        """Yield the absolute paths in the sandbox that match the task's patterns or are in the session's folders, each
+        path once."""
         seen: set[str] = set()
         own = f"{self._folders}/**"
         for pattern in (*self.task.artifacts, own):
@@ -214,7 +215,7 @@ class ArtifactCollection:
                     yield path
 
     async def keep(self, path: str) -> None:
-        """Store a file's bytes, or list the file as left out with the reason."""
+        """Store the bytes of a file. If this is impossible, list the file as left out with the reason."""
         limit = min(self.limits.file_bytes, self._bytes_left)
         try:
             path.encode()

@@ -1,4 +1,4 @@
-"""One attempt of a session: the input of a node (`Attempt`), the result, and the protocol of a node (`Node`).
+"""One attempt of a session (`Attempt`), the functions that build its result, and the protocol of a node (`Node`).
 
 `rollout.py` runs an attempt. Invariant: every `SessionResult` is built in this module.
 """
@@ -27,17 +27,17 @@ from outrider.tokens.samples import count_session, policy_of
 from outrider.trajectory import BranchPolicy, FrozenUse, HarnessExit, SessionResult, StageSeconds, Turn, Verdict
 
 RESERVED_PRIORITY = URGENT
-"""A priority above every priority that a group can have."""
+"""Priority of attempts on slots that are reserved for evaluations. It is above every priority of a group."""
 LEASE_EXPIRED = "lease_expired"
-"""Code of a session's error after the loss of its service."""
+"""Error code of a session whose service was lost while the session ran."""
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """The input of a node: one attempt of a session.
+    """One attempt of a session, as a node receives it.
 
     session: `session.attempt` is the number of this attempt, from 1.
     reserved: True if the attempt uses the slots reserved for evaluations.
-    stored: set if the attempt only grades and runs no agent: the result of the graded run. The run belongs to an
+    stored: if the attempt starts no agent and only grades an earlier run, the result of that run. The run belongs to an
         earlier session or, if the agent ran elsewhere, to this session.
     """
 
@@ -53,7 +53,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def regrades(self) -> str | None:
-        """Id of the session whose run this attempt grades again; None if the run is this session's own."""
+        """Id of the earlier session whose run this attempt grades again. None if the run is this session's own."""
         return None if self.stored is None or self.stored.session_id == self.session.id else self.stored.session_id
 
     @property
@@ -68,7 +68,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def logged(self) -> LoggedSession:
-        """The ids of the attempt for log lines, and the secrets that no line may contain."""
+        """The attempt's ids for log lines, and the secrets that no log line may contain."""
         session = self.session
         return LoggedSession(
             group=session.group_id, session=session.id, attempt=session.attempt, secrets=secrets_of(self.task)
@@ -76,7 +76,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def priority(self) -> int:
-        """The priority in the node's queues. An attempt on reserved slots comes before all others."""
+        """The priority in the node's queues. Attempts on reserved slots come before all other attempts."""
         return RESERVED_PRIORITY if self.reserved else self.session.priority
 
     @property
@@ -86,8 +86,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptStore(Protocol):
-    """The store's methods for an attempt. `set_state` and `add_turn` raise Conflict for an attempt that is no longer
-    under way. `add_timeline` stores parts of the timelines of any attempts of this node."""
+    """The store's methods for attempts. `set_state` and `add_turn` raise Conflict if the attempt has already ended.
+    `add_timeline` stores timeline entries of any attempts of this node."""
 
     async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None: ...
     async def add_turn(self, session_id: str, attempt: int, turn: Turn, *, model: str | None = None) -> None: ...
@@ -97,23 +97,23 @@ class AttemptStore(Protocol):
 
 
 def continues_turns(session: SessionRow, task: TaskSpec) -> bool:
-    """Return True if the next attempt of an external session continues the turns of the attempts before. A remote agent
-    starts again after a failure, but continues after the loss of the service."""
+    """Return True if the next attempt of an external session continues the turns of the earlier attempts. A remote
+    agent starts from the beginning after a failure, but continues if only the service was lost."""
     error = session.last_error
     return task.harness.remote is None or error is None or error.code == LEASE_EXPIRED
 
 
 class NodeLost(Exception):
-    """The node is lost, and with it the attempt. Nothing more is stored for the attempt."""
+    """The node that ran the attempt is lost. Nothing more is stored for the attempt."""
 
 
 class Node(Protocol):
-    """A host of sessions. Nodes on one `machine` share resources and images.
+    """A host that runs sessions. Nodes with the same `machine` share its resources and images.
 
     run: returns the result of an attempt, and raises only CancelledError and NodeLost.
     counts: returns the node's counts since the service's start.
-    has_image: returns True if the runtime's image need not be fetched before a sandbox starts.
-    pull_image: fetches an image from a registry, and raises OutriderError.
+    has_image: returns True if a sandbox can start without fetching the runtime's image first.
+    pull_image: fetches an image from a registry. Raises OutriderError.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Node(Protocol):
 
 
 def secrets_of(task: TaskSpec) -> list[str]:
-    """Return the secrets of the task's environment and MCP servers."""
+    """Return the secrets in the task's environment variables and MCP server settings."""
     runtimes = [steps_of(task)[-1].runtime, *(runtime for runtime, _ in runtimes_of(task))]
     runs = (step for runtime in runtimes for step in runtime.prepare if isinstance(step, Run))
     given = (task.harness.env, *(runtime.env for runtime in runtimes), *(step.env for step in runs))
@@ -170,16 +170,16 @@ def session_result(
     run_reason: StopReason | None = None,
     regrades: str | None = None,
 ) -> SessionResult:
-    """Build the result of `session`, and count every token of `turns`. `turns` are the turns of attempt
-    `session.attempt`, and `frozen` the same attempt's turns of frozen models, by model.
+    """Build the result of `session`. All tokens of `turns`, the turns of attempt `session.attempt`, are counted. The
+    other arguments are fields of `SessionResult`, except these:
 
-    `task` is None if the stored task cannot be read: then the default branch policy applies and there are no labels.
-    `at_most` is an upper bound for the branch policy: with MASK, for example, rows for which the task chose TRAIN are
-    masked. `forks` are counted by cause while the attempt runs, and take precedence over the counts from `turns`. The
-    other arguments are fields of `SessionResult`.
+    frozen: the attempt's turns of frozen models, by model.
+    task: None if the stored task cannot be read. Then the default branch policy applies and there are no labels.
+    at_most: an upper bound for the branch policy. With MASK, rows for which the task chose TRAIN are masked.
+    forks: the number of forks by cause, if it was counted while the attempt ran. It replaces the counts from `turns`.
     """
     policy = {} if task is None else policy_of(task.branches)
-    order = list(BranchPolicy)  # from TRAIN, which keeps the most for training, to DROP
+    order = list(BranchPolicy)  # ordered from TRAIN, which lets training use the most rows, to DROP
     policy = {kind: max(chosen, at_most, key=order.index) for kind, chosen in policy.items()}
     counts = count_session(turns, policy)
     return SessionResult(
@@ -214,7 +214,7 @@ def session_result(
 
 
 def seconds_of_calls(turns: Iterable[Turn]) -> float:
-    """Return the seconds in which at least one model call was under way. Calls that overlap, such as those of
+    """Return the seconds during which at least one model call was running. Overlapping calls, such as those of
     sub-agents, count once."""
     total, end = 0.0, 0.0
     for timings in sorted((turn.timings for turn in turns), key=lambda timings: timings.received):

@@ -1,11 +1,13 @@
-"""Decides what follows from the end of a stage: the attempt is graded, ends without a grade, fails with an error, or
-its agent is blamed (`agent_excess`).
+"""Decides what happens after a stage of an attempt has ended. The attempt is graded, ends without a grade, fails with
+an error, or its agent is blamed (`agent_excess`).
 
-`decide(facts)` applies the first rule of RULES that fits. The module is pure: its callers collect the facts and build
-the errors. docs/failure.md prints the rules.
+`decide(facts)` applies the first rule of RULES that fits. Its callers collect the facts and build the errors.
+docs/failure.md lists the rules.
 
-Invariants: a failure of the infrastructure is never graded, and an agent is blamed only if its model had replied and
-the failure came from inside its sandbox. tests/sessions/test_blame.py checks them over all combinations of facts.
+Invariants, which tests/sessions/test_blame.py checks for all combinations of facts:
+
+- A failure of the infrastructure is never graded.
+- An agent is blamed only if its model had replied and the failure came from inside its sandbox.
 """
 
 from __future__ import annotations
@@ -21,44 +23,45 @@ from outrider.lifecycle import StopReason
 from outrider.sessions.calls.limits import LimitReached
 
 HARMFUL_SECONDS = 2.0
-"""A delay of this many seconds can make an agent's client give up. It is either one stall of the service, or the sum of
-the run's overdue waits for an engine or the store. A shorter delay is no longer than a slow model call."""
+"""A delay of this many seconds can make an agent's client give up. It is one stall of the service, or the sum of the
+seconds by which a run's waits for an engine or the store were too long. Shorter delays are ignored, because a slow
+model call takes as long."""
 
 
 class Stage(StrEnum):
-    """The part of an attempt that has ended."""
+    """A part of an attempt. The rules apply when it has ended."""
 
     PREPARE = "prepare"
-    """The sandbox starts, and the harness is installed. No agent has run."""
+    """The sandbox starts, and the harness is installed. No agent has run yet."""
     RUN = "run"
     """The agent runs, and its outcome is collected."""
     NEXT_STEP = "next step"
-    """A sandbox in which an agent has worked is prepared for the task's next step."""
+    """The sandbox in which an agent has worked is prepared for the task's next step."""
     GRADE = "grade"
-    """The agent's outcome is evaluated. If the task carries files to a new sandbox, they are copied first."""
+    """The agent's outcome is evaluated. If the task carries files to a new sandbox, the files are copied first."""
     CONFIRM = "confirm"
-    """The agent's sandbox or the grading has failed. To find out whether the agent is to blame, a sandbox that no agent
-    has touched is graded."""
+    """A sandbox that no agent has touched is graded, to find out whether the agent is to blame for a failure of its
+    sandbox or of the grading."""
 
 
 class End(StrEnum):
-    """The cause of a stage's end."""
+    """Why a stage has ended."""
 
     RETURNED = "its own end"
     AGENT_CLOCK = "the agent's time"
     SESSION_CLOCK = "the session's time"
-    """The session's time, or the time for its preparation, has run out."""
+    """The time limit of the session or of its preparation was reached."""
     TIMEOUT = "another timeout"
-    """A TimeoutError that came from no clock of the session. Either a plugin raised it, or the run was cut off because
-    a limit was reached or a turn could not be stored."""
+    """The stage raised TimeoutError, but not because of the session's clocks. A plugin raised it, or the run was cut
+    off because a limit was reached or a turn could not be stored."""
     LIMIT = "a limit"
     """An in-process agent raised `LimitReached`."""
     REFUSED = "a refusal"
     """An in-process agent raised `ModelRefused`, because a frozen model refused a call."""
     EXITED = "an exit code"
-    """The agent's program exited non-zero: `ProgramExit`."""
+    """The agent's program exited with a code other than 0, which raises `ProgramExit`."""
     PROGRAM = "the program"
-    """The stage raised any other HarnessError, or an in-process agent raised ContextOverflow."""
+    """The stage raised a HarnessError other than `ProgramExit`, or an in-process agent raised ContextOverflow."""
     SANDBOX = "the sandbox"
     """The stage raised RuntimeFailure."""
     EVALUATOR = "the evaluator"
@@ -68,8 +71,8 @@ class End(StrEnum):
 
 
 def end_of(error: BaseException) -> End:
-    """Return the cause of a stage's end from the `error` that the stage raised. Timeouts of the session's own clocks
-    are handled by the caller."""
+    """Return the cause of a stage's end for the `error` that the stage raised. The caller handles the timeouts of the
+    session's own clocks."""
     kinds = (
         (TimeoutError, End.TIMEOUT),
         (LimitReached, End.LIMIT),
@@ -83,40 +86,40 @@ def end_of(error: BaseException) -> End:
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """The known facts about the end of a stage."""
+    """What is known about the end of a stage."""
 
     stage: Stage
     end: End
     unrecorded: bool = False
     """A turn could not be stored."""
     engine_failed: bool = False
-    """A model call failed, and no later call has made up for the failure (see `FailedCalls`). A prompt that was too
-    long does not count as a failure."""
+    """A model call failed, and no later call has made up for it by succeeding (see `FailedCalls`). A prompt that was
+    too long is not such a failure."""
     stalled: bool = False
-    """The service was stalled for HARMFUL_SECONDS or more at once while the agent ran."""
+    """While the agent ran, the service stalled once for at least HARMFUL_SECONDS."""
     overdue: bool = False
-    """The run's waits for an engine or the store were overdue by HARMFUL_SECONDS or more in all."""
+    """The run's calls waited longer than usual for an engine or the store, by HARMFUL_SECONDS or more in total."""
     in_vain: bool = False
-    """The agent gave up a call, and an engine, the store or a pause of the policy was at fault."""
+    """The agent gave up waiting for a call because an engine or the store was slow, or the policy was paused."""
     hung_up: bool = False
-    """The agent's client gave up a call before the run ended."""
+    """The agent's client disconnected during a call, before the run ended."""
     limit: bool = False
     """The newest model call was refused because the session had used up its turns or tokens."""
     overflow: bool = False
-    """The prompt of a model call was too long, and no later call has made up for this failure."""
+    """The prompt of a model call was too long, and no later call has succeeded in its place."""
     called: bool = False
-    """The agent has made a model call in the current step, so the step has a turn."""
+    """The agent has made at least one model call in the task's current step."""
     replied: bool = False
     """The agent has received at least one whole reply in this session."""
     inside: bool = False
     """The failure came from inside a sandbox in which the agent had worked."""
     sandbox_failed: bool = False
-    """Used only in the stage CONFIRM: the failure to be confirmed is one of the sandbox or the program, not of the
-    evaluator."""
+    """True if the sandbox or a program failed, and False if the evaluator failed. Used only in the stage CONFIRM, which
+    examines this failure."""
 
     @property
     def ended_badly(self) -> bool:
-        """True if the run may have ended in this way because a reply was late or missing."""
+        """True if a late or missing reply may be the reason why the run ended in this way."""
         by_model = self.limit or self.overflow
         return (
             self.hung_up
@@ -129,28 +132,29 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def explained(self) -> bool:
-        """True if the failing part of the infrastructure is already known. Then the calls that the agent gave up need
-        no check."""
+        """True if it is already known which part of the infrastructure failed. Then the calls that the agent gave up
+        need not be checked."""
         harmed = self.stalled or self.overdue
         return self.unrecorded or self.engine_failed or (self.ended_badly and harmed)
 
 
 class Blame(StrEnum):
-    """The consequence of a rule for the attempt."""
+    """What happens to the attempt when a rule applies."""
 
     GRADE = "graded"
     UNGRADED = "not graded"
-    """The session ends with a stop reason, but with neither a verdict nor an error, and is not tried again."""
+    """The session ends with a stop reason, but with neither a verdict nor an error. It is not tried again."""
     AGENT = "agent_excess"
-    """The session ends with `agent_excess`, if the failed operation succeeds in a sandbox that no agent has touched. If
-    the agent's work can still be graded, the verdict on the work counts. Otherwise the reward is 0, or the reward for
-    doing nothing if that is lower."""
+    """The session ends with `agent_excess` if the failed operation succeeds in a sandbox that no agent has touched.
+
+    If the agent's work can still be graded, its verdict counts. Otherwise the reward is 0, or the reward for doing
+    nothing if that is lower."""
     ERROR = "error"
-    """The attempt is tried again, if the error is retryable and the task has attempts left."""
+    """The attempt fails. It is tried again if the error is retryable and the task has attempts left."""
 
 
 class Cause(StrEnum):
-    """The error with which an attempt ends, named by its code or its origin."""
+    """The error with which an attempt ends, named by its error code or by its origin."""
 
     RAISED = "as raised"
     FIRST = "the first failure"
@@ -171,10 +175,10 @@ WORKING = (Stage.PREPARE, Stage.RUN, Stage.NEXT_STEP)
 class BlameRule(msgspec.Struct, frozen=True, kw_only=True):
     """A rule about the end of a stage.
 
-    stages, ends, when: the rule fits if the stage is in `stages`, the end is in `ends`, and all facts in `when` are
-        true.
-    cause: the error with which the attempt ends.
-    reason: without a `cause`, the stop reason of the attempt; None means the stop reason of the reached limit. The
+    stages, ends, when: the rule fits if the stage is in `stages`, the end is in `ends`, and all facts named in `when`
+        are true.
+    cause: the error with which the attempt ends, or None.
+    reason: without a `cause`, the stop reason of the attempt; None means that of the limit that was reached. The
         attempt is then graded, except after SESSION_TIMEOUT.
     maybe_agent: if True, the agent is blamed instead, provided that the error came from inside the sandbox and the
         model had replied.
@@ -200,8 +204,8 @@ class BlameRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 RULES = (
-    # Failures of the infrastructure come first. Among them the broadest comes first, because a broad failure may have
-    # caused the others. "sandbox failed" is the last of these rules, because it may blame the agent.
+    # The failures of the infrastructure come first, from broad to narrow, because a broad failure may have caused a
+    # narrow one. "sandbox failed" is the last of them, because it may blame the agent.
     BlameRule(
         name="turn not stored",
         when=("unrecorded",),
@@ -247,7 +251,7 @@ RULES = (
         maybe_agent=True,
         why="the agent could not work in the sandbox; a limit that was also reached does not matter",
     ),
-    # Reasons for the end of a run, the strongest first.
+    # The ordinary reasons for the end of a run follow. The stronger reason comes first.
     BlameRule(
         name="model refused",
         ends=(End.REFUSED,),
@@ -333,7 +337,7 @@ RULES = (
         maybe_agent=True,
         why="the program failed before its model had replied, or could not be run",
     ),
-    # Failures of the grading. A grading that returns a verdict needs no decision.
+    # The last rules are for gradings that failed. If a grading returns a verdict, no rule is needed.
     BlameRule(
         name="grading failed",
         stages=(Stage.GRADE,),
@@ -357,12 +361,12 @@ RULES = (
         why="the failed operation also fails without an agent",
     ),
 )
-"""The rules in order of precedence: the first rule that fits decides."""
+"""The rules in order of precedence. The first rule that fits is applied."""
 
 
 class Ruling(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision of a rule on an attempt. For `reason` and `cause`, see `BlameRule`. If `maybe_agent` is True, the
-    agent is to blame for a failure that came from inside the sandbox."""
+    """The decision of one rule about an attempt. For `reason` and `cause`, see `BlameRule`. If `maybe_agent` is True,
+    the agent is blamed for a failure that came from inside the sandbox."""
 
     rule: str
     blame: Blame
@@ -372,7 +376,7 @@ class Ruling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide(facts: Facts, rules: Sequence[BlameRule] = RULES) -> Ruling:
-    """Apply the first rule that fits. Raises StopIteration for an end that a stage cannot have."""
+    """Apply the first rule that fits. Raises StopIteration for an end that the stage cannot have."""
     rule = next(rule for rule in rules if rule.fits(facts))
     maybe_agent = rule.maybe_agent and facts.replied
     blame = Blame.AGENT if maybe_agent and facts.inside else rule.blame

@@ -1,8 +1,8 @@
-"""The clocks of a session: budgets limit working time, a cutoff ends a run, a timeout can be paused, and a stopwatch
+"""Clocks of a session: a budget limits working time, a cutoff ends a run, a timeout can be paused, and a stopwatch
 measures the stages.
 
-Invariant: no budget is charged for time in which the event loop was blocked or the policy was paused, or for time
-outside a `spend` block, such as a wait for a slot.
+Invariant: no budget is charged while the event loop is blocked or the policy is paused, or outside of a `spend` block,
+for example during a wait for a slot.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from outrider.timeline import EntryKind, Timeline
 
 LOOK_AGAIN = 0.02
-"""Minimum seconds between two checks of a budget. Without a minimum, the timer would fire all the time during a pause
-of the policy that begins when almost nothing is left of the budget."""
+"""Minimum seconds between two checks of a budget. Otherwise the timer would fire continuously if the policy is paused
+when almost no time is left."""
 
 
 class Budget:
-    """Seconds left to spend. `async with budget.spend():` raises TimeoutError when the seconds run out inside the
-    block.
+    """Seconds left to spend. `async with budget.spend():` raises TimeoutError when they run out inside the block.
 
-    `exhausted` is true once the seconds have run out. `stalled_seconds` returns the total seconds, up to now, in which
-    the clock was stopped.
+    `exhausted` is then true. `stalled_seconds` returns the total seconds so far in which the clock was stopped.
     """
 
     def __init__(self, seconds: float, stalled_seconds: Callable[[], float]) -> None:
@@ -44,8 +42,8 @@ class Budget:
 
 
 class _Spending:
-    """One `spend` block. A deadline set at the start of the block would expire too early after a stall. So a timer
-    checks the budget, and is set again while seconds are left. Once the timer is cancelled, no reference cycle is left
+    """One `spend` block. A timer checks the budget and is set again while seconds are left, because a deadline fixed at
+    the start of the block would be too early after a stall. Once the timer is cancelled, no reference cycle is left
     (see concurrency/garbage.py)."""
 
     def __init__(self, budget: Budget, seconds: float, stalled_seconds: Callable[[], float]) -> None:
@@ -74,7 +72,7 @@ class _Spending:
 
 
 class Cutoff:
-    """A switch that ends a block: `async with cutoff.block():` raises TimeoutError in the block when `cut` is called.
+    """A switch that ends a block. In `async with cutoff.block():`, a call of `cut` raises TimeoutError in the block.
     While no block runs, `cut` does nothing."""
 
     def __init__(self) -> None:
@@ -94,8 +92,8 @@ class Cutoff:
 
 
 class PausableTimeout:
-    """The time limit of one block: `async with timeout.block:` raises TimeoutError once the block has taken `seconds`.
-    Time in which a `paused` block runs does not count."""
+    """A time limit for one block that can be paused. `async with timeout.block:` raises TimeoutError after `seconds`.
+    Time inside a `paused` block does not count."""
 
     def __init__(self, seconds: float) -> None:
         self.block = asyncio.timeout(seconds)
@@ -106,7 +104,7 @@ class PausableTimeout:
     def paused(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         end = self.block.when()
-        if end is not None:  # no other pause runs
+        if end is not None:  # the clock runs, so no other pause is active
             self._left = end - loop.time()
         self._pauses += 1
         self._set_end(None)
@@ -118,13 +116,13 @@ class PausableTimeout:
                 self._set_end(loop.time() + self._left)
 
     def _set_end(self, when: float | None) -> None:
-        with suppress(RuntimeError):  # raised if the time is over or the block has already ended
+        with suppress(RuntimeError):  # reschedule raises it if the time is over or the block has ended
             self.block.reschedule(when)
 
 
 class Stopwatch:
-    """The seconds of each stage: `lap(name)` adds the time since the last lap to `seconds[name]`, and notes this time
-    in the timeline, if there is one."""
+    """Measures the seconds of each stage. `lap(name)` adds the time since the last lap to `seconds[name]`, and to the
+    timeline if there is one."""
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         self._last = time.monotonic()

@@ -1,9 +1,8 @@
-"""Hosts sessions whose agents run elsewhere: on another cluster, on a laptop, under another scheduler.
+"""Hosts sessions whose agents run elsewhere, for example on another cluster, on a laptop, or under another scheduler.
 
-Such a session has models, a credential and clocks, but no sandbox and no slot of a lane. The session begins when its
-attempt starts, takes model calls, and ends when somebody completes the session with a report. The report is stored
-before the completion is acknowledged. If the service is lost, the next attempt continues: the attempt takes over the
-turns that are stored, restores the conversations from these turns, and accepts the same credential.
+Such a session has models, a credential and clocks, but no sandbox and no slot of a lane. It accepts model calls from
+the start of its attempt, and ends when a client completes it with a report. The report is stored before the client gets
+the reply. If the service is lost, the next attempt takes over the stored turns and accepts the same credential.
 
 Invariants: a session that nobody completes ends with an error, never with a reward; a credential gives access only to
 the model calls of one session.
@@ -70,14 +69,14 @@ from outrider.trajectory import BranchPolicy, SessionResult, StageSeconds, Turn,
 log = logging.getLogger("outrider.session")
 
 EXTERNAL = "external"
-"""The name under which sessions, events and lists show the host of external sessions."""
+"""Name of the node that hosts external sessions, as shown in sessions, events and lists."""
 MOST_SESSIONS = 10_000
-"""Maximum number of external sessions at once. Further sessions wait in the queue."""
+"""Maximum number of external sessions that run at once. Further sessions wait in the queue."""
 
 
 FIRST_ENTRY = 1 << 20
-"""Number of the first entry that this module adds to the timeline of an external session. The entries of the node that
-grades the session are numbered from 0."""
+"""Number of the first timeline entry that this module adds for an external session. The node that grades the session
+numbers its own entries from 0."""
 
 
 class SessionNotRunning(ServiceError):
@@ -111,11 +110,13 @@ class ExternalStore(AttemptStore, RunStore, Protocol):
 
 
 class ExternalSessions:
-    """The `Node` of external sessions, in the service's own process. `async with` runs its watchdog.
+    """The node that hosts external sessions in the service's own process. `async with` runs its watchdog.
 
-    `grader` waits until there is a node that can grade a session, and returns the node. `grader` is called for tasks
-    whose evaluator is not `reported`. `services` run the agents of tasks with a remote harness; the files of such tasks
-    are read from `paths`. `address` returns the base URL of this service in a network, for the agents of such tasks.
+    grader: waits for a node that can grade a session and returns it. It is called unless the task's evaluator is
+        `reported`.
+    services: the agent services, which run the agents of tasks with a remote harness.
+    paths: the host paths from which the files of such tasks are read.
+    address: returns the base URL of this service in a network, for the agents of such tasks.
     """
 
     def __init__(
@@ -142,8 +143,8 @@ class ExternalSessions:
         self._live: dict[str, _LiveSession] = {}
         self._begun = Broadcast()
         self.timelines = Timelines(store)
-        """The timelines of the sessions. The owner stores them from time to time; the end of the block stores the last
-        entries."""
+        """The timelines of the sessions. The owner of this object stores them periodically. The last entries are
+        stored at the end of the `async with` block."""
         self._held = AsyncExitStack()
         self._watchdog: Watchdog
 
@@ -177,7 +178,7 @@ class ExternalSessions:
         return live.models
 
     async def refusal(self, key: str) -> OutriderError:
-        """Return the error for a model call with a credential for which `models` returns None."""
+        """Return the error for a model call whose credential gives access to no model (`models` returns None)."""
         session_id = self._store.session_of_credential(key)
         if session_id is None:
             return Unauthorized("this session key is unknown, or its run is over")
@@ -190,7 +191,7 @@ class ExternalSessions:
         return SessionNotRunning("this session does not run at the moment", hint="call again in a few seconds")
 
     async def running(self, session_id: str, seconds: float) -> bool:
-        """Wait until the session takes model calls, but at most `seconds`. Returns True if the session does."""
+        """Wait for at most `seconds` until the session accepts model calls. Returns True if it does."""
         deadline = asyncio.get_running_loop().time() + seconds
         while True:
             begun = self._begun.next()
@@ -202,26 +203,26 @@ class ExternalSessions:
             await wait_for_event(begun, left)
 
     async def check(self, session_id: str, report: ReportSpec, task: TaskSpec) -> None:
-        """Raise InvalidField for a report that does not fit the session and its task."""
+        """Raise InvalidField if a report does not fit the session and its task."""
         turns = await self._store.turns(session_id)
         await self._backend.offload.run(lambda: check_report(report, task, turns))
 
     def note_report(self, session_id: str) -> None:
-        """End the session's run, because its report was stored. Does nothing for a session that does not run here: its
-        next attempt reads the report."""
+        """End the session's run, because its report was stored. Does nothing if the session does not run here; its next
+        attempt will read the report."""
         if (live := self._live.get(session_id)) is not None:
             live.ended.set()
 
     async def reset(self, session_id: str) -> None:
-        """Drop the turns of a session, so that its agent can start over with the same credential. Calls under way are
-        cut off. Raises Conflict for a session that does not run or was completed."""
+        """Delete the turns of a session, so that its agent can start over with the same credential. Running calls are
+        cut off. Raises Conflict if the session does not run or was completed."""
         live = self._live.get(session_id)
         if live is None or live.models is None:
             raise Conflict(f"session {session_id} does not run, so there is nothing to reset")
         await live.reset()
 
     async def run(self, attempt: Attempt) -> SessionResult:
-        """Run an attempt and return its result, which has the error if something fails. Raises CancelledError, and
+        """Run an attempt and return its result, which contains any error of the session. Raises CancelledError, and
         NodeLost if the node that grades the session is lost."""
         try:
             return without_secrets(await self._run(attempt), attempt.task)
@@ -250,21 +251,22 @@ class ExternalSessions:
             await store.set_state(session.id, session.attempt, SessionState.READY)
             await store.set_state(session.id, session.attempt, SessionState.RUNNING)
             self._begun.send()
-            if await store.report(session.id) is not None:  # completed in an earlier attempt, or before this one began
+            # the session was completed in an earlier attempt, or before this attempt began
+            if await store.report(session.id) is not None:
                 live.ended.set()
             failure = await (live.until_ended() if live.ended.is_set() else self._until_ended(live))
         finally:
             del self._live[session.id]
             await live.close()
-        # The report is read after the run has ended, because a report that was stored at the last moment counts.
+        # The report is read only after the run has ended, because it may have been stored at the last moment.
         if (stored := await store.report(session.id)) is not None:
             return await self._ended(live, ReportSpec.model_validate_json(stored))
         assert failure is not None
         return await live.result(StopReason.ERROR, error=record_of(failure))
 
     async def _until_ended(self, live: _LiveSession) -> OutriderError | None:
-        """Run the remote agent, if there is one, and wait until the session is completed. Returns the error with which
-        the session ends, or None for a completed session."""
+        """Run the remote agent, if the task has one, and wait until the session is completed. Returns None, or the
+        error with which the session ends."""
         remote = live.attempt.task.harness.remote
         if remote is None:
             return await live.until_ended()
@@ -277,7 +279,7 @@ class ExternalSessions:
                 if following.done() and following.result() is None:
                     return await waiting
                 if not following.done():  # the session's clock has ended the run, or a turn could not be stored
-                    following.cancel()  # this comes before `run.cancel`, because a late PUT would start the run again
+                    following.cancel()  # before `run.cancel`, because a late PUT would start the run again
                     await asyncio.wait({following})
                     await run.cancel()
                     return await waiting
@@ -285,12 +287,13 @@ class ExternalSessions:
                 return following.result()
         except asyncio.CancelledError:
             session = await shielded(lambda: self._store.session(live.attempt.session.id))
-            if session.ending is not None:  # without `ending` the service stops, and the next service follows the run
+            # if `ending` is None, only this service stops, and the next service process follows the run
+            if session.ending is not None:
                 await shielded(run.cancel)
             raise
 
     async def _followed(self, live: _LiveSession, run: FollowedRun) -> OutriderError | None:
-        """Follow a run to its end, and store its report. Returns the error of a run that failed."""
+        """Follow a remote run to its end and store its report. Returns the error if the run failed, else None."""
         session, task = live.attempt.session, live.attempt.task
         try:
             archive = await asyncio.to_thread(archive_of, task, self._paths)
@@ -303,7 +306,8 @@ class ExternalSessions:
             return RemoteRunFailed(f"the report of the run does not fit the session: {error.message}", hint=error.hint)
         except OutriderError as error:
             return error
-        except (OSError, ValueError) as error:  # a file or a variable of the task or the settings cannot be used
+        # for example, a file or an environment variable that the task or the settings name is missing
+        except (OSError, ValueError) as error:
             return RemoteRunFailed(f"the run could not be started: {error}")
         finally:
             if await self._store.report(session.id) is not None:
@@ -311,14 +315,14 @@ class ExternalSessions:
         return None
 
     async def _ended(self, live: _LiveSession, report: ReportSpec) -> SessionResult:
-        """Return the result of a session that was completed."""
+        """Return the result of a session that was completed with `report`."""
         task, attempt = live.attempt.task, live.attempt
         if report.error is not None:
             return await live.result(StopReason.ERROR, error=AgentFailed(f"reported: {report.error}").record())
         reason, error = await live.decision(report)
         if error is not None:
-            # Only a remote agent can be started again. Any other agent has ended, so another attempt would wait for
-            # calls that never come.
+            # Only a remote agent can be started again. Any other agent has ended, so another attempt would wait in vain
+            # for its calls.
             retryable = error.retryable and task.harness.remote is not None
             error = msgspec.structs.replace(error, retryable=retryable)
             return await live.result(StopReason.ERROR, error=error, answer=report.answer)
@@ -337,8 +341,8 @@ class ExternalSessions:
 
 
 class _LiveSession:
-    """An external session while its attempt runs. `models` is None while the session is reset. `calls` counts the model
-    calls that have begun. `ended` is set when the run must end."""
+    """An external session while its attempt runs. `models` is None during a reset of the session. `calls` is the number
+    of model calls that have begun. `ended` is set when the run must end."""
 
     def __init__(
         self,
@@ -390,7 +394,7 @@ class _LiveSession:
         self.models: SessionModels | None = self._all
 
     async def resume(self) -> None:
-        """Continue the session's earlier attempts."""
+        """Take over the turns and failed calls of the session's earlier attempts."""
         session = self.attempt.session
         stored = await self._store.failed_calls(session.id)
         failed = {model: msgspec.json.decode(calls, type=list[FailedCall]) for model, calls in stored.items()}
@@ -412,22 +416,22 @@ class _LiveSession:
             try:
                 await self._all.close()
                 await self._store.drop_turns(self.attempt.session.id, self.attempt.session.attempt)
-            except Conflict:  # the session was completed meanwhile
+            except Conflict:  # the session was completed in the meantime
                 raise
             except OutriderError as error:
-                self._failure = error  # later calls are refused, so this attempt cannot continue
+                self._failure = error  # fails the attempt, because the closed models refuse all later calls
                 self.ended.set()
                 raise
             self._new_models()
 
     async def until_ended(self) -> OutriderError | None:
-        """Wait until the session is completed, or return the error with which the session ends."""
+        """Wait until the session is completed. Returns the error with which the session must end, or None."""
         limits, elsewhere = self.attempt.task.limits, self.attempt.task.harness.elsewhere
         assert elsewhere is not None
         whole = Budget(limits.session_seconds, self._stalled_seconds)
         while True:
             idle, calls = Budget(elsewhere.idle_seconds, self._stalled_seconds), self.calls
-            busy = self._all.under_way > 0  # a call is in flight during this interval, so the interval is not idle
+            busy = self._all.under_way > 0  # a call is running, so this interval does not count as idle
             try:
                 async with whole.spend(), idle.spend():
                     await self.ended.wait()
@@ -445,14 +449,14 @@ class _LiveSession:
                     )
 
     async def close(self) -> None:
-        """End the run: later calls are refused, and calls in flight are cut off and recorded."""
+        """End the run: later calls are refused, and running calls are cut off and recorded."""
         self.ended.set()
         async with self._resetting:
             await self._all.close()
         self._stopwatch.lap("run")
 
     async def decision(self, report: ReportSpec) -> tuple[StopReason, ErrorRecord | None]:
-        """Return the reason why the run ended, and the error if the run must not be graded."""
+        """Return the stop reason of the run, and the error if the run must not be graded."""
         policy, models = self._policy, self._all
         in_vain: OutriderError | None = None
         try:
@@ -521,4 +525,5 @@ class _LiveSession:
             seconds=StageSeconds(**self._stopwatch.seconds),
             answer=answer,
         )
-        return await self._backend.offload.run(build)  # counting the tokens of a long session takes a while
+        # in a thread, because counting the tokens of a long session takes a while
+        return await self._backend.offload.run(build)

@@ -1,7 +1,8 @@
-"""Applies a task's filters to a graded session. Each filter restricts the use of one kind of run, such as cut-off runs.
+"""Applies a task's filters to a graded session. A filter matches one kind of run, such as runs that were cut off, and
+restricts what training does with the session.
 
-Invariant: a filter never raises the session's reward. The filter `zero` also removes the rewards of single turns and
-rows, negative rewards included.
+Invariant: a filter never raises the session's reward. The action `zero` also removes the rewards of single turns and
+rows, even negative ones.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ CUT_OFF = frozenset(
     {StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW, StopReason.AGENT_TIMEOUT}
 )
 REPEATS = 4
-"""A run matches `repeated_calls` if it has at least this number of equal tool calls in a row. A `limit` of the filter
-replaces this number."""
+"""The filter `repeated_calls` matches a run that has at least this number of equal tool calls in a row. The filter's
+`limit` replaces this number."""
 
 
 class EndedRun(msgspec.Struct, frozen=True):
-    """The input of filters: why the agent's run ended, its model calls, and its patch if the task carries a diff."""
+    """What filters examine: why the agent's run ended, its model calls, and its patch if the task carries a diff."""
 
     reason: StopReason
     turns: Sequence[Turn]
@@ -32,8 +33,9 @@ class EndedRun(msgspec.Struct, frozen=True):
 
 
 def filtered(run: EndedRun, verdict: Verdict, filters: Sequence[Filter]) -> tuple[Verdict, BranchPolicy]:
-    """Return the verdict after the filters, and the most that training may do with the session's rows: train, mask or
-    drop. Each matching filter is named in the verdict's metrics, as `filter_NAME`, and in its reason."""
+    """Apply the filters to a run. Returns the changed verdict, and an upper bound for what training may do with the
+    session's rows: TRAIN, MASK or DROP. Matching filters are named in the verdict's reason and metrics
+    (`filter_NAME`)."""
     matching = [each for each in filters if MATCHES[each.when](run, each)]
     if not matching:
         return verdict, BranchPolicy.TRAIN

@@ -1,17 +1,17 @@
 """Grades the outcome of an agent's run. If grading is impossible, decides whether the agent is to blame.
 
-An outcome is graded in the agent's own sandbox or, if files are carried to the grading (`evaluator.carry`), in a new
-sandbox that no agent has touched. The new sandbox has the agent's runtime, or the evaluator's own if there is one. If
-the task carries paths or a diff, the new sandbox gets only these, and may start while the agent still runs. If the task
-carries `all`, the new sandbox starts from all files that the agent wrote.
+An outcome is graded in the agent's own sandbox. If the task carries files to the grading (`evaluator.carry`), it is
+graded in a new sandbox that no agent has touched, with the evaluator's runtime, or else the agent's.
+
+- With carried paths or a diff, the new sandbox gets only these, and may start while the agent still runs.
+- With `all`, the new sandbox starts from all files that the agent wrote.
 
 Invariants:
 
-- With carried files, the evaluator begins after the agent's sandbox has stopped, unless another step follows in that
-  sandbox.
-- Every sandbox begun here is stopped.
-- Two sandboxes of a session are alive at once only while the resources of both are set aside. Exceptions are a second
-  sandbox that needs no resources, and one that `Outcome.beside` opens.
+- With carried files, the evaluator begins after the agent's sandbox has stopped, unless another step follows in it.
+- Every sandbox that this module starts is stopped.
+- Two sandboxes of a session run at once only while the resources of both are set aside. Exceptions are a second sandbox
+  that needs no resources, and one that `Outcome.beside` opens.
 - An agent is blamed only if the failure came from inside the sandbox, the model had replied by then, and the failed
   operation works in an untouched sandbox.
 """
@@ -60,21 +60,21 @@ from outrider.trajectory import Verdict
 log = logging.getLogger("outrider.session")
 
 EXCESS = "agent_excess"
-"""Name of the metric in the verdict on an agent that broke its sandbox or made grading impossible. The verdict's reason
-begins with the same word."""
+"""Metric in the verdict on an agent that broke its sandbox or made grading impossible. The verdict's reason begins with
+the same word."""
 
 GRADING = "grading"
-"""The name of the sandboxes for grading in the timeline."""
+"""In the timeline, the name of sandboxes that are used for grading."""
 
 TRIES_BEFORE_BLAME = 2
-"""Number of failed evaluations before the agent can be blamed: an unreliable grader seldom fails twice."""
+"""Number of evaluations that must fail before the agent can be blamed. Even an unreliable grader seldom fails twice."""
 
 PROBE_SECONDS = 30.0
-"""Time limit in seconds for the command `true` in an untouched sandbox."""
+"""Time limit for running the command `true` in an untouched sandbox, as a test of the sandbox."""
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict on an attempt. `excess` is True if the agent broke its sandbox or made the grading impossible
+    """The result of grading an attempt. `excess` is True if the agent broke its sandbox or made the grading impossible
     (`agent_excess`). `patch` is the agent's change to a repository, if the task carries a diff."""
 
     verdict: Verdict
@@ -83,7 +83,7 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(msgspec.Struct, frozen=True, eq=False):
-    """The data from which a sandbox is made: the runtime, the runtime's field in the task, and the mounts."""
+    """What a sandbox is made from: the runtime, the task's field that contains the runtime, and the mounts."""
 
     runtime: RuntimeSpec
     field: str
@@ -91,17 +91,17 @@ class Origin(msgspec.Struct, frozen=True, eq=False):
 
 
 class Grading:
-    """The grading of one step. Within `async with Grading(...) as grading`, call `start_ahead` when the agent's run
-    begins, and `grade` once, when the run has ended; or call only `grade_again`. Leaving the block stops all sandboxes
-    that the grading has started and not yet stopped.
+    """Grades one step of a task. Within `async with Grading(...) as grading`, call `start_ahead` when the agent's run
+    begins and `grade` once when the run has ended, or call only `grade_again`. Leaving the block stops all sandboxes
+    that the grading has started.
 
-    keep: stores a file of carried data as an artifact of the given name.
-    log: takes the output of the evaluator.
-    records: gets the records of the networks of new sandboxes.
-    numbers: yields a new number for each of the session's sandboxes for grading.
+    keep: stores a file of carried data as an artifact with the given name.
+    log: receives the output of the evaluator.
+    records: receives the network records of new sandboxes.
+    numbers: yields a new number for each sandbox in which this session is graded.
     field: the evaluator's field in the task.
     goes_on: True if another step follows in the agent's sandbox. Then this sandbox is stopped only if the agent is to
-        be blamed, and the session's resources are enough for a sandbox for grading beside it.
+        be blamed, and the session's resources are enough for a second sandbox, used for grading.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class Grading:
         self._lanes = lanes
         self._resources = resources
         self._agents = Origin(attempt.task.runtime, RUNTIME, mounts)
-        """The origin of the agent's sandbox."""
+        """What the agent's sandbox is made from."""
         own = attempt.task.evaluator.runtime
         self._graders = self._agents if own is None else Origin(own, f"{field}.runtime", ())
-        """The origin of sandboxes for grading."""
+        """What the sandboxes for grading are made from."""
         self._goes_on = goes_on
         self._stopwatch = stopwatch
         self._timeline = timeline
@@ -143,25 +143,24 @@ class Grading:
         self._carry = attempt.task.evaluator.carry
         workdir = self._task.runtime.workdir
         self._repository = place_of(self._carry, workdir) if isinstance(self._carry, DiffSpec) else ""
-        """Path in the sandbox of the repository whose changes are carried. Empty if the task carries no diff."""
+        """Path in the sandbox of the repository whose changes are carried, or "" if the task carries no diff."""
         self._folder = sandboxes.host.folder / f"{attempt.name}-graded"
         self._archive = self._folder / "carried"
         self._layer: Path | None = None
         self._paths = [posixpath.join(workdir, path) for path in self._carry] if isinstance(self._carry, list) else []
-        """The paths in the archive. They are absolute, because the evaluator's own runtime may have another working
-        directory."""
+        """The paths in the archive of carried files. They are absolute, because the evaluator's runtime may have
+        another working directory."""
         self._patch: bytes | None = None
-        """The agent's changes to a carried repository. The first sandbox for grading makes the patch, unless the agent
-        has changed nothing."""
+        """The agent's changes to a carried repository. The patch is made in the first sandbox for grading, unless
+        the agent has changed nothing."""
         self._decided: Verdict | None = None
-        """The verdict on an agent that has changed nothing, if the evaluator needs no sandbox for the verdict."""
+        """The verdict on an agent that has changed nothing, if the evaluator needs no sandbox for it."""
         self._second_share: Slot | None = None
-        """The resources of a sandbox that is started beside the agent's. They are released once the agent's sandbox
-        has stopped, because the session's own resources then suffice."""
+        """The resources of a sandbox for grading that starts while the agent's sandbox runs. They are released when
+        the agent's sandbox has stopped, because the session's own resources then suffice."""
         self._ahead: GraderSandbox | None = None
         self._gpus: tuple[str, ...] = ()
-        """The session's GPUs, set once the agent's sandbox has stopped. Later sandboxes use these GPUs one after
-        another."""
+        """The session's GPUs, set when the agent's sandbox has stopped. Later sandboxes use them one after another."""
         self._numbers = numbers
         self._records = records
         self._doors: list[Door] = []
@@ -172,14 +171,14 @@ class Grading:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await shielded(self._undo.aclose)  # if a callback raises, the others still run
+        await shielded(self._undo.aclose)  # if one callback of the stack raises, the other callbacks still run
 
     def start_ahead(self) -> None:
         """Start the new sandbox for grading now, if it can start without the agent's files and its resources are free.
 
-        The sandbox that grades the last step cannot start ahead if it has GPUs, because the agent has the session's
+        The sandbox that grades the last step cannot start ahead if it has GPUs, because the agent uses the session's
         GPUs until the end of the run. A sandbox that grades an earlier step gets no GPUs, and its other resources are
-        in the amount that is set aside for the session.
+        already set aside for the session.
         """
         needs = required(self._graders.runtime)
         if not isinstance(self._carry, list | DiffSpec) or (needs.gpus and not self._goes_on):
@@ -203,13 +202,13 @@ class Grading:
         """Grade the agent's work in `sandbox`. If files are carried to a new sandbox, `sandbox` is stopped first,
         unless another step follows in it.
 
-        `failure` is the error from inside the sandbox that ended the agent's run, if any. The work done until then is
-        graded all the same, if possible. `gpus` are the session's GPUs, which the agent has until `sandbox` is stopped.
+        `failure` is the error from inside the sandbox that ended the agent's run, if any. The work up to this failure
+        is still graded if possible. `gpus` are the session's GPUs, which the agent uses until `sandbox` is stopped.
         Raises the failure of the run or of the grading if the agent is not to blame.
         """
         verdict: Verdict | None = None
         place = self._agents
-        """The origin of the sandbox in which the failure occurs."""
+        """What the sandbox in which a failure occurs was made from."""
         try:
             if self._carry is not None:
                 await self._decide_unchanged(sandbox.runtime, outcome)
@@ -231,7 +230,7 @@ class Grading:
             facts = Facts(stage=Stage.GRADE, end=end_of(error), inside=error.inside, replied=model_replied)
             if decide(facts).blame is not Blame.AGENT:
                 raise
-            failure = failure or error  # the first failure is the cause
+            failure = failure or error  # a failure of the run is the cause of the grading's failure
         self._stopwatch.lap("eval")
         if failure is not None:
             await self._stop(sandbox)
@@ -239,7 +238,7 @@ class Grading:
             try:
                 confirmed = await self._confirm_excess(failure, outcome, place)
             finally:
-                del failure  # the deletion breaks a cycle: see `_confirm_excess`
+                del failure  # breaks a reference cycle: see `_confirm_excess`
             self._stopwatch.lap("eval")
             return Grade(verdict=verdict or confirmed, excess=True)
         assert verdict is not None
@@ -248,9 +247,11 @@ class Grading:
     async def grade_again(
         self, outcome: Outcome, fetch: Callable[[Path], Awaitable[None]] | None, *, gpus: tuple[str, ...]
     ) -> Grade:
-        """Grade a run whose sandbox is gone. `fetch` writes the run's carried data into a file. `fetch` is None if no
-        data was kept: then the evaluator gets no files, only the agent's answer and transcript, and `Outcome.beside`.
-        `gpus` are set aside for this grading. Raises the errors of `grade` and of `fetch`."""
+        """Grade a run whose sandbox no longer exists. `gpus` are set aside for this grading. Raises the errors of
+        `grade` and of `fetch`.
+
+        `fetch` writes the run's carried data into a file. If no data was kept, it is None, and the evaluator gets only
+        the agent's answer, the transcript and `Outcome.beside`."""
         self._gpus = gpus
         if fetch is None:
             self._carry = None
@@ -272,8 +273,8 @@ class Grading:
             return Grade(verdict=await self._confirm_excess(error, outcome, self._graders), excess=True)
 
     async def _decide_unchanged(self, runtime: Runtime, outcome: Outcome) -> None:
-        """If the agent has changed nothing in the carried repository, and the evaluator needs no sandbox to grade this,
-        set the verdict and the empty patch. The check needs the repository's tree from an earlier grading
+        """Keep an empty patch and set the verdict, if the agent has changed nothing in the carried repository and the
+        evaluator needs no sandbox for this verdict. The check needs the repository's git tree from an earlier grading
         (`PatchBases`)."""
         host = self._sandboxes.host
         if not isinstance(self._carry, DiffSpec) or not isinstance(self._evaluator, DecidesEarly):
@@ -288,8 +289,8 @@ class Grading:
             self._decided = decided
 
     def _decide(self, outcome: Outcome, patch: bytes) -> Verdict | None:
-        """Return the verdict on an outcome with this patch if the evaluator needs no sandbox for it, otherwise None.
-        Raises EvaluatorError."""
+        """Return the verdict on an outcome with this patch, or None if the evaluator needs a sandbox for it. Raises
+        EvaluatorError."""
         if not isinstance(self._evaluator, DecidesEarly):
             return None
         outcome = msgspec.structs.replace(outcome, runtime=cast(Runtime, NothingKept()), patch=patch)
@@ -315,14 +316,14 @@ class Grading:
     async def _take_out(self, runtime: Runtime) -> None:
         """Copy the graded files from the agent's sandbox to the host. Raises RuntimeFailure."""
         await self._make_folder()
-        if self._carry == "all":  # admission allows "all" only for runtimes that save layers
+        if self._carry == "all":  # a task with "all" is admitted only if its runtime can save layers
             await cast(SavesLayers, runtime).save_layer(self._archive)
             self._layer = self._archive
         else:
             if isinstance(self._carry, DiffSpec):
                 self._paths = await carried_paths(runtime, self._repository)
-            # `alone` ends the programs that the agent left running, which could change the files during the copy. If
-            # another step follows, these programs keep running, because the step may need them.
+            # `alone` ends the programs that the agent left running, because they could change files during the copy. If
+            # another step follows, they keep running, because the step may need them.
             await runtime.snapshot(self._paths, self._archive, alone=not self._goes_on)
         if self._task.evaluator.keep and not isinstance(self._carry, DiffSpec):
             await self._keep(self._archive, CARRIED)
@@ -332,14 +333,14 @@ class Grading:
         await asyncio.to_thread(self._folder.mkdir, mode=0o700)
 
     async def _verdict(self, outcome: Outcome) -> Verdict:
-        """Evaluate up to the task's `max_attempts` times, so that the agent's work is not lost because one evaluation
-        failed.
+        """Evaluate the outcome. A failed evaluation is repeated, up to the task's `max_attempts` evaluations, so that
+        one failure does not lose the agent's work.
 
-        If a failure comes from inside the sandbox, there are at least TRIES_BEFORE_BLAME tries. With carried files each
-        try has a new sandbox, so a retryable RuntimeFailure is tried again, too. Any other RuntimeFailure is raised at
-        once.
+        If the failure comes from inside the sandbox, at least TRIES_BEFORE_BLAME evaluations are made. With carried
+        files, a retryable RuntimeFailure is repeated as well, because each evaluation has a new sandbox. Any other
+        RuntimeFailure is raised at once.
         """
-        if self._second_share is not None:  # with carried files, the agent's sandbox has stopped by now
+        if self._second_share is not None:  # the agent's sandbox has stopped, so the session's own share suffices
             self._second_share.release()
         if self._decided is not None:
             return self._decided
@@ -364,11 +365,11 @@ class Grading:
         try:
             raise failure
         finally:
-            del failure  # the deletion breaks a cycle: see `_confirm_excess`
+            del failure  # breaks a reference cycle: see `_confirm_excess`
 
     @asynccontextmanager
     async def _place(self, agents: Runtime) -> AsyncIterator[Runtime]:
-        """Yield the sandbox for an evaluation: the agent's, or a new sandbox with the carried files."""
+        """Yield the sandbox for one evaluation: the agent's sandbox, or a new one that contains the carried files."""
         if self._carry is None:
             async with mark_inside_failures(agents):
                 yield agents
@@ -391,12 +392,12 @@ class Grading:
         """Return the verdict on an agent that broke its sandbox or made grading impossible. The agent's sandbox has
         been stopped. `failure` occurred in a sandbox made from `place`.
 
-        Untouched sandboxes, in which no agent has worked, must start, take a file, run a command, open a shell (if
-        `failure` is NoShell), and carry the task's files. If an untouched sandbox fails, `failure` is raised.
+        First, sandboxes in which no agent has worked are tested. They must start, accept a file, run a command, open a
+        shell (if `failure` is NoShell), and carry the task's files. If one of them fails, `failure` is raised.
 
-        `outcome` is then evaluated in an untouched sandbox, as if the agent had done nothing. The reward is this
-        evaluation's reward, but at most 0. If the evaluation raises EvaluatorError, the reward is 0, unless `failure`
-        is an EvaluatorError as well: then `failure` is raised.
+        Then `outcome` is evaluated in such a sandbox, as if the agent had done nothing. The reward is that of this
+        evaluation, but at most 0. If the evaluation raises EvaluatorError, the reward is 0; but if `failure` is an
+        EvaluatorError too, `failure` is raised.
         """
         reward, reason = 0.0, storable(f"{EXCESS}: {failure.message}")
         shell = failure.kind if isinstance(failure, NoShell) else None
@@ -408,7 +409,7 @@ class Grading:
                     await probe(runtime, shell if place is self._agents else None)
                     await collect(runtime, self._task.collect)
                     await runtime.snapshot(self._paths, untouched)
-            async with self._new_sandbox(layer=None) as runtime:  # this sandbox has no files of the agent
+            async with self._new_sandbox(layer=None) as runtime:  # without the agent's files
                 await probe(runtime, shell if place is self._graders else None)
                 if apart:
                     await runtime.restore(untouched, self._paths)
@@ -422,20 +423,20 @@ class Grading:
             if decide(facts).blame is Blame.ERROR:
                 raise failure from error
         finally:
-            # The failure's traceback holds this frame. If the frame held the failure, this cycle would keep the
+            # The traceback of `failure` refers to this frame. Without the deletion, this reference cycle would keep the
             # session's tokens, perhaps megabytes, until the next garbage collection.
             del failure
         return Verdict(reward=reward, metrics={EXCESS: 1.0}, reason=reason)
 
     @asynccontextmanager
     async def _new_sandbox(self, layer: Path | None) -> AsyncIterator[Runtime]:
-        """Yield the sandbox that was started ahead or, if there is none or its start failed, a new one. The sandbox is
+        """Yield the sandbox that was started ahead, or a new one if there is none or its start failed. The sandbox is
         stopped when the block ends."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             try:
                 await ahead.ready()
-            except RuntimeFailure as error:  # after one failed start, another sandbox is tried
+            except RuntimeFailure as error:
                 log.warning("%s: a sandbox for grading failed, and is started again: %s", self._attempt.name, error)
                 await shielded(ahead.close)
                 ahead = None
@@ -444,8 +445,8 @@ class Grading:
 
     @asynccontextmanager
     async def _beside(self, resources: Resources | None = None) -> AsyncIterator[Runtime]:
-        """See `Outcome.beside`. The sandbox starts without waiting for resources, and none are set aside for the
-        sandbox, but its limits apply. The sandbox has no GPUs, because the graded sandbox uses the session's GPUs."""
+        """Open the second sandbox that `Outcome.beside` describes. It starts without waiting for resources, and none
+        are set aside for it. It has no GPUs, because the graded sandbox uses the session's GPUs."""
         place = self._graders
         if resources is not None:
             place = msgspec.structs.replace(place, runtime=place.runtime.model_copy(update={"resources": resources}))
@@ -499,7 +500,7 @@ class Grading:
                     )
         except OutriderError:
             raise
-        except Exception as error:  # a plugin may raise anything, also a TimeoutError of its own
+        except Exception as error:  # a plugin may raise anything, including its own TimeoutError
             if isinstance(error, TimeoutError) and timeout.block.expired():
                 raise EvaluatorError(f"evaluation took longer than {seconds:g} s") from error
             raise _raised(error) from error
@@ -520,8 +521,7 @@ def _raised(error: Exception) -> EvaluatorError:
 
 
 def _read_verdict(verdict: object, outcome: Outcome) -> Verdict:
-    """Check the value that an evaluator returned, and return it as a verdict. Raises EvaluatorError for a value that is
-    not a verdict."""
+    """Return the evaluator's return value as a verdict. Raises EvaluatorError if it is not a valid verdict."""
     try:
         read = read_verdict(verdict)
         check_indexes(read, outcome.calls)
@@ -532,7 +532,7 @@ def _read_verdict(verdict: object, outcome: Outcome) -> Verdict:
 
 @asynccontextmanager
 async def _off_the_clock(timeout: PausableTimeout, off_the_clock: OffTheClock) -> AsyncIterator[None]:
-    """Pause the evaluation's time limit while a block of `off_the_clock` runs."""
+    """Enter `off_the_clock()`, and pause the evaluation's time limit until the block ends."""
     with timeout.paused():
         async with off_the_clock():
             yield
@@ -540,7 +540,7 @@ async def _off_the_clock(timeout: PausableTimeout, off_the_clock: OffTheClock) -
 
 @asynccontextmanager
 async def started(sandbox: GraderSandbox) -> AsyncIterator[Runtime]:
-    """Yield the sandbox's runtime once the sandbox is ready. The sandbox is stopped when the block ends."""
+    """Wait until the sandbox has started, and yield its runtime. The sandbox is stopped when the block ends."""
     try:
         yield await sandbox.ready()
     finally:
@@ -548,7 +548,7 @@ async def started(sandbox: GraderSandbox) -> AsyncIterator[Runtime]:
 
 
 async def probe(runtime: Runtime, shell: ShellKind | None) -> None:
-    """Raise RuntimeFailure unless the sandbox takes a file, runs a command and opens `shell`, if `shell` is given."""
+    """Test a sandbox. Raises RuntimeFailure unless it accepts a file, runs a command, and opens `shell` if given."""
     await runtime.write(f"{runtime.scratch}/outrider-try", b"x")
     done = await runtime.exec("true", seconds=PROBE_SECONDS)
     if done.exit_code != 0:
@@ -558,10 +558,10 @@ async def probe(runtime: Runtime, shell: ShellKind | None) -> None:
 
 
 class GraderSandbox:
-    """A sandbox for grading. An asyncio task of `owner` makes and starts the sandbox, as soon as this object is made.
+    """A sandbox for grading. It starts as soon as this object is created, in an asyncio task of `owner`.
 
-    The slots of `starts` bound the number of such sandboxes that start at once. A start takes at most `seconds`, not
-    counting the wait for a slot and the time for which a service such as E2B queues the start.
+    `starts` limits how many such sandboxes start at once. A start may take `seconds`, without the wait for a slot of
+    `starts` and the time for which a service such as E2B queues the start.
     """
 
     def __init__(
@@ -580,13 +580,13 @@ class GraderSandbox:
         self._timeline = timeline
         self._timelines = timelines
         self._noted = ExitStack()
-        """Ends the notes of the sandbox's commands."""
+        """Ends the recording of the sandbox's commands in the timeline."""
         self._task = owner.create_task(
             self._start(make, starts, line, seconds), name="start a sandbox for an evaluation"
         )
 
     async def ready(self) -> Runtime:
-        """Wait until the sandbox has started. Raises RuntimeFailure, or any other error of a plugin. If the wait is
+        """Wait until the sandbox has started. Raises RuntimeFailure, or any other error of a plugin. If this wait is
         cancelled, the start continues."""
         await asyncio.wait({self._task})
         if self._failure is not None:
@@ -595,7 +595,8 @@ class GraderSandbox:
         return self._sandbox.runtime
 
     async def close(self) -> None:
-        """Stop the sandbox, started or not. Idempotent; the caller shields the call from cancellation."""
+        """Stop the sandbox, even if it has not started yet. Idempotent. The caller shields this call from
+        cancellation."""
         self._task.cancel()
         await asyncio.wait({self._task})
         if self._sandbox is not None:
@@ -622,16 +623,16 @@ class GraderSandbox:
                     EntryKind.SANDBOX, sandbox.kind or "", began, time.time(), sandbox=GRADING, warm=False
                 )
                 self._sandbox = sandbox
-        except Exception as error:  # raised by `ready`, because raising here would end the node's background tasks
+        except Exception as error:  # `ready` raises the error; raising it here would end the node's background tasks
             late = f"a sandbox for grading was not ready within {seconds:g} s"
             self._failure = RuntimeFailure(late) if limit.exhausted else error
 
 
 @asynccontextmanager
 async def mark_inside_failures(runtime: Runtime) -> AsyncIterator[None]:
-    """Set `inside` on an OutriderError that the block raises, if the error came from inside the sandbox.
+    """If the block raises an OutriderError that came from inside the sandbox, set `inside` on the error.
 
-    The block must not stop the sandbox. Other errors, such as an engine's, stay as they are.
+    The block must not stop the sandbox. Other errors, such as an engine's error, are not changed.
     """
     try:
         yield
@@ -642,8 +643,8 @@ async def mark_inside_failures(runtime: Runtime) -> AsyncIterator[None]:
 
 
 async def came_from_inside(runtime: Runtime, failure: OutriderError) -> bool:
-    """Return True if `failure` is a failure of the sandbox, the agent's program or the evaluator, and came from inside
-    the sandbox. The sandbox must not have been stopped yet."""
+    """Return True if `failure` came from inside the sandbox, which must still be running. Only failures of the sandbox,
+    the agent's program or the evaluator can come from inside."""
     if not isinstance(failure, RuntimeFailure | HarnessError | EvaluatorError):
         return False
     return failure.inside or (isinstance(runtime, TellsCause) and await runtime.broken_inside())

@@ -1,10 +1,10 @@
-"""Starts agents on a Harbor run server, and follows their runs.
+"""Starts agents on a Harbor run server and follows their runs.
 
-A run server takes a task folder and the name of an agent (docs/external.md). The server's id of the run is stored, so
-that the next service process follows the same run. The server has no request that ends a run. A cancellation therefore
-only makes the session's key invalid, so that the agent's model calls fail.
+A run server accepts a task folder and the name of an agent (docs/external.md). Outrider stores the id that the server
+assigns to the run, and follows the same run after a restart. The server cannot be asked to end a run. So if a session
+is cancelled, its key becomes invalid, and the agent's model calls fail.
 
-Invariants: a run that is lost or fails is an error, never a reward. A request that may have started a run is not sent
+Invariants: a run that is lost or fails is an error, never a reward; a request that may have started a run is not sent
 again as another run, because two agents would then write into one session.
 """
 
@@ -41,7 +41,7 @@ from outrider.spec import (
 SUBMIT_SECONDS = 600.0
 FIELD = "task.harness.remote.options"
 REFUSED_FOR_NOW = frozenset({429, 503})
-"""HTTP statuses which prove that a submission has started no run."""
+"""HTTP statuses of the reply to a submission that prove that no run was started."""
 NOT_YET = TRANSIENT | {404}
 """HTTP statuses after which a request for the state of a run is repeated. 404 is among them, because the server may not
 list a run right after its submission."""
@@ -49,15 +49,15 @@ TASK_TOML = "task.toml"
 
 
 class RemoteRunUnclear(RemoteRunFailed):
-    """It is unknown whether a run continues. The session is not tried again, because the calls of another try could be
-    mixed with the calls of this run."""
+    """It is unknown whether a run is still active. The session is not retried, because the calls of a second run could
+    be mixed with the calls of this one."""
 
     code = "remote_run_unclear"
     retryable = False
 
 
 class HarborRunAgent(Spec):
-    """The field `agent` of a Harbor request. The names of its fields are Harbor's."""
+    """The field `agent` of a Harbor request. The field names are defined by Harbor."""
 
     name: Name | None = None
     import_path: Name | None = None
@@ -69,8 +69,8 @@ class HarborRunAgent(Spec):
 
 
 class HarborRunVerifier(Spec):
-    """The field `verifier` of a Harbor request: the limits of the run's verifier. The names of its fields are Harbor's.
-    With `disable`, the run is not graded, and has no rewards."""
+    """The field `verifier` of a Harbor request, with the limits of the run's verifier. The field names are defined by
+    Harbor. If `disable` is True, the run is not graded and has no rewards."""
 
     override_timeout_sec: Seconds | None = None
     max_timeout_sec: Seconds | None = None
@@ -78,9 +78,11 @@ class HarborRunVerifier(Spec):
 
 
 class HarborRemoteOptions(Spec):
-    """The `options` of a task whose agent a Harbor run server runs: the fields of Harbor's request, and `reward`, which
-    names the session's reward among the run's rewards. There is no `max_retries`, because the turns of a failed try
-    would stay in the session. Use the task's `max_attempts` instead."""
+    """The `options` of a task whose agent runs on a Harbor run server. `reward` names the run's reward that becomes the
+    session's reward. All other fields are sent to the server.
+
+    Harbor's `max_retries` is not supported, because the turns of a failed run would stay in the session. Use the task's
+    `max_attempts` instead."""
 
     agent: HarborRunAgent
     job_id: Name | None = None
@@ -94,7 +96,7 @@ class HarborRemoteOptions(Spec):
 
 
 class HarborRemoteState(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that are read from the status or the result of a run."""
+    """The part of a run's status or result that Outrider reads."""
 
     status: str
     rewards: dict[str, float] | None = None
@@ -106,7 +108,7 @@ class _Begun(msgspec.Struct, frozen=True):
 
 
 def harbor_options(remote: RemoteSpec) -> HarborRemoteOptions:
-    """Return the options of a task for a run server. Raises InvalidField, which names the invalid option."""
+    """Return a task's options for the run server. Raises InvalidField with the name of the invalid option."""
     try:
         return HarborRemoteOptions.model_validate(remote.options)
     except ValidationError as error:
@@ -114,7 +116,7 @@ def harbor_options(remote: RemoteSpec) -> HarborRemoteOptions:
 
 
 def check_harbor_task(task: TaskSpec, remote: RemoteSpec) -> None:
-    """Raise InvalidField for a task that no run server can run."""
+    """Raise InvalidField if a run server cannot run the task."""
     options = harbor_options(remote)
     if (options.agent.name is None) == (options.agent.import_path is None):
         raise InvalidField("give exactly one of name and import_path", field=f"{FIELD}.agent")
@@ -133,8 +135,12 @@ def check_harbor_task(task: TaskSpec, remote: RemoteSpec) -> None:
 
 
 class HarborRemoteRun:
-    """One run of a Harbor run server. `name` is Outrider's id of the run. `known` returns the server's id if the run
-    was started before, and `keep` stores this id. `base_url` is the base URL for the session's model calls."""
+    """One run on a Harbor run server.
+
+    name: Outrider's id of the run.
+    known: returns the server's id of the run if it was started before, else None.
+    keep: stores the server's id.
+    base_url: the base URL for the session's model calls."""
 
     def __init__(
         self,
@@ -161,8 +167,8 @@ class HarborRemoteRun:
         self._calls = ServiceCalls(service, f"{service.url.rstrip('/')}/api/v1/runs", name)
 
     async def follow(self, archive: bytes | None) -> ReportSpec:
-        """Start the run, unless it was started before, and wait for its end. `archive` has the task's folder. Raises
-        RemoteRunFailed."""
+        """Start the run, unless it was started before, and wait until it ends. `archive` contains the task's folder.
+        Raises RemoteRunFailed."""
         async with self._calls:
             run = await self._known()
             if run is None:
@@ -175,17 +181,17 @@ class HarborRemoteRun:
                 await asyncio.sleep(self._service.poll_seconds)
 
     async def cancel(self) -> None:
-        """Do nothing, because a run server has no request that ends a run. The key of a cancelled session is invalid,
-        so the run's model calls fail."""
+        """Do nothing, because a run server has no request that ends a run. The run's model calls fail, because the key
+        of a cancelled session is invalid."""
 
     async def _submit(self, archive: bytes) -> str:
-        """Start the run, and return the server's id of the run. Raises RemoteRunFailed, and RemoteRunUnclear if the run
-        may have been started."""
+        """Start the run and return the server's id of it. Raises RemoteRunFailed, or RemoteRunUnclear if a run may have
+        been started."""
         folder = await asyncio.to_thread(task_folder_in, archive)
         boundary = secrets.token_hex(16)
         body = multipart(boundary, msgspec.json.encode(self._metadata(folder)), archive)
         kind = f"multipart/form-data; boundary={boundary}"
-        # A server that reads the header gives the same run to a repeated request. Other servers ignore the header.
+        # For a repeated request, a server that reads this header replies with the same run. Other servers ignore it.
         more = {"Idempotency-Key": self._name}
         give_up_at = asyncio.get_running_loop().time() + self._service.patience_seconds
         tries = 0
@@ -193,7 +199,7 @@ class HarborRemoteRun:
             try:
                 reply = await self._calls.once("POST", "/async", body, kind, seconds=SUBMIT_SECONDS, more=more)
                 failure = f"answered {reply.status}"
-            except NotConnected as error:  # without a connection no run was started
+            except NotConnected as error:  # no connection was opened, so no run was started
                 reply, failure = None, f"cannot be reached: {type(error).__name__}"
             except OSError as error:
                 raise self._unclear(f"broke off the submission: {type(error).__name__}") from error
@@ -217,8 +223,8 @@ class HarborRemoteRun:
         )
 
     def _metadata(self, folder: str) -> Mapping[str, Any]:
-        """Return the part `metadata` of the request, without nulls. It has the session's time limit, at which the
-        server ends the run."""
+        """Return the `metadata` part of the request, without null values. The server ends the run at the session's time
+        limit in it."""
         options, seconds = self._options, self._task.limits.session_seconds
         given = options.model_dump(mode="json", exclude_none=True, exclude={"reward"})
         most = options.agent.max_timeout_sec
@@ -236,14 +242,15 @@ class HarborRemoteRun:
         }
 
     async def _look(self, path: str) -> HarborRemoteState:
-        """Request a status or a result, repeatedly until the server replies. Raises RemoteRunUnclear."""
+        """Request a run's status or result, and repeat the request until the server replies. Raises
+        RemoteRunUnclear."""
         try:
             return self._calls.state(await self._calls.ask("GET", path, again_on=NOT_YET), HarborRemoteState)
         except RemoteRunFailed as error:
             raise RemoteRunUnclear(error.message, hint=error.hint, log_tail=error.log_tail) from error
 
     async def _ended(self, run: str, state: HarborRemoteState) -> HarborRemoteState:
-        """Return the result of a run that has ended, or its status if the result cannot be read."""
+        """Return the result of a run that has ended. If the result cannot be read, return `state`, the run's status."""
         try:
             content = await self._calls.ask("GET", f"/async/{run}/result")
             result = self._calls.state(content, HarborRemoteState)
@@ -260,18 +267,18 @@ class HarborRemoteRun:
         if self._task.evaluator.kind != REPORTED:
             return ReportSpec(stop_reason=stop)
         if not state.rewards:
-            if timeout:  # the agent caused this failure, and another try would take as long
+            if timeout:  # the agent caused the timeout, and another attempt would take as long
                 return ReportSpec(error=said[:1000])
             raise RemoteRunFailed(f"agent service {self._service.name!r} gave no rewards: {said}")
         reward = reward_of(state.rewards, self._options.reward)
         try:
             return ReportSpec(reward=reward, metrics=state.rewards, reason=state.error, stop_reason=stop)
-        except ValueError as error:  # pydantic's ValidationError
+        except ValueError as error:  # a ValidationError of pydantic
             raise RemoteRunFailed(f"the rewards of agent service {self._service.name!r}: {error}") from error
 
 
 def reward_of(rewards: Mapping[str, float], name: str | None) -> float:
-    """Return the reward with this name. If `name` is None, return the only reward or the one called `reward`. Raises
+    """Return the reward called `name`. If `name` is None, return the only reward, or the one called `reward`. Raises
     RemoteRunFailed if the run has no such reward."""
     if name is None:
         name = next(iter(rewards)) if len(rewards) == 1 else "reward"
@@ -284,8 +291,8 @@ def reward_of(rewards: Mapping[str, float], name: str | None) -> float:
 
 
 def task_folder_in(archive: bytes) -> str:
-    """Return the name of the task folder at the top of an archive. Blocks. Raises RemoteRunFailed if there is no such
-    folder, or anything beside it."""
+    """Return the name of the task folder in an archive. Blocks. Raises RemoteRunFailed unless this folder is the only
+    entry at the top of the archive."""
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
             names = [PurePosixPath(name) for name in tar.getnames()]
@@ -302,7 +309,8 @@ def task_folder_in(archive: bytes) -> str:
 
 
 def multipart(boundary: str, metadata: bytes, archive: bytes) -> bytes:
-    """Return the body of a submission. `metadata` has no content type: servers read it as a field of a form."""
+    """Return the body of a submission. The part `metadata` has no content type, because servers then read it as a form
+    field."""
     parts = (
         ('name="metadata"', metadata),
         ('name="task_archive"; filename="task.tar.gz"\r\nContent-Type: application/gzip', archive),

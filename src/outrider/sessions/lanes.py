@@ -1,4 +1,4 @@
-"""The lanes of a node: the stages of its sessions, each with a bounded number of slots, a queue and statistics."""
+"""The lanes of a node. A lane is a stage of sessions with a limited number of slots, a queue and statistics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.sessions.priority_semaphore import URGENT, PrioritySemaphore, Slot
 
 
 class Lane:
-    """A stage of sessions, with `size` slots. `name` is the stage's name in settings and statistics."""
+    """A stage of sessions with `size` slots. `name` identifies the stage in the settings and statistics."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name = name
@@ -20,7 +20,7 @@ class Lane:
         self._slots = PrioritySemaphore(size)
 
     async def take(self, priority: int = 0, tenant: str = "") -> Slot:
-        """Wait for a slot, in the order of `PrioritySemaphore`. A cancelled wait takes no slot."""
+        """Wait for a slot, in the order of `PrioritySemaphore`, and take it. A cancelled wait takes no slot."""
         return await self._slots.take((1,), priority, tenant)
 
     def stats(self) -> LaneStats:
@@ -36,8 +36,8 @@ class Lane:
 
 
 class HeldSlot:
-    """A session's slot of a lane for an `async with` block. The session may give the slot up for a while within the
-    block."""
+    """A slot that a session holds during an `async with` block, and can release for some time within it
+    (`off_the_clock`)."""
 
     def __init__(self, lane: Lane, priority: int, tenant: str = "") -> None:
         self._lane = lane
@@ -56,12 +56,12 @@ class HeldSlot:
 
     @asynccontextmanager
     async def off_the_clock(self) -> AsyncIterator[None]:
-        """Give the slot up while the block runs. Afterwards the session is the first in line, because it has waited
-        already. After an exception in the block, the slot is not taken again."""
+        """Release the slot while the block runs, and take it again afterwards. The session is then first in line,
+        because it has already waited once. If the block raises, the slot is not taken again."""
         self._release()
         yield
         slot = await self._lane.take(URGENT, self._tenant)
-        if self._over or self._slot is not None:  # the block has ended, or the session has a slot again
+        if self._over or self._slot is not None:  # the outer block has ended, or the session already has a slot again
             slot.release()
         else:
             self._slot = slot
@@ -75,11 +75,11 @@ class HeldSlot:
 class Lanes:
     """The lanes of a node.
 
-    A session holds a slot of `ready` from before its sandbox is prepared until it has a slot of `run`. So `ready`
-    bounds the number of sandboxes that are being prepared or wait for their run. The default is twice the number of
-    sandboxes that are prepared at once (`init`). A waiting sandbox holds no slot of `init`, and so does not keep other
-    sandboxes from being prepared. `grading` bounds the sandboxes for grading that start at once; sandboxes for agents
-    start in `init`.
+    init: for sandboxes of agents that are being prepared. A prepared sandbox holds no slot of `init`, so it does not
+        delay others.
+    ready: for sandboxes that are being prepared or wait for a slot of `run`. By default there are twice as many slots
+        as in `init`.
+    grading: for sandboxes for grading that are starting.
     """
 
     def __init__(self, sizes: LanesConfig) -> None:
@@ -91,7 +91,7 @@ class Lanes:
 
     @property
     def capacity(self) -> int:
-        """The maximum number of sessions in the lanes at once."""
+        """Maximum number of sessions that can be in the lanes at once."""
         return self.ready.size + self.run.size + self.eval.size
 
     def stats(self) -> tuple[LaneStats, ...]:

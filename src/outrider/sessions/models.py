@@ -1,6 +1,7 @@
 """The models of one session attempt: the policy and the frozen models, each with its own conversation.
 
-Invariant: calls of a frozen model are not in the policy's conversation, and do not count against the policy's limits.
+Invariant: calls of a frozen model do not appear in the policy's conversation and do not count toward the policy's
+limits.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ if TYPE_CHECKING:
 
 
 GENERATE = "generate"
-"""The timeline's name for a call that requests a reply."""
+"""In the timeline, the name of a model call that requests a reply."""
 INPROCESS = "inprocess"
-"""The dialect of an agent in this process, which sends messages without HTTP."""
+"""The dialect (request format) of calls by an agent in this process. Such an agent sends messages without HTTP."""
 
 
 MOST_FAILURES = 64
-"""Maximum number of kinds of failed calls. Clients choose paths, so further kinds are counted as `other`."""
+"""Maximum number of names in `FailureCounts`. Further names are counted as `other`, because names contain paths, and
+clients could request any number of paths."""
 MAX_NAME = 100
 
 
 class FailureCounts:
-    """Counts an attempt's model calls that were answered with an error, by kind. A kind is the error's code with the
-    field of the request, if there is one. For a path at which nothing is served, it is the code, the method and the
-    path."""
+    """Counts an attempt's model calls that were answered with an error, by name. The name is the error's code, followed
+    by the faulty field of the request if there is one. For an unknown path, it is the code, the method and the path."""
 
     def __init__(self) -> None:
         self.counted: dict[str, int] = {}
 
     def note(self, error: OutriderError, unserved: str | None = None) -> None:
-        """Count a call. If nothing is served at the call's path, `unserved` is the method and path."""
+        """Count a call that was answered with `error`. `unserved` is the method and path, if the path is unknown."""
         about = unserved or error.field
         name = f"{error.code}: {about}" if about else error.code
         name = "".join(char if char.isprintable() else "?" for char in name[:MAX_NAME])
@@ -54,17 +55,18 @@ class FailureCounts:
         self.counted[name] = self.counted.get(name, 0) + 1
 
     def told(self) -> str:
-        """Return a text about the counted calls, to be appended to an error's message. It is empty if no call was
-        counted."""
+        """Return a summary of the counted calls, to be appended to an error message, or "" if there are none."""
         if not self.counted:
             return ""
         return f"; calls answered with an error: {', '.join(f'{name} ({n})' for name, n in self.counted.items())}"
 
 
 class SessionModels:
-    """The conversations of an attempt: one with the policy, and one with each frozen model, by name. `bodies` counts
-    the bytes of the request bodies of all unfinished calls. `under_way` is the number of unfinished calls, counted by
-    the gateway. `failed_calls` counts the calls that were answered with an error."""
+    """The conversations of an attempt: `policy`, and `frozen` by model name.
+
+    bodies: counts the bytes of the request bodies of all unfinished calls.
+    under_way: the number of unfinished calls, which the gateway maintains.
+    failed_calls: counts the calls that were answered with an error."""
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class SessionModels:
         logged: LoggedSession | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        """`logged` identifies the session in log lines about calls. Failed calls are noted in `timeline`."""
+        """`logged` identifies the session in log lines about calls. Failed calls are added to `timeline`."""
         self.policy = policy
         self.logged = logged
         self.bodies = Bodies(policy.backend.intake)
@@ -85,7 +87,7 @@ class SessionModels:
         self._all = (policy, *frozen.values())
 
     def named(self, name: str | None) -> Conversation:
-        """Return the conversation with the model of this name, or with the policy if `name` is None. Raises NotFound
+        """Return the conversation with the model called `name`, or with the policy if `name` is None. Raises NotFound
         for an unknown name."""
         if name is None or name == self.policy.backend.model:
             return self.policy
@@ -95,8 +97,8 @@ class SessionModels:
         return self.frozen[name]
 
     async def contexts(self) -> dict[str, int | None]:
-        """Return the context length of each model by name; None if unknown. Waits for an engine of the policy, like
-        `Conversation.context_tokens`, and for no other engine."""
+        """Return the context length of each model by name, or None where it is unknown. Waits until the policy has an
+        engine, unless the settings have the policy's context length. Does not wait for engines of frozen models."""
         found = {self.policy.backend.model: await self.policy.context_tokens()}
         for name, conversation in self.frozen.items():
             backend = conversation.backend
@@ -106,28 +108,28 @@ class SessionModels:
 
     @property
     def broken(self) -> OutriderError | None:
-        """The error that caused a turn to be missing from the record of any model; None if the records are complete."""
+        """The error because of which a turn of some model could not be recorded, or None."""
         return next((one.broken for one in self._all if one.broken is not None), None)
 
     @property
     def hung_up(self) -> bool:
-        """True if a client has given up a call."""
+        """True if a client has given up a call to any of the models."""
         return any(one.hung_up for one in self._all)
 
     @property
     def failure(self) -> OutriderError | None:
-        """The error with which the run would end now, or None. A prompt that was too long is not an error here, because
-        the agent wrote the prompt."""
+        """The error with which the run would end now, or None. A prompt that was too long does not count, because the
+        agent wrote it."""
         failures = (one.failure for one in self._all)
         return next((found for found in failures if found and not isinstance(found, ContextOverflow)), None)
 
     def begin_step(self) -> None:
-        """Accept calls again after `close`, for the task's next step."""
+        """Accept calls again after `close`, because the task's next step begins."""
         for one in self._all:
             one.begin_step()
 
     async def close(self) -> None:
-        """End the run: later calls are refused, and calls in flight are cancelled and recorded. Idempotent."""
+        """End the run: later calls are refused, and running calls are cancelled and recorded. Idempotent."""
         for one in self._all:
             one.end()
         async with AsyncExitStack() as stack:
@@ -136,10 +138,8 @@ class SessionModels:
 
 
 class InProcessClient:
-    """A `harnesses.base.ModelClient` for agents in this process, which call the models without HTTP.
-
-    The agents' calls are admitted, recorded and limited like calls through the gateway. The client gives agents no
-    access to the other methods of a conversation.
+    """A `harnesses.base.ModelClient` for agents that run in this process and call the models without HTTP. Calls are
+    admitted, recorded and limited like calls through the gateway.
     """
 
     def __init__(self, models: SessionModels) -> None:
@@ -178,8 +178,8 @@ async def completed(
     max_tokens: int | None = None,
     stop: Sequence[str] = (),
 ) -> Completion:
-    """Run one call of a conversation, and return the completion. Raises the errors of `Conversation.call`, and
-    EngineUnavailable if the call ends without a completion."""
+    """Run one model call and return its completion. Raises the errors of `Conversation.call`, and EngineUnavailable if
+    there is no completion."""
     request = ModelRequest(
         model=conversation.backend.model,
         messages=ParsedMessages(tuple(messages)),

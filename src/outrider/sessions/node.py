@@ -1,7 +1,7 @@
-"""A node: the process that hosts sessions, with their sandboxes, model endpoints and lanes.
+"""The node in this process, which hosts sessions with their sandboxes, model endpoints and lanes.
 
-A node receives attempts and returns results. Nodes in other processes are in `nodes/`. Invariant: a session's
-credential works from the start of the attempt to the end of the run, and at no other time.
+A node receives attempts and returns results. For nodes in other processes, see `nodes/`. Invariant: a session's
+credential is valid only from the start of the attempt to the end of the run.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from outrider.wire.file_descriptors import available, shares
 log = logging.getLogger("outrider.session")
 
 WRITE_CHECK = "node folder"
-"""The name of the background check that writes to the node's folder every WRITE_CHECK_SECONDS."""
+"""Name of the background check that writes to the node's folder every WRITE_CHECK_SECONDS."""
 WRITE_CHECK_SECONDS = 2.0
 
 
 class LocalNode:
-    """The node in this process. `async with LocalNode(...) as node`; leaving the block ends the node's background tasks
-    and removes its folder with all contents."""
+    """The node in this process. Use it as `async with LocalNode(...) as node`. Leaving the block ends the node's
+    background tasks and removes its folder with all contents."""
 
     def __init__(
         self,
@@ -96,10 +96,11 @@ class LocalNode:
         self.failures = failures or Failures()
         """Failures of the background work."""
         self._background = Chores(self.failures)
-        """Sweeps, the check of the folder, and sandboxes for grading while they start."""
+        """Runs the periodic removal of leftovers, the check of the folder, and sandboxes for grading that are
+        starting."""
         self._models: dict[str, SessionModels] = {}
         self.call_failures = CallFailures()
-        """The failed calls of the node's own gateway."""
+        """The failed model calls of the node's own gateway."""
 
     async def __aenter__(self) -> Self:
         resolve("runtime", self._config.sandboxes.default_kind, field="sandboxes.default_kind")
@@ -156,25 +157,25 @@ class LocalNode:
 
     @property
     def gateway_socket(self) -> Path:
-        """The Unix socket on which the model gateway must listen. Sandboxes without network use the socket."""
+        """The Unix socket on which the model gateway must listen, because sandboxes without network use it."""
         return self._folder.path / "gateway.sock"
 
     @property
     def host(self) -> Host:
-        """The parts that the sandboxes and evaluators share."""
+        """The objects that all sandboxes and evaluators of this node share."""
         return self._services.sandboxes.host
 
     def gateway_at(self, url: str) -> AbstractContextManager[None]:
-        """Set the URL of the model gateway for sandboxes made within this block; see `Sandboxes.gateway_at`."""
+        """Within the block, new sandboxes use `url` to reach the model gateway. See `Sandboxes.gateway_at`."""
         return self._services.sandboxes.gateway_at(url)
 
     def models(self, key: str) -> SessionModels | None:
-        """Return the models to which a credential gives access, or None. A credential gives access while its run
+        """Return the models to which a credential gives access, or None. A credential is valid only while its run
         lasts."""
         return self._models.get(key)
 
     async def refusal(self, key: str) -> OutriderError:
-        """Return the error for a credential that gives access to no models."""
+        """Return the error for a model call whose credential is not valid."""
         return Unauthorized("this session key is unknown, or its run is over")
 
     def note_stall(self, seconds: float) -> None:
@@ -182,8 +183,8 @@ class LocalNode:
         self._services.watchdog.note(seconds)
 
     def stats(self) -> NodeStats:
-        """Return the state of the node. While its folder cannot be written the capacity is 0, because the sandboxes of
-        new sessions would fail, one after another."""
+        """Return the state of the node. The capacity is 0 while the node's folder cannot be written, because every new
+        sandbox would fail."""
         failing = tuple(msgspec.structs.replace(each, node=self.name) for each in self.failures.failing())
         return NodeStats(
             name=self.name,
@@ -207,8 +208,9 @@ class LocalNode:
         return await pull(reference, name, ImageStore())
 
     async def run(self, attempt: Attempt) -> SessionResult:
-        """Run an attempt and return its result, which has the error if something fails. Raises only CancelledError."""
-        # Python hashes texts with a random seed, so the time of a look-up in `_models` reveals nothing about the key.
+        """Run an attempt and return its result, which contains any error of the session. Raises only CancelledError."""
+        # The time of a look-up in `_models` reveals nothing about the key, because Python hashes strings with a random
+        # seed.
         key = f"{KEY_PREFIX}s_{secrets.token_urlsafe(24)}"
         task = with_default_runtime(attempt.task, self._config.sandboxes.default_kind)
         attempt = msgspec.structs.replace(attempt, task=task)

@@ -1,9 +1,11 @@
-"""Makes a patch of the agent's changes to a git repository, and applies the patch in an untouched sandbox.
+"""Makes a patch of the agent's changes to a git repository, and applies it in a sandbox that no agent has touched.
 
-The patch is made in a new sandbox, whose git compares the new repository with the files that the agent left. So the
-agent's own `.git` has no effect: none of its hooks, filters or attribute drivers runs, and the patch is the same
-whether or not the agent has committed its changes. Invariant: after `make_patch` and `apply_patch`, the repository is
-the result of the sandbox's preparation with the patch applied, and has nothing else from the agent.
+The patch is made in a new sandbox, whose git compares the sandbox's repository with the files that the agent left. So
+none of the hooks, filters or attribute drivers in the agent's `.git` runs, and the patch is the same whether or not the
+agent has committed its changes.
+
+Invariant: after `make_patch` and `apply_patch`, the repository is the result of the sandbox's preparation plus the
+patch, and contains nothing else from the agent.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from outrider.spec import DiffSpec, RuntimeSpec
 MAX_PATCH = 16 << 20
 """Maximum size of a patch in bytes."""
 SECONDS = 300.0
-"""Time limit in seconds of one git step."""
+"""Time limit for one git command in the sandbox, in seconds."""
 UNCHANGED_SECONDS = 60.0
-"""Time limit in seconds of the check whether the agent changed nothing."""
+"""Time limit for checking whether the agent has changed nothing, in seconds."""
 MAX_BASES = 1024
-"""Maximum number of repositories in a `PatchBases`."""
+"""Maximum number of repositories that a `PatchBases` remembers."""
 GIT = """set -e
 cd -- {repository}
 export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_ATTR_NOSYSTEM=1 LC_ALL=C
@@ -41,17 +43,18 @@ git() {{
     command git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false -c core.autocrlf=false "$@"
 }}
 """
-# The base of the patch is the folder, not HEAD, because uncommitted changes of the preparation are not the agent's.
+# The base of the patch is the state of the folder, not HEAD. HEAD lacks uncommitted changes of the sandbox's
+# preparation, and these are not the agent's.
 BASE = """test -d .git || {{ echo 'it has no folder .git' >&2; exit 3; }}
 git read-tree HEAD
 git add -A --ignore-errors . || true
 """
-# The old files are moved to a folder in `.git`, because this folder is on the same file system: a move copies nothing.
+# The old files are moved into a folder in `.git`, because it is on the same file system, so nothing is copied.
 MAKE_ROOM = """git write-tree
 mkdir .git/outrider-aside
 find . -mindepth 1 -maxdepth 1 ! -name .git -exec mv -- {{}} .git/outrider-aside/ \\;
 """
-# The `.git` of each nested repository is removed. Otherwise git would add the inner repository as a link to a commit
+# The `.git` of each nested repository is removed. Otherwise git would add the nested repository as a link to a commit
 # that exists nowhere else.
 MAKE = """find . -path ./.git -prune -o -name .git -prune -exec rm -rf -- {{}} +
 git add -A --ignore-errors . || true
@@ -63,15 +66,15 @@ rm -r .git/outrider-aside
 """
 LIST = """git apply --numstat -z .git/outrider-patch > .git/outrider-paths
 """
-# Untracked files at the paths of the patch are removed first. The preparation may have left an ignored file at such a
-# path, and the agent may have added the same file. Without the removal, the patch would not apply.
+# Untracked files at the paths of the patch are removed first, because the patch would not apply over them. For example,
+# the preparation may have created an ignored file that the agent has added.
 CLEAR = """xargs -0 git -c safe.directory='*' --literal-pathspecs clean -ffdxq --
 """
 APPLY = """git apply --whitespace=nowarn .git/outrider-patch
 """
-# The script compares in a repository of its own, because settings and excluded paths in the agent's `.git` could hide a
-# change. The objects are shared with the agent's repository: `git add` reads each file, but writes only objects that do
-# not exist yet.
+# The script uses a separate git repository for the comparison, because settings and excluded paths in the agent's
+# `.git` could hide a change. The objects are shared with the agent's repository: `git add` reads every file, but writes
+# only objects that do not exist yet.
 UNCHANGED = """set -e
 cd -- {repository}
 export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_ATTR_NOSYSTEM=1 LC_ALL=C
@@ -91,35 +94,35 @@ TIDY = """rm -f .git/outrider-patch .git/outrider-paths .git/outrider-index
 
 
 def place_of(spec: DiffSpec, workdir: str) -> str:
-    """Return the repository's absolute path in the sandbox."""
+    """Return the absolute path of the repository in the sandbox."""
     return posixpath.normpath(posixpath.join(workdir, spec.diff))
 
 
 async def carried_paths(runtime: Runtime, repository: str) -> list[str]:
-    """Return the paths in the repository's folder, except `.git`, for the snapshot of the agent's sandbox. Raises
-    RuntimeFailure."""
+    """Return the paths at the top of the repository's folder, except `.git`, to copy them from the agent's sandbox.
+    Raises RuntimeFailure."""
     folder = glob.escape(repository)
     found = [path for pattern in ("*", ".*") for path in await runtime.glob(f"{folder}/{pattern}")]
     return [path for path in found if posixpath.basename(path) not in (".", "..", ".git")]
 
 
 class MadePatch(msgspec.Struct, frozen=True):
-    """A patch, and the id of the git tree of the repository without the patch."""
+    """A patch, and the id of the repository's git tree before the patch."""
 
     patch: bytes
     base: str
 
 
 async def make_patch(runtime: Runtime, spec: DiffSpec, repository: str, archive: Path, paths: list[str]) -> MadePatch:
-    """Return the difference between the repository of a new sandbox and the agent's files in the archive. Raises
-    RuntimeFailure, and EvaluatorError if the patch cannot be made."""
+    """Return the difference between the repository in a new sandbox and the agent's files in `archive`. Raises
+    RuntimeFailure, or EvaluatorError if the patch cannot be made."""
     base = (await _run(runtime, repository, BASE + MAKE_ROOM)).decode().strip()
     await runtime.restore(archive, paths)
     await _run(runtime, repository, MAKE, base=base, excluded=_excluded(spec))
     try:
         patch = await runtime.read(f"{repository}/.git/outrider-patch", limit=MAX_PATCH)
     except RuntimeFailure as error:
-        await runtime.exec(["true"], seconds=SECONDS)  # this call raises if the whole sandbox is broken
+        await runtime.exec(["true"], seconds=SECONDS)  # raises if the sandbox as a whole is broken
         message = f"the agent's changes in {repository} are more than {MAX_PATCH >> 20} MiB"
         raise EvaluatorError(message, inside=True) from error
     await _run(runtime, repository, TIDY)
@@ -127,10 +130,10 @@ async def make_patch(runtime: Runtime, spec: DiffSpec, repository: str, archive:
 
 
 async def is_unchanged(runtime: Runtime, spec: DiffSpec, repository: str, base: str) -> bool:
-    """Return True if the repository in the agent's sandbox has the files of the tree `base`, so that the agent's patch
-    is empty. The result is False whenever the check is uncertain or fails.
+    """Return True if the repository in the agent's sandbox has exactly the files of the git tree `base`, so that the
+    agent's patch is empty. Returns False if the check fails or is uncertain.
 
-    The agent may have replaced programs in the sandbox. So it can pretend that its patch is empty, but it cannot fake
+    The agent may have replaced programs in the sandbox. They can pretend that its patch is empty, but cannot fake
     another patch.
     """
     place = shlex.quote(f"{runtime.scratch}/outrider-unchanged-{secrets.token_hex(8)}")
@@ -147,9 +150,11 @@ def _excluded(spec: DiffSpec) -> str:
 
 
 class PatchBases:
-    """Remembers the git tree of each repository right after preparation, by the sandbox's runtime and the repository's
-    path. A grading that makes a patch stores the tree. If preparation is not reproducible, the next tree differs, and
-    the stored tree is useless but harmless. The gradings of a node share one object (`Host.part`)."""
+    """Remembers the git tree that each repository has right after the sandbox's preparation, by the sandbox's runtime
+    and the repository's path. The gradings of a node share one object (`Host.part`).
+
+    A grading that makes a patch stores the tree. If the preparation is not reproducible, the next sandbox has another
+    tree, and the stored tree is useless but harmless."""
 
     def __init__(self, host: Host) -> None:
         self._trees: OrderedDict[bytes, str] = OrderedDict()
@@ -170,7 +175,7 @@ class PatchBases:
             self._trees.popitem(last=False)
 
     def find(self, runtime: RuntimeSpec, repository: str) -> str | None:
-        """Return the tree of the repository, or None if no grading has stored the tree."""
+        """Return the tree of the repository, or None if no grading has stored it."""
         return self._trees.get(_base_key(runtime, repository))
 
 
@@ -179,8 +184,8 @@ def _base_key(runtime: RuntimeSpec, repository: str) -> bytes:
 
 
 async def apply_patch(runtime: Runtime, repository: str, patch: bytes) -> None:
-    """Apply a patch of `make_patch` in a new sandbox. Raises RuntimeFailure, and EvaluatorError if the patch does not
-    apply, because the repository differs from the repository for which the patch was made."""
+    """Apply a patch of `make_patch` in a new sandbox. Raises RuntimeFailure. Raises EvaluatorError if the patch does
+    not apply, because this repository differs from the one for which the patch was made."""
     if not patch:
         return
     await runtime.write(f"{repository}/.git/outrider-patch", patch)

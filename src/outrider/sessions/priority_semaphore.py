@@ -1,13 +1,15 @@
-"""A queue for parts of a bounded resource, such as the slots of a lane, or the processors, memory and GPUs of a node.
+"""A queue for shares of a limited resource, such as the slots of a lane, or the processors, memory and GPUs of a node.
 
-Owners (tenants) take turns: next is the waiting owner who holds the least, and among equals the owner who was served
-longest ago. Requests of one owner are served by priority, first come first served among equals; a priority has no
-effect on the requests of other owners. URGENT requests come before all others.
+Every request has an owner, for example a tenant. Owners take turns: the owner who holds the least is served next, and
+among equals the one who was served longest ago. An owner's requests are served by priority, then in order of arrival.
+URGENT requests come before all others; any other priority has no effect on other owners.
 
-While a request waits for a kind of resource, such as memory, no request behind it may take any of this kind, so that
-small requests cannot starve a large request. A request that does not need this kind may pass, as long as enough of the
-other kinds is left for the first request in line. Invariants: no more is taken than exists, no owner takes more than
-its share, and no passing request delays the first in line.
+While a request waits for some resource, such as memory, no later request may take any memory, because small requests
+could otherwise starve a large one. A later request that needs no memory may be served first, if enough of the other
+resources is left for the first request in line.
+
+Invariants: no more is taken than exists, no owner takes more than its share, and no later request delays the first in
+line.
 """
 
 from __future__ import annotations
@@ -22,12 +24,11 @@ from operator import add, sub
 from typing import NamedTuple, Self
 
 Quantities = tuple[int, ...]
-"""One amount for each kind of resource, such as (millicpus, MiB). Amounts are integers, because sums of integers are
-exact."""
+"""One number for each resource, such as (millicpus, MiB). Integers are used, because sums of integers are exact."""
 
 
 URGENT = 1 << 20
-"""Requests with at least this priority are URGENT: they come before all other requests."""
+"""Requests with at least this priority are URGENT. They come before all other requests."""
 
 
 def fits(needs: Quantities, room: Quantities) -> bool:
@@ -35,15 +36,15 @@ def fits(needs: Quantities, room: Quantities) -> bool:
 
 
 def room_behind(needs: Quantities, room: Quantities, *, first: bool) -> Quantities:
-    """Return the part of `room` that later requests may use while a request with these `needs` waits. If `room` has too
-    little of a kind for the waiting request, they get nothing of this kind. Of each other kind they get all, less the
-    needs of the waiting request if it is the first in line."""
+    """Return the part of `room` that later requests may use while a request with these `needs` waits. They get nothing
+    of a resource that is too scarce for the waiting request. They get all of any other resource, less the needs of the
+    waiting request if it is the first in line."""
     return tuple(0 if need > have else have - need if first else have for need, have in zip(needs, room, strict=True))
 
 
 class Slot:
-    """A taken amount of the resources. `give_back` is called once: by `release`, which is idempotent, or at the end of
-    the `async with` block."""
+    """Quantities that a request has taken. `release`, or the end of the `async with` block, gives them back by calling
+    `give_back`. `release` is idempotent."""
 
     def __init__(self, give_back: Callable[[], None]) -> None:
         self._give_back: Callable[[], None] | None = give_back
@@ -61,10 +62,10 @@ class Slot:
 
 
 class PrioritySemaphore:
-    """A queue for one or several kinds of resources, such as millicpus and MiB. All needs of a slot are taken at once.
+    """A queue for one or several resources, such as millicpus and MiB. A request takes all its quantities at once.
 
-    At most `capacity` of any kind is given out, and at most `share` of the capacity to one owner. `served` and
-    `waited_seconds` are totals over all slots taken.
+    At most `capacity` of each resource is given out, and one owner gets at most the fraction `share` of it. `served`
+    and `waited_seconds` are totals over all requests that were served.
     """
 
     def __init__(self, *capacity: int, share: float = 1.0) -> None:
@@ -73,11 +74,11 @@ class PrioritySemaphore:
         self.served = 0
         self.waited_seconds = 0.0
         self._most = None if share >= 1 else tuple(int(share * each) for each in capacity)
-        """The maximum amount of each kind for one owner; None without a limit."""
+        """The maximum quantity of each resource for one owner, or None without a limit."""
         self._owners: dict[str, _Owner] = {}
-        """Owners that hold an amount or wait for one."""
+        """Owners that hold something or wait for something."""
         self._urgent = _Owner(len(capacity))
-        """The line of all URGENT requests. An amount given to an URGENT request counts as taken by its owner."""
+        """The queue of all URGENT requests. What such a request takes still counts as taken by its owner."""
         self._order = count()
 
     @property
@@ -85,7 +86,7 @@ class PrioritySemaphore:
         return sum(len(line.waiters) for line in self._lines())
 
     async def take(self, quantities: Quantities, priority: int = 0, owner: str = "") -> Slot:
-        """Wait in line, and take the quantities all at once. A cancelled wait takes nothing."""
+        """Wait in line, then take all quantities at once. A cancelled wait takes nothing."""
         started = time.monotonic()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         line = self._urgent if priority >= URGENT else self._owners.setdefault(owner, _Owner(len(self.capacity)))
@@ -96,12 +97,12 @@ class PrioritySemaphore:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._give_back(quantities, owner)  # `_serve` granted the request before the cancellation came
+                self._give_back(quantities, owner)  # `_serve` had already granted the request
                 raise
             if entry in line.waiters:
                 line.waiters.remove(entry)
                 heapq.heapify(line.waiters)
-            self._serve()  # the next in line may fit where this request did not
+            self._serve()  # a request behind the cancelled one may be served now
             self._drop_idle_owner(owner)
             raise
         self.served += 1
@@ -109,7 +110,7 @@ class PrioritySemaphore:
         return self._slot(quantities, owner)
 
     def try_take(self, quantities: Quantities, owner: str = "") -> Slot | None:
-        """Take the quantities now, or return None if the request would have to wait."""
+        """Take the quantities now. Returns None if the request would have to wait."""
         room, first = self._free(), True
         for line in sorted(self._lines(), key=self._rank):
             for _, _, turn, needs, _ in sorted(line.waiters):
@@ -125,8 +126,8 @@ class PrioritySemaphore:
         return [self._urgent, *self._owners.values()]
 
     def _rank(self, line: _Owner) -> tuple[bool, float, int]:
-        """Sort key of lines: the urgent line first, then by the largest fraction of any kind that the owner holds, then
-        by the owner's last turn."""
+        """Return the sort key of a line, which is one owner's queue or the urgent queue. The urgent queue comes first,
+        then the owner who holds the smallest fraction of any resource, then the owner who was served longest ago."""
         parts = (has / most for has, most in zip(line.taken, self.capacity, strict=True) if most)
         return line is not self._urgent, max(parts, default=0.0), line.last
 
@@ -156,13 +157,13 @@ class PrioritySemaphore:
         self._drop_idle_owner(owner)
 
     def _drop_idle_owner(self, owner: str) -> None:
-        """Drop an owner that neither holds nor waits for anything, because the number of owners is unbounded."""
+        """Delete an owner that neither holds nor waits for anything, because the number of owners is unlimited."""
         known = self._owners.get(owner)
         if known is not None and not known.waiters and not any(known.taken):
             del self._owners[owner]
 
     def _serve(self) -> None:
-        """Serve the requests that fit, in the order of the line."""
+        """Grant the requests that fit, in the order of the queue."""
         waiting = [line for line in self._lines() if line.waiters]
         if not waiting:
             return
@@ -174,9 +175,9 @@ class PrioritySemaphore:
             if not line.waiters:
                 waiting.remove(line)
             _, _, turn, quantities, owner = entry
-            if turn.done():  # the wait was cancelled, and its task has not yet removed the entry
+            if turn.done():  # the wait was cancelled, and its entry is not yet removed
                 continue
-            if not self._may_have(owner, quantities):  # except in `_urgent`, all requests of a line have the same owner
+            if not self._may_have(owner, quantities):  # only `_urgent` has requests of several owners
                 passed.append((line, entry))
                 if line is not self._urgent and line.waiters:
                     waiting.remove(line)
@@ -192,8 +193,7 @@ class PrioritySemaphore:
 
 
 class _Waiter(NamedTuple):
-    """A waiting request, as an entry of a heap. The heap gives out the highest priority first, and the oldest request
-    among equals."""
+    """A waiting request as an entry of a heap, sorted by priority from high to low, then by age."""
 
     below: int
     number: int
@@ -203,7 +203,7 @@ class _Waiter(NamedTuple):
 
 
 class _Owner:
-    """The amounts taken by an owner, the number of its last turn, and the heap of its waiting requests."""
+    """What an owner has taken, the number of the owner's last turn, and the heap of its waiting requests."""
 
     __slots__ = ("last", "taken", "waiters")
 

@@ -1,8 +1,8 @@
-"""Requests runs of agents from the operator's services, and follows the runs.
+"""Runs agents on the operator's agent services, and follows these runs.
 
-An agent service serves four requests below its URL (docs/external.md): PUT the files of a run, PUT the run, GET its
-state, DELETE it. A run's id consists of its session's id and the number of failed attempts. So every request may be
-repeated, and after a restart Outrider follows the same run. Requests are signed like callbacks.
+An agent service handles four requests below its URL (docs/external.md): PUT the files of a run, PUT the run, GET its
+state, and DELETE it. A run's id consists of the session's id and the number of failed attempts. So a request can be
+repeated without starting a second run, and after a restart Outrider follows the same run.
 
 Invariants: a run is started once, however often it is requested; a run that is lost or fails is an error, never a
 reward.
@@ -29,9 +29,11 @@ CANCEL_SECONDS = 10.0
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of `PUT /runs/{run_id}`. `variables` are environment variables for the agent programs of several
-    vendors. `seconds` is the time limit of the run. `files` is True if an archive was sent to `/runs/{run_id}/files`
-    before."""
+    """The body of `PUT /runs/{run_id}`.
+
+    seconds: the time limit of the run.
+    variables: environment variables for the agent programs of several vendors.
+    files: True if an archive was sent to `/runs/{run_id}/files` before."""
 
     run_id: str
     session: SessionIds
@@ -47,8 +49,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """The reply of `GET /runs/{run_id}`. `report` is set if the run is completed: the fields of a `ReportSpec`. `error`
-    is set if the run failed."""
+    """The reply to `GET /runs/{run_id}`. `report` has the fields of a `ReportSpec` if the run is completed. `error` is
+    set if the run failed."""
 
     status: Literal["running", "completed", "failed"]
     report: Annotated[dict[str, object], msgspec.Meta(description="fields of a report")] = {}
@@ -56,7 +58,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoteRun:
-    """One run of an agent service."""
+    """One run on an agent service."""
 
     def __init__(self, service: AgentServiceConfig, request: RunRequest) -> None:
         self._service = service
@@ -64,8 +66,8 @@ class RemoteRun:
         self._calls = ServiceCalls(service, f"{service.url.rstrip('/')}/runs/{request.run_id}", request.run_id)
 
     async def follow(self, archive: bytes | None) -> ReportSpec:
-        """Start the run, unless it was started before, and wait for its end. `archive` has the task's files. Raises
-        RemoteRunFailed."""
+        """Start the run, unless it was started before, and wait until it ends. `archive` contains the task's files.
+        Raises RemoteRunFailed."""
         calls = self._calls
         async with calls:
             if archive is not None:
@@ -80,17 +82,17 @@ class RemoteRun:
                 await asyncio.sleep(self._service.poll_seconds)
 
     async def cancel(self) -> None:
-        """Have the service end the run. Does nothing if the service is out of reach."""
+        """Have the service end the run. Does nothing if the service cannot be reached."""
         try:
             async with asyncio.timeout(CANCEL_SECONDS), self._calls as calls:
                 await calls.once("DELETE", "", seconds=CANCEL_SECONDS)
-        except (OutriderError, OSError):  # TimeoutError is an OSError
+        except (OutriderError, OSError):  # OSError includes TimeoutError
             return
 
     def _report(self, state: RunState) -> ReportSpec:
         try:
             return ReportSpec.model_validate_json(msgspec.json.encode(state.report))
-        except ValueError as error:  # pydantic's ValidationError
+        except ValueError as error:  # a ValidationError of pydantic
             raise RemoteRunFailed(f"the report of agent service {self._service.name!r}: {error}") from error
 
 
@@ -99,8 +101,9 @@ def has_files(task: TaskSpec) -> bool:
 
 
 def archive_of(task: TaskSpec, paths: HostPaths) -> bytes | None:
-    """Return the files of the task's prepare steps as a tar archive with gzip, None without files. A file's name is its
-    step's `to`, without a slash at the beginning. Blocks. Raises RuntimeFailure for an upload that cannot be read."""
+    """Return the files of the task's prepare steps as a tar.gz archive, or None if there are none. The name of a file
+    is the `to` of its step, without the leading slash. Blocks. Raises RuntimeFailure if a file to be uploaded cannot be
+    read."""
     if not has_files(task):
         return None
     written = io.BytesIO()
@@ -119,7 +122,7 @@ def archive_of(task: TaskSpec, paths: HostPaths) -> bytes | None:
 
 
 def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Remove the owner and the group from an entry of an archive."""
+    """Remove the owner and group from an archive entry."""
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = ""
     return entry

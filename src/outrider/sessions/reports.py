@@ -1,5 +1,4 @@
-"""Checks the report that completes a session whose agent runs elsewhere, and makes a verdict from the report. The
-module is pure."""
+"""Checks the report that completes a session whose agent runs elsewhere, and converts the report to a verdict."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from outrider.trajectory import Turn, Verdict
 
 
 def verdict_of(report: ReportSpec) -> Verdict:
-    """Return the verdict in a report. The report must have a reward."""
+    """Convert a report to a verdict. The report must have a reward."""
     assert report.reward is not None
     return Verdict(
         reward=report.reward, metrics=report.metrics, reason=report.reason, turns=report.turns, rows=report.rows
@@ -21,7 +20,7 @@ def verdict_of(report: ReportSpec) -> Verdict:
 
 
 def check_report(report: ReportSpec, task: TaskSpec, turns: Sequence[Turn]) -> None:
-    """Raise InvalidField for a report that does not fit the session's task and `turns`."""
+    """Raise InvalidField if a report does not fit the session's task and `turns`."""
     if report.error is not None:
         return
     if task.evaluator.kind != REPORTED:

@@ -1,7 +1,7 @@
-"""The processors, memory and GPUs of a node: the total, and the amounts set aside for sandboxes.
+"""The processors, memory and GPUs of a node: how much there is, and how much is set aside for sandboxes.
 
-Usage is neither measured nor limited here: each runtime limits its sandbox, and this module keeps the sum of the limits
-within the total. Invariants: no more is set aside than exists, and no GPU belongs to two shares at a time.
+Each runtime limits its sandbox, and this module keeps the sum of these limits within the total. Actual usage is not
+measured. Invariants: no more is set aside than exists, and no GPU belongs to two shares at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outrider.spec import MEBIBYTE, RuntimeSpec, TaskSpec
 
 MILLI = 1000
 MAX_CPUS, MAX_MEMORY_MB, MAX_GPUS, MAX_GPU_NAME = 1 << 16, 1 << 40, 1 << 10, 256
-"""Upper bounds for the amounts that nodes on other machines report. No machine has as much."""
+"""Upper bounds for the numbers that nodes on other machines report. No real machine exceeds them."""
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -33,7 +33,7 @@ GpuName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GPU_NAME)]
 
 
 class ResourceAmount(msgspec.Struct, frozen=True, kw_only=True):
-    """An amount of processor time (in processors), of memory (in MiB) and of GPUs."""
+    """A number of processors, of MiB of memory, and of GPUs."""
 
     cpus: Annotated[float, msgspec.Meta(ge=0, le=MAX_CPUS)] = 0.0
     memory_mb: Annotated[int, msgspec.Meta(ge=0, le=MAX_MEMORY_MB)] = 0
@@ -41,7 +41,7 @@ class ResourceAmount(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def quantities(self) -> Quantities:
-        """The amount in millicpus, MiB and GPUs."""
+        """The same amount as integers: millicpus, MiB and GPUs."""
         return round(self.cpus * MILLI), self.memory_mb, self.gpus
 
     def within(self, other: ResourceAmount) -> bool:
@@ -52,7 +52,7 @@ class ResourceAmount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """The resources of a machine for its sandboxes. `gpus` are the GPU names used by runtimes."""
+    """The resources of a machine that its sandboxes may use. `gpus` are the names of GPUs, as runtimes use them."""
 
     cpus: Annotated[float, msgspec.Meta(gt=0, le=MAX_CPUS)]
     memory_mb: Annotated[int, msgspec.Meta(gt=0, le=MAX_MEMORY_MB)]
@@ -64,8 +64,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def required(runtime: RuntimeSpec) -> ResourceAmount:
-    """Return the amount set aside for a task's sandbox: its limits. A resource without a limit counts as 0. Nothing is
-    set aside for a sandbox on another service, such as E2B."""
+    """Return the resources to set aside for a task's sandbox: its limits, or 0 without a limit. Nothing is set aside
+    for a sandbox on another service, such as E2B."""
     if runtime.sandbox_kind in ELSEWHERE:
         return ResourceAmount()
     resources = runtime.resources
@@ -73,7 +73,7 @@ def required(runtime: RuntimeSpec) -> ResourceAmount:
 
 
 class ResourceShare(Slot):
-    """Resources set aside. `gpus` are the names of the GPUs reserved for this share until its release."""
+    """Resources that are set aside. `gpus` are the names of the GPUs that belong to this share until its release."""
 
     def __init__(self, give_back: Callable[[], None] = lambda: None, gpus: tuple[str, ...] = ()) -> None:
         super().__init__(give_back)
@@ -81,12 +81,13 @@ class ResourceShare(Slot):
 
 
 def session_needs(task: TaskSpec) -> ResourceAmount:
-    """Return the amount set aside for a session. It suffices for the agent's sandbox together with a sandbox that
-    grades an earlier step. It also suffices for the sandbox that grades the last step, after the agent's sandbox has
-    stopped.
+    """Return the resources to set aside for a session. They are enough for each of these:
 
-    The whole amount is taken at once. If sessions requested the second sandbox's part later, each could wait for
-    resources held by the others. A sandbox beside the agent's has no GPUs.
+    - the agent's sandbox, with a sandbox that grades an earlier step and has no GPUs
+    - the sandbox that grades the last step, after the agent's sandbox has stopped
+
+    All are taken at once. If sessions requested the second sandbox's resources later, each could wait for resources of
+    the others.
     """
     agent = required(task.runtime)
     *beside, last = [
@@ -101,8 +102,7 @@ def session_needs(task: TaskSpec) -> ResourceAmount:
 
 
 class NodeResources:
-    """The resources of a node. `await resources.take(amount, priority, tenant)` waits in the order of
-    `PrioritySemaphore`."""
+    """The resources of a node. `take` sets a part of them aside, and waits in the order of `PrioritySemaphore`."""
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
@@ -111,7 +111,8 @@ class NodeResources:
         self._free_gpus = set(capacity.gpus)
 
     async def take(self, amount: ResourceAmount, priority: int = 0, tenant: str = "") -> ResourceShare:
-        """Set an amount aside. An empty amount never waits. Raises RuntimeUnavailable for more than the total."""
+        """Set an amount aside, and wait until it is free. An empty amount never waits. Raises RuntimeUnavailable for
+        more than exists."""
         quantities = amount.quantities
         if not any(quantities):
             return ResourceShare()
@@ -124,19 +125,20 @@ class NodeResources:
         return self._share(await self._taken.take(quantities, priority, tenant), amount.gpus)
 
     def try_take(self, amount: ResourceAmount, tenant: str = "") -> ResourceShare | None:
-        """Set an amount aside for an optional use. Returns None if less is free, or if waiting requests come first."""
+        """Set an amount aside without waiting, for a use that is optional. Returns None if less is free or other
+        requests are waiting for it."""
         if not any(quantities := amount.quantities):
             return ResourceShare()
         slot = self._taken.try_take(quantities, tenant)
         return None if slot is None else self._share(slot, amount.gpus)
 
     def _share(self, slot: Slot, number: int) -> ResourceShare:
-        """Assign `number` free GPUs. The slot guarantees that enough are free."""
+        """Assign `number` free GPUs to a share. `slot` guarantees that enough GPUs are free."""
         gpus = tuple([name for name in self.capacity.gpus if name in self._free_gpus][:number])
         self._free_gpus.difference_update(gpus)
 
         def give_back() -> None:
-            self._free_gpus.update(gpus)  # must come before `release`, which may give these GPUs to the next in line
+            self._free_gpus.update(gpus)  # before `release`, which may give these GPUs to the next request
             slot.release()
 
         return ResourceShare(give_back, gpus)
@@ -157,8 +159,8 @@ class NodeResources:
 
 
 def capacity_of(settings: SandboxesConfig, driver: NvidiaDriver = NVIDIA) -> Capacity:
-    """Return the resources of this machine that sandboxes may use: the amounts in the settings or, without a setting,
-    the whole machine. Raises InvalidField for two names of one GPU."""
+    """Return the resources of this machine that sandboxes may use: the amounts in the settings, or else the whole
+    machine. Raises InvalidField if two names stand for one GPU."""
     machine = machine_capacity()
     gpus = tuple(gpu.name for gpu in driver.visible()) if settings.gpus is None else settings.gpus
     for gpu in driver.gpus():
@@ -188,11 +190,11 @@ def free_of(stats: ResourceStats) -> ResourceAmount:
 
 
 def machine_capacity(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> ResourceAmount:
-    """Return the processors and memory available to this process: those of the machine, or less if control groups (v1
-    or v2) limit the process. An unreadable limit counts as no limit."""
+    """Return the processors and memory that this process may use: the machine's, or less if control groups (v1 or v2)
+    limit the process. A limit that cannot be read is ignored."""
     try:
         processors = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS does not have the function
+    except AttributeError:  # missing on macOS
         processors = os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     groups = by_controller(_text(proc / "self" / "cgroup"))
@@ -209,10 +211,11 @@ def machine_capacity(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> ResourceA
 
 
 def _group_folders(mount: Path, group: str | None) -> Iterator[Path]:
-    """Yield the folders of a control group and of all groups above it, because each of them limits the group.
+    """Yield the folder of a control group and the folders of all groups above it, because each of these limits the
+    group.
 
-    In a container /proc may name the group by its path on the host, which is not below the container's mount. Then the
-    mount is the process's own group.
+    In a container, /proc may show the group's path on the host, which does not exist below the container's mount. Then
+    the mount itself is the folder of the process's group.
     """
     if group is None:
         return
@@ -221,13 +224,15 @@ def _group_folders(mount: Path, group: str | None) -> Iterator[Path]:
 
 
 def _processors(quota: str, period: str) -> float:
-    """Convert a quota to processors: `quota` microseconds of processor time in each period of `period` microseconds."""
+    """Convert a control group's quota to processors: `quota` microseconds of processor time per `period`
+    microseconds."""
     limit = _limit(quota)
     return limit / _limit(period) if math.isfinite(limit) else math.inf
 
 
 def _limit(text: str) -> float:
-    """Parse a limit, a positive number. `max` (v2), -1 (v1) and an empty text mean no limit."""
+    """Parse a control group's limit, a positive number. `max` (v2), -1 (v1) and an empty string mean that there is no
+    limit."""
     text = text.strip()
     return float(text) if text.isdigit() and int(text) > 0 else math.inf
 

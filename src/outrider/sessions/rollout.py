@@ -1,16 +1,15 @@
-"""One attempt of a session, from the wait for resources to its result, as one coroutine that takes a slot of each lane
-in turn.
+"""Runs one attempt of a session, from the wait for resources to the result. The attempt is one coroutine that takes a
+slot of each lane in turn.
 
     resources set aside → ready slot → init slot → sandbox started and prepared (then the init slot is released)
     → READY → run slot (then the ready slot is released) → harness runs → artifacts collected
     → eval slot (then the run slot is released) → verdict → teardown → result
 
-The steps of a task with several steps run one after another in the same sandbox. All but the last are graded in the run
-slot. An attempt that grades an earlier session's run again runs no agent: it takes resources and an eval slot, and
-grades.
+The steps of a task run one after another in the same sandbox. All except the last are graded while the attempt holds
+its run slot. An attempt that grades an earlier run again starts no agent, and takes only resources and an eval slot.
 
-A session is cancelled by cancelling this coroutine. The scheduler and HTTP are handled elsewhere. Invariant: whatever
-happens, the sandbox is stopped exactly once, and every slot and then the resources are released.
+A session is cancelled by cancelling this coroutine. Invariant: whatever happens, the sandbox is stopped exactly once,
+and then every slot and the resources are released.
 """
 
 from __future__ import annotations
@@ -79,14 +78,14 @@ from outrider.trajectory import BranchPolicy, HarnessExit, SessionResult, StageS
 log = logging.getLogger("outrider.session")
 
 AGENT = "agent"
-"""The name of the agent's sandbox in the timeline."""
+"""In the timeline, the name of the sandbox in which the agent runs."""
 
 USED_UP = frozenset({StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.AGENT_EXCESS})
-"""Stop reasons of a step after which the next step does not begin."""
+"""If a step ends for one of these reasons, the next step does not begin."""
 
 
 class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts that all rollouts of a node share."""
+    """The objects that all rollouts of a node share."""
 
     model: ModelBackend
     frozen: tuple[FrozenModel, ...] = ()
@@ -100,18 +99,18 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
     watchdog: Watchdog
     endpoints: Endpoints
     service_silence: Callable[[], float] = lambda: 0.0
-    """Returns the total seconds, up to now, in which a service in another process was stalled."""
+    """Returns the total seconds so far during which the service, running in another process, was stalled."""
 
     def stalled_seconds(self) -> float:
-        """Return the total seconds, up to now, in which no session could make progress, because the event loop was
-        blocked, the service was stalled or the policy was paused. Overlapping stops count twice, in the sessions'
-        favour."""
+        """Return the total seconds so far during which no session could make progress, because the event loop was
+        blocked, the service was stalled or the policy was paused. Overlapping periods count twice, in favor of the
+        sessions."""
         return self.watchdog.stalled_seconds() + self.service_silence() + self.model.pool.policy.gate.paused_seconds()
 
 
 class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
     """How an agent's run ended. `failure` is set only for AGENT_EXCESS. It is an error from inside the agent's sandbox,
-    and the grading must still confirm that the agent caused it."""
+    and the grading must still confirm that the agent caused the error."""
 
     reason: StopReason
     outcome: HarnessOutcome
@@ -124,7 +123,7 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason why an attempt ended, with the verdict or the error, if there is one. For `run_reason` see
+    """How an attempt ended: the stop reason, and the verdict or the error if there is one. For `run_reason` see
     `SessionResult`, and for `patch` see `Grade`."""
 
     reason: StopReason
@@ -136,7 +135,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rollout:
-    """The run of one attempt: `await Rollout(attempt, key, node).run()` once. `key` is the credential for the agent's
+    """Runs one attempt: call `await Rollout(attempt, key, node).run()` once. `key` is the credential for the agent's
     model calls."""
 
     def __init__(self, attempt: Attempt, key: str, node: NodeServices) -> None:
@@ -147,8 +146,9 @@ class Rollout:
         self._node = node
         self._overdue = Overdue()
         self._queued: list[QueuesStarts] = []
-        """Runtimes whose starts another service may queue."""
-        overdue, queued = self._overdue, self._queued  # the lambda must not refer to this rollout: see `on_limit` below
+        """Runtimes on another service that may queue their start."""
+        # local names, because the lambda must not refer to this rollout (see `on_limit` below)
+        overdue, queued = self._overdue, self._queued
         self._stalled_seconds: Callable[[], float] = lambda: (
             node.stalled_seconds() + overdue.seconds() + sum(one.queued_seconds() for one in queued)
         )
@@ -163,16 +163,16 @@ class Rollout:
         )
         self._grading_log = GradingLog()
         self._graded: AgentRun | None = None
-        """The agent's run, set once its grading begins."""
+        """The agent's run, set when its grading begins."""
         self._gpus: tuple[str, ...] = ()
         """Names of the GPUs set aside for the session."""
         self._gradings = count()
         self._grading_sandboxes = count()
         self._records: list[NetworkRecord] = []
-        """The records of the networks of the session's sandboxes."""
+        """The network records of the session's sandboxes."""
         self._steps = steps_of(attempt.task)
         self._step = self._steps[0]
-        """The current step, in the form of a task with one step."""
+        """The current step, as a task that has only this step."""
         self._verdicts: list[Verdict] = []
         """Verdicts on the steps before `_step`."""
         self.conversation = Conversation(
@@ -185,8 +185,8 @@ class Rollout:
             record=noting_stored(
                 self._timeline, partial(node.store.add_turn, attempt.session.id, attempt.session.attempt)
             ),
-            # The callbacks refer to the cutoff and not to this rollout: such a reference would make a cycle, and only
-            # the garbage collector would free the token tree, which may take megabytes.
+            # The callbacks refer to the cutoff instead of this rollout, which would make a cycle. Only the garbage
+            # collector would then free the token tree, which may take megabytes.
             on_limit=self._cutoff.cut,
             on_broken=self._cutoff.cut,
             overdue=overdue,
@@ -204,8 +204,8 @@ class Rollout:
         )
 
     async def run(self) -> SessionResult:
-        """Run the attempt and return its result. Raises only CancelledError, and the store's error if the stored
-        turns cannot be read."""
+        """Run the attempt and return its result. Raises CancelledError, and the store's error if the stored turns
+        cannot be read. All other errors are part of the result."""
         with self._node.timelines.keeping(self._timeline):
             return await self._run()
 
@@ -213,7 +213,7 @@ class Rollout:
         try:
             with plugin_code():
                 ending = await self._stages()
-        except Exception as failed:  # plugins may raise anything; an error fails this session and no other
+        except Exception as failed:  # a plugin may raise anything; only this session fails
             if not isinstance(failed, OutriderError):
                 log.exception("session %s failed unexpectedly", self._attempt.name)
             ending = Ending(reason=StopReason.ERROR, error=record_of(failed))
@@ -221,7 +221,7 @@ class Rollout:
                 ending = msgspec.structs.replace(ending, run_reason=run.reason, harness_exit=run.failed_exit)
         keeper = self._node.artifacts
         self._artifacts = await keeper.keep_log(self._grading_log, self._artifacts)
-        if self._records:  # encoding megabytes takes a while
+        if self._records:  # in a thread, because encoding megabytes takes a while
             record = await asyncio.to_thread(record_file, self._records)
             self._artifacts = await keeper.keep_record(record, self._artifacts)
         self._stopwatch.lap("stop")
@@ -250,18 +250,19 @@ class Rollout:
             run_reason=ending.run_reason,
             regrades=self._attempt.regrades,
         )
-        return await self._node.model.offload.run(build)  # counting the tokens of a long session takes a while
+        # in a thread, because counting the tokens of a long session takes a while
+        return await self._node.model.offload.run(build)
 
     async def _stages(self) -> Ending:
-        """Run the stages of the attempt, in order. Sandboxes, slots and resources are released in the reverse order,
-        whatever happens."""
+        """Run the stages of the attempt in order. Sandboxes, slots and resources are always released in reverse
+        order."""
         lanes, line = self._node.lanes, (self._attempt.priority, self._attempt.tenant)
-        # This runs in a thread, because it may take long: options may have megabytes, and some harnesses must build the
-        # folder that the sandbox mounts.
+        # In a thread, because it may take long: options may have megabytes, and some harnesses must build the folder
+        # that the sandbox mounts.
         harness, mounts, evaluators = await asyncio.to_thread(self._made)
         *earlier, grading = [self._grading_of(number, made, mounts) for number, made in enumerate(evaluators)]
-        # The session holds nothing yet and no budget runs, so the wait for an image delays no other session and is not
-        # charged to this one.
+        # The session holds no slot or resource yet and no budget runs. So the wait for an image delays no other session
+        # and is not charged to this one.
         for runtime, field in runtimes_of(self._task):
             await self._node.sandboxes.pulls.want(runtime, field=field)
         if self._attempt.stored is not None:
@@ -287,7 +288,8 @@ class Rollout:
                     held.push_async_callback(sandbox.stop)
                     self._records += sandbox.records
                     held.enter_context(self._node.timelines.sandbox(self._timeline, sandbox, AGENT))
-                    held.push_async_callback(self.models.close)  # no call may outlive the agent's sandbox
+                    # model calls must end before the agent's sandbox is stopped
+                    held.push_async_callback(self.models.close)
                     warm = sandbox.started
                     if not warm and isinstance(sandbox.runtime, QueuesStarts):
                         self._queued.append(sandbox.runtime)
@@ -300,8 +302,8 @@ class Rollout:
             self._stopwatch.lap("init")
 
             await self._enter(SessionState.READY)
-            # From here on each slot is taken before the previous slot is released, so that the slots bound the number
-            # of living sandboxes.
+            # From here on, the next slot is taken before the previous one is released, so that the slots limit the
+            # number of running sandboxes.
             run = await held.enter_async_context(await lanes.run.take(*line))
             ready.release()
             self._stopwatch.lap("ready")
@@ -315,7 +317,7 @@ class Rollout:
             await held.enter_async_context(grading)
             grading.start_ahead()
             ended = await self._run_and_collect(sandbox, harness, context)
-            if ended.reason is StopReason.SESSION_TIMEOUT:  # a session that is out of time is not graded
+            if ended.reason is StopReason.SESSION_TIMEOUT:  # without grading, because no time is left
                 return Ending(reason=ended.reason)
 
             place = await held.enter_async_context(HeldSlot(lanes.eval, *line))
@@ -326,8 +328,8 @@ class Rollout:
             return self._with_all_steps(await self._grade(grading, sandbox, ended, place.off_the_clock))
 
     def _made(self) -> tuple[Harness, tuple[Path, ...], list[Evaluator]]:
-        """Make the harness and the evaluator of each step. Returns the harness, the host paths that its programs need,
-        and the evaluators. Raises InvalidField for a host path that the task may not name."""
+        """Create the harness, and the evaluator of each step. Returns the harness, the host paths that its programs
+        need, and the evaluators. Raises InvalidField if the task names a host path that it may not use."""
         harness = make_harness(self._task.harness)
         mounts = harness.mounts()
         if (venv := self._task.harness.venv) is not None:
@@ -357,8 +359,8 @@ class Rollout:
     async def _run_step(
         self, grading: Grading, sandbox: Sandbox, harness: Harness, context: HarnessContext
     ) -> Ending | None:
-        """Run and grade a step that another step follows. Returns the ending of the session, or None if the next step
-        may begin."""
+        """Run and grade a step that is not the last. Returns None if the next step may begin, or else the ending of the
+        session."""
         async with grading:
             grading.start_ahead()
             ended = await self._run_and_collect(sandbox, harness, context)
@@ -378,13 +380,13 @@ class Rollout:
     async def _begin_step(
         self, grading: Grading, sandbox: Sandbox, harness: Harness, context: HarnessContext
     ) -> Ending | None:
-        """Prepare the sandbox and the agent for the next step. Returns None, or the ending of the session if the time
-        has run out or the agent is to blame. Raises the failure if the agent is not to blame.
+        """Prepare the sandbox and the agent for the next step. If the time has run out or the agent is to blame for a
+        failure, returns the ending of the session, else None. Raises a failure for which the agent is not to blame.
 
-        The agent is to blame if a prepare command fails in this sandbox, where the agent has worked, but succeeds in a
-        new sandbox.
+        The agent is to blame if a prepare command fails in this sandbox, where it has worked, but succeeds in a new
+        sandbox.
         """
-        before = len(self._verdicts) - 1  # the index in `then` of the step that begins: the first step is not in `then`
+        before = len(self._verdicts) - 1  # index of the new step in `then`, which does not contain the first step
         self._step = self._steps[before + 1]
         prepared, paths = self._task.then[before].prepare, self._node.sandboxes.paths
         try:
@@ -395,8 +397,8 @@ class Rollout:
         except TimeoutError:
             return self._timed_out(Stage.NEXT_STEP)
         except (RuntimeFailure, HarnessError) as failure:
-            # A failed command counts as a failure from inside the sandbox. The grading then runs the command in a new
-            # sandbox, and blames the agent only if the command succeeds there.
+            # A failed command is treated as a failure from inside the sandbox. The grading then runs the same command
+            # in a new sandbox, and blames the agent only if the command succeeds there.
             inside = isinstance(failure, CommandFailed) or await came_from_inside(sandbox.runtime, failure)
             replied = self.conversation.replies > 0
             facts = Facts(stage=Stage.NEXT_STEP, end=end_of(failure), inside=inside, replied=replied)
@@ -412,14 +414,14 @@ class Rollout:
         return None
 
     def _with_all_steps(self, ending: Ending) -> Ending:
-        """Return the ending of the last graded step, with the verdict on all steps."""
+        """Return `ending`, the ending of the last graded step, with one verdict on all steps."""
         if len(self._steps) == 1 or ending.reason is StopReason.AGENT_EXCESS or ending.verdict is None:
             return ending
         verdict = verdict_on_steps([*self._verdicts, ending.verdict], self._task.steps_reward)
         return msgspec.structs.replace(ending, verdict=verdict)
 
     async def _sandbox(self, mounts: tuple[Path, ...]) -> Sandbox:
-        """Return a warm sandbox, or a new one."""
+        """Take a sandbox from the warm pool, or make a new one."""
         return await self._node.warm_pool.take(self._task.runtime, mounts) or await self._node.sandboxes.make(
             self._task.runtime,
             self._session.id,
@@ -429,7 +431,7 @@ class Rollout:
         )
 
     async def _ready(self, sandbox: Sandbox, harness: Harness) -> HarnessContext:
-        """Install the harness in the started sandbox."""
+        """Install the harness in the started sandbox, and return the context in which it runs."""
         runtime, model = sandbox.runtime, self._node.model.model
         await make_folders(runtime)
         context = HarnessContext(
@@ -443,7 +445,7 @@ class Rollout:
         return context
 
     async def _run_and_collect(self, sandbox: Sandbox, harness: Harness, context: HarnessContext) -> AgentRun:
-        """Run the agent and collect its artifacts. The artifacts are also collected after a failure, because they show
+        """Run the agent and collect its artifacts. Artifacts are also collected after a failure, because they may show
         its cause.
 
         Raises an error if `blame.decide` rules that the attempt has failed and the agent is not to blame.
@@ -452,19 +454,19 @@ class Rollout:
         self._overdue.begin_run()
         with self._node.watchdog.witness() as stalls:
             end, error, outcome = await self._run_agent(sandbox, harness, context)
-            # These facts are collected before `_collect` ends the calls in flight. The turns of such calls do not
-            # count, because the program got no reply to them.
+            # Collected before `_collect` ends the running calls. The turns of those calls do not count, because the
+            # agent's program received no reply to them.
             called, failure, unanswered = conversation.step_turns > 0, models.failure, conversation.failure
             try:
                 await self._collect(sandbox)
-            except Exception as failed:  # plugins may raise anything.
-                # The run has ended, so neither the agent's program nor a clock can be the cause: only a failure of the
-                # sandbox may come from the agent.
+            except Exception as failed:  # a plugin may raise anything
+                # The agent's run has ended, so neither its program nor a clock can be the cause. Only a failure of the
+                # sandbox may still come from the agent.
                 end = end_of(failed) if isinstance(failed, RuntimeFailure | EvaluatorError) else End.ERROR
                 if failed.__context__ is None:
                     failed.__context__ = error
                 error = failed
-        failure = models.failure or failure  # calls may also have failed while `_collect` ended them
+        failure = models.failure or failure  # `_collect` ends running calls, which may fail as well
         longest = max(stalls.longest, self._node.service_silence())
         limit = error.reason if isinstance(error, LimitReached) else conversation.limit
         facts = Facts(
@@ -516,28 +518,29 @@ class Rollout:
                 if decision.maybe_agent and await came_from_inside(sandbox.runtime, final):
                     assert decide(msgspec.structs.replace(facts, inside=True)).blame is Blame.AGENT
                     outcome = HarnessOutcome(log_tail=final.log_tail or "")
-                    failure_of_agent = final.with_traceback(None)  # the traceback would keep the run in memory
+                    # without the traceback, which would keep the run in memory
+                    failure_of_agent = final.with_traceback(None)
                     return AgentRun(reason=StopReason.AGENT_EXCESS, outcome=outcome, failure=failure_of_agent)
             assert final is not None
             raise final
         finally:
-            # An error's traceback holds this frame. If the frame held the error, this cycle would keep the session's
-            # tokens, perhaps megabytes, until the next garbage collection.
+            # An error's traceback refers to this frame. Without the deletion, this reference cycle would keep the
+            # session's tokens, perhaps megabytes, until the next garbage collection.
             del error, failure, unanswered, in_vain, final
             errors.clear()
 
     async def _run_agent(
         self, sandbox: Sandbox, harness: Harness, context: HarnessContext
     ) -> tuple[End, Exception | None, HarnessOutcome]:
-        """Drive the harness until it ends or fails, or until a clock or a limit ends it. Returns what ended the run,
-        the exception that was raised, if any, and the outcome."""
+        """Run the harness until it ends or fails, or until a clock or a limit ends it. Returns the cause of the end,
+        the exception if one was raised, and the outcome."""
         clock = Budget(self._step.limits.agent_seconds, self._stalled_seconds)
         try:
             async with self._budget.spend(), clock.spend(), self._cutoff.block(), sandbox.network(Phase.AGENT):
                 outcome = await harness.run(msgspec.structs.replace(context, task=self._step))
         except TimeoutError as timeout:
             if clock.exhausted:
-                await self.models.close()  # a call in flight is recorded first, and counts as a turn
+                await self.models.close()  # records the running calls, so that they count as turns
                 return End.AGENT_CLOCK, timeout, HarnessOutcome()
             end = End.SESSION_CLOCK if self._budget.exhausted else End.TIMEOUT
             return end, timeout, HarnessOutcome()
@@ -546,13 +549,14 @@ class Rollout:
         except OutriderError as error:
             code = error.exit_code if isinstance(error, ProgramExit) else 0
             return end_of(error), error, HarnessOutcome(log_tail=error.log_tail or "", exit_code=code)
-        except Exception as error:  # plugins may raise anything
+        except Exception as error:  # a plugin may raise anything
             return end_of(error), error, HarnessOutcome()
         return End.RETURNED, None, outcome
 
     def _timed_out(self, stage: Stage, *others: Budget) -> Ending:
-        """Return the ending for a TimeoutError outside of the agent's run. `others` are budgets besides the session's.
-        Raises HarnessError if no budget is exhausted."""
+        """Return the ending for a TimeoutError that was raised outside of the agent's run. `others` are budgets
+        besides the session's. Raises HarnessError if no budget is exhausted, because a plugin has then raised the
+        TimeoutError."""
         exhausted = any(budget.exhausted for budget in (self._budget, *others))
         decision = decide(Facts(stage=stage, end=End.SESSION_CLOCK if exhausted else End.TIMEOUT))
         if decision.reason is None:
@@ -560,9 +564,9 @@ class Rollout:
         return Ending(reason=decision.reason)
 
     async def _fault_of_waits(self) -> OutriderError | None:
-        """Check the calls that the agent gave up. Returns the error of the engine, the store or the pause of the policy
-        that was at fault, if any. The calls are also checked after a run without errors, because an agent that gave a
-        call up may still have ended without an error."""
+        """Check the calls that the agent gave up. If an engine, the store or a pause of the policy was the reason,
+        return its error, else None. This is also done after a run without errors, because an agent that gave up a call
+        may still end normally."""
         try:
             for pending in self._overdue.pending_checks:
                 await pending()
@@ -572,7 +576,7 @@ class Rollout:
         return None
 
     async def _collect(self, sandbox: Sandbox) -> None:
-        """End the agent's calls, run the task's commands that collect the outcome, and keep the artifacts."""
+        """End the agent's model calls, run the task's commands that collect the outcome, and keep the artifacts."""
         await self.models.close()
         self._stopwatch.lap("run")
         await self._node.timelines.list_processes_of(sandbox.runtime)
@@ -605,8 +609,8 @@ class Rollout:
         return _graded(ended, grade)
 
     def _check_network(self, sandbox: Sandbox, ended: AgentRun) -> None:
-        """Raise RuntimeFailure if a server that the task names could not be reached while the agent ran. The cause of a
-        bad reward may then be the network."""
+        """Raise RuntimeFailure if the agent could not reach a server that the task names. The network, and not the
+        agent, may then be the cause of a bad reward."""
         if sandbox.door is not None and (failure := sandbox.door.broken(Phase.AGENT)) is not None:
             raise RuntimeFailure(
                 f"the network failed while the agent ran, and the reward is not positive: {failure}",
@@ -615,8 +619,8 @@ class Rollout:
             )
 
     async def _grade_again(self, grading: Grading, stored: SessionResult) -> Ending:
-        """Grade an earlier session's run again, once resources and an eval slot are free. A stored verdict that blames
-        the agent is returned unchanged, without grading."""
+        """Grade an earlier session's run again, once resources and an eval slot are free. If the stored verdict blames
+        the agent, it is returned unchanged without grading."""
         code, log_tail = 0, ""
         if stored.harness_exit is not None:
             code, log_tail = stored.harness_exit.code, stored.harness_exit.log_tail
@@ -661,12 +665,13 @@ class Rollout:
     async def _call_frozen(
         self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None
     ) -> FrozenReply:
-        """See `evaluators.base.CallFrozen`. Each call is a conversation of its own, which is not stored. Special tokens
-        are removed from the messages, so that the judged text cannot open or end a turn."""
+        """Call a frozen model for an evaluator (see `evaluators.base.CallFrozen`). Each call is a separate
+        conversation, which is not stored. Special tokens are removed from the messages, so that the graded text cannot
+        begin or end a turn."""
         [frozen] = [one for one in self._node.frozen if one.backend.model == model]
 
         async def forget(turn: Turn) -> None:
-            """Store nothing, because the verdict contains the relevant part."""
+            """Store nothing, because the verdict contains what is needed of the reply."""
 
         conversation = Conversation(
             frozen.backend,
@@ -715,8 +720,8 @@ def _frozen_conversation(
     cutoff: Cutoff,
     timeline: Timeline,
 ) -> Conversation:
-    """Make an attempt's conversation with a frozen model. The sampling parameters of the agent's calls apply, because
-    the task's sampling parameters are only for the policy."""
+    """Create an attempt's conversation with a frozen model. Calls use the sampling parameters that the agent sends,
+    because those of the task are only for the policy."""
     session, name = attempt.session, model.backend.model
     return Conversation(
         model.backend,

@@ -1,4 +1,4 @@
-"""The verdict on a task of several steps, made from the verdicts on its steps. Pure."""
+"""Combines the verdicts on the steps of a task into one verdict."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from outrider.trajectory import Verdict
 
 
 def verdict_on_steps(verdicts: Sequence[Verdict], reward: Literal["mean", "final"]) -> Verdict:
-    """Return one verdict on all steps.
+    """Combine the verdicts on the steps of a task into one verdict.
 
     `mean`: the reward and each metric is the mean over the steps. A step without the metric counts as 0.
     `final`: the reward and the metrics are those of the last step.
 
-    In both cases the numbers of each step are repeated as metrics `step1.reward`, `step1.NAME` and so on. Rewards for
-    one turn are added up over the steps. If several steps give a reward for one row, the last step's reward counts.
+    In both cases the numbers of each step are added as metrics `step1.reward`, `step1.NAME` and so on. Rewards for the
+    same turn are added up. If several steps give a reward for the same row, the last one counts.
     """
     final = verdicts[-1]
     names = {name for verdict in verdicts for name in verdict.metrics}

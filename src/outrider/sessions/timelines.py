@@ -1,8 +1,8 @@
-"""The timelines of a node's attempts. This module notes the commands, processes and requests of sandboxes, and stores
-the entries.
+"""The timelines of a node's attempts. This module adds the commands, processes and network connections of sandboxes to
+the timelines, and stores them.
 
-A background task of the node stores the entries of all attempts once a second, so that no attempt waits for the store.
-Invariant: a failure in this module may lose entries of a timeline, but never ends an attempt.
+A background task of the node stores the entries once a second, so that no attempt waits for the store. Invariant: a
+failure in this module may lose timeline entries, but never ends an attempt.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from outrider.trajectory import Turn
 STORE_EVERY_SECONDS = 1.0
 LAST_STORE_SECONDS = 5.0
 BATCH_BYTES = 1 << 20
-"""Maximum bytes of entries that are stored at once."""
+"""Maximum size in bytes of the entries that are stored in one call."""
 MOST_UNSTORED = 64 << 20
-"""Maximum bytes of entries that wait while the store fails. When more bytes wait, the oldest entries are dropped."""
+"""Maximum size in bytes of the entries that are kept while the store fails. Beyond it, the oldest are dropped."""
 PROCESSES_EVERY_SECONDS = 10.0
 PROCESSES_SECONDS = 2.0
-"""Maximum seconds for the list of a sandbox's processes. If the tool server is busy, the next listing tries again."""
+"""Time limit for listing the processes of a sandbox. If the tool server is too busy, the next listing tries again."""
 
 
 class Timelines:
@@ -41,17 +41,18 @@ class Timelines:
         self._store = store
         self._running: set[Timeline] = set()
         self._ended: list[Timeline] = []
-        """Timelines of attempts that have ended, with entries to store."""
+        """Timelines of attempts that have ended, with entries that are not stored yet."""
         self._unstored: deque[TimelinePart] = deque()
-        """Parts that are not stored yet."""
+        """Parts of timelines that are not stored yet."""
         self._storing = asyncio.Lock()
-        """Held while entries are stored, so that only one caller of `store` at a time stores them."""
+        """Held while entries are stored, so that only one caller stores them at a time."""
         self._sandboxes: dict[Runtime, SandboxTimeline] = {}
-        """The sandboxes that list their processes."""
+        """The timelines of the sandboxes whose runtime can list processes."""
 
     @contextmanager
     def keeping(self, timeline: Timeline) -> Iterator[None]:
-        """Store the entries of a timeline while the block runs, and its last entries after the end of the block."""
+        """While the block runs, store the entries of a timeline periodically. The last entries are stored after the
+        block."""
         self._running.add(timeline)
         try:
             yield
@@ -60,8 +61,8 @@ class Timelines:
             self._ended.append(timeline)
 
     async def store(self) -> None:
-        """Store all new entries. Raises the store's error; the entries are then stored by a later call, except the
-        oldest ones that exceed MOST_UNSTORED."""
+        """Store all new entries. Raises the store's error. The next call then stores the entries, but the oldest ones
+        are dropped if they exceed MOST_UNSTORED."""
         async with self._storing:
             self._take_all()
             while batch := self._next_batch():
@@ -70,7 +71,7 @@ class Timelines:
                     self._unstored.popleft()
 
     async def store_rest(self) -> None:
-        """Store the last entries when the node or service ends. If the store fails, they are lost."""
+        """Store the last entries when the node or service ends. If the store fails, these entries are lost."""
         with suppress(OutriderError, TimeoutError):
             async with asyncio.timeout(LAST_STORE_SECONDS):
                 await self.store()
@@ -84,8 +85,8 @@ class Timelines:
             size -= len(self._unstored.popleft().entries)
 
     def _next_batch(self) -> list[TimelinePart]:
-        """Return the oldest parts: together at most BATCH_BYTES, or one larger part. The size is limited because a node
-        on another machine sends the parts in one message."""
+        """Return the oldest parts that have at most BATCH_BYTES together, or a single larger part. The size is limited
+        because a node on another machine sends all parts in one message."""
         batch: list[TimelinePart] = []
         size = 0
         for part in islice(self._unstored, MOST_PARTS):
@@ -97,8 +98,8 @@ class Timelines:
 
     @contextmanager
     def sandbox(self, timeline: Timeline, sandbox: Sandbox, use: str) -> Iterator[SandboxTimeline]:
-        """Note the commands, the processes and the network of a sandbox while the block runs. `use` is the sandbox's
-        purpose, "agent" or "grading"."""
+        """While the block runs, add the commands, processes and network connections of a sandbox to a timeline. `use`
+        is the purpose of the sandbox, "agent" or "grading"."""
         runtime = sandbox.runtime
         noted = SandboxTimeline(timeline, runtime, use)
         unsubscribe = None
@@ -118,28 +119,28 @@ class Timelines:
                 noted.end_network()
 
     async def list_processes_of(self, runtime: Runtime) -> None:
-        """Note the newest processes of a sandbox."""
+        """Add the newest processes of a sandbox to its timeline."""
         if (noted := self._sandboxes.get(runtime)) is not None:
             await noted.list_processes()
 
     async def list_processes(self) -> None:
-        """Note the newest processes of all sandboxes."""
+        """Add the newest processes of all sandboxes to their timelines."""
         await asyncio.gather(*[noted.list_processes() for noted in self._sandboxes.values()])
 
 
 class SandboxTimeline:
-    """Notes the commands and processes of one sandbox."""
+    """Adds the commands and processes of one sandbox to a timeline."""
 
     def __init__(self, timeline: Timeline, runtime: Runtime, use: str) -> None:
         self._timeline = timeline
         self._runtime = runtime
         self._use = use
         self._commands: dict[int, int] = {}
-        """The entries of running commands, by the numbers of the commands."""
+        """For each running command, the number of its timeline entry, by the command's number."""
         self._processes: dict[int, int] = {}
-        """The entries of living processes, by their ids."""
+        """For each living process, the number of its timeline entry, by the process id."""
         self._network: dict[tuple[str, str], tuple[int, ServerUse]] = {}
-        """The entries of used servers, by phase and server, with the newest state."""
+        """For each phase and server, the number of its timeline entry, and the newest state of its use."""
 
     def note_command(self, command: CommandRun) -> None:
         if command.end is None:
@@ -165,8 +166,7 @@ class SandboxTimeline:
             self._timeline.end(number, at=use.end)
 
     async def list_processes(self) -> None:
-        """Note the newest processes. If the sandbox fails or is slow, its newest processes are missing from the
-        timeline, and nothing else happens."""
+        """Add the newest processes to the timeline. They are missing if the sandbox fails or is slow."""
         if not isinstance(self._runtime, ListsProcesses):
             return
         with suppress(OutriderError, TimeoutError):
@@ -188,8 +188,7 @@ class SandboxTimeline:
 
 
 def noting_stored(timeline: Timeline, record: Callable[..., Awaitable[None]], model: str | None = None) -> Any:
-    """Return a function that calls `record`, which stores a turn, and then notes in the timeline that the turn was
-    stored."""
+    """Return a function that stores a turn by calling `record`, and then notes in the timeline that it was stored."""
 
     async def store(turn: Turn) -> None:
         await record(turn)

@@ -1,4 +1,4 @@
-"""The main conversation of a session, read back from its stored turns. Pure."""
+"""Restores the main conversation of a session from its stored turns."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from outrider.trajectory import Turn, path_to
 
 
 def transcript(turns: Sequence[Turn]) -> tuple[Message, ...]:
-    """Return the messages of the newest answered turn of the main conversation, including its reply.
+    """Return the messages of the newest answered turn of the main conversation, including its reply, or () if no turn
+    was answered. `turns[i].index` must be `i`.
 
-    If a harness has replaced its history by a summary, the messages begin with the summary. The result is empty if no
-    turn was answered. `turns[i].index` must be `i`.
+    If a harness has replaced its history by a summary, the messages begin with the summary.
     """
     lines = lineages(turns)
     answered = (turn for turn in reversed(turns) if lines[turn.index].main_line and turn.reply is not None)

@@ -1,9 +1,8 @@
-"""Reads a run from the store and diagnoses it. All results are read, but turns and timelines only for a sample of
-sessions.
+"""Reads a run from the store and diagnoses it with `rules.py`. All results are read, but turns and timelines only for a
+sample of sessions.
 
-Results are read in pages, counted, and not kept. Decoding and counting run in steps in the offload thread, so that they
-never block the event loop. The rules are in `rules.py`. Invariant: one diagnosis runs at a time, so the memory is
-bounded for any number of callers.
+Results are read in pages, counted, and not kept. They are decoded in the offload thread, so that the event loop is
+never blocked. Invariant: one diagnosis runs at a time, so the memory is limited for any number of callers.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from outrider.store.store import Store
 from outrider.timeline import Entry
 
 GROUPS_READ = 100
-"""Number of groups that are read at once."""
+"""Number of groups in one page of the store."""
 RESULTS_READ = 500
-"""Maximum number of results that are read at once."""
+"""Maximum number of results in one page of the store."""
 MOST_SESSIONS = 200_000
-"""Maximum number of sessions of a diagnosis. In a larger run, only the newest groups are read."""
+"""Maximum number of sessions in a diagnosis. Of a larger run, only the newest groups are read."""
 MOST_GROUPS = 100_000
-"""Maximum number of groups that are looked at, so that a search for a rare label does not read the whole history."""
+"""Maximum number of groups that are examined, because the search for a rare label must not read the whole history."""
 MOST_TURNS = 200
-"""Maximum number of turns to read from a sampled session."""
+"""Maximum number of turns that are read of a sampled session."""
 MOST_PARTS = 200
-"""Maximum number of parts to read from the timeline of a sampled session."""
+"""Maximum number of timeline parts that are read of a sampled session."""
 ENTRIES = msgspec.msgpack.Decoder(list[Entry])
 
 
 class DoctorOfRuns:
-    """Diagnoses runs. A caller waits while the diagnosis of another caller runs."""
+    """Diagnoses runs. Only one diagnosis runs at a time; other callers wait."""
 
     def __init__(self, store: Store, offload: OffloadThread) -> None:
         self._store = store
@@ -57,9 +56,10 @@ class DoctorOfRuns:
         tenant: str | None = None,
         most_sessions: int = MOST_SESSIONS,
     ) -> RunDiagnosis:
-        """Diagnose the groups with the ids `groups`, or all groups if `groups` is empty. Groups that lack one of
-        `labels` or were created before `since` (seconds since the epoch) are left out. Raises NotFound for an unknown
-        group in `groups` and, if `tenant` is given, for a group of another tenant."""
+        """Diagnose the groups whose ids are in `groups`, or all groups if `groups` is empty. Groups that lack one of
+        `labels` or were created before `since` (seconds since the epoch) are left out.
+
+        Raises NotFound for an unknown id in `groups`, or for a group of a tenant other than `tenant`."""
         async with self._one:
             evidence = RunEvidence()
             truncated = False
@@ -94,12 +94,12 @@ class DoctorOfRuns:
         yield [await self._store.group(id, tenant=tenant) for id in dict.fromkeys(ids)]
 
     async def _all(self, since: float, tenant: str | None) -> AsyncIterator[list[GroupRow]]:
-        """Yield all groups in pages, newest first."""
+        """Yield pages of all groups, newest first."""
         before: str | None = None
         while True:
             try:
                 page = await self._store.groups_before(before, limit=GROUPS_READ, since=since, tenant=tenant)
-            except NotFound:  # the group `before` was removed meanwhile, and with it all older groups
+            except NotFound:  # the group `before` and all older groups were removed in the meantime
                 return
             if not page:
                 return
@@ -107,7 +107,7 @@ class DoctorOfRuns:
             before = page[-1].id
 
     async def _add_groups(self, evidence: RunEvidence, rows: Sequence[GroupRow]) -> None:
-        """Add groups to the evidence. `rows` are several small groups, whose results are read at once, or one group of
+        """Add groups to the evidence. `rows` has several small groups, whose results are read together, or one group of
         any size."""
         by_group: dict[str, list[bytes]] = {row.id: [] for row in rows}
         ids = list(by_group)
@@ -129,18 +129,17 @@ class DoctorOfRuns:
                 packed = await self._store.packed_turns(session_id, attempt, limit=MOST_TURNS)
                 try:
                     _, parts = await self._store.timeline(session_id, attempt)
-                except NotFound:  # the session was removed since
+                except NotFound:  # the session was removed in the meantime
                     continue
                 if packed:
                     reader = FactsReader(session_id)
                     await self._offload.run_steps(_read(reader, packed, parts[:MOST_PARTS]))
-                    # The comparison of long prompts takes some time, so it runs in the offload thread.
+                    # In the offload thread, because comparing long prompts takes some time.
                     await self._offload.run(partial(evidence.add_facts, group_id, reader.facts))
 
 
 def _parts(rows: Iterable[GroupRow]) -> Iterator[list[GroupRow]]:
-    """Divide groups into parts with at most RESULTS_READ sessions each. A group with more sessions is a part of its
-    own."""
+    """Divide groups into parts of at most RESULTS_READ sessions. A larger group is a part by itself."""
     part: list[GroupRow] = []
     size = 0
     for row in rows:
@@ -188,8 +187,8 @@ def _read(reader: FactsReader, turns: Sequence[bytes], timeline: Sequence[bytes]
 
 
 def _pieces(packed: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Divide packed rows into pieces. The offload thread processes a piece in one step. A piece has several rows,
-    because a switch of threads takes longer than the work for most rows."""
+    """Divide packed rows into pieces. The offload thread processes one piece per step. A piece has several rows,
+    because switching threads takes longer than processing one row."""
     piece: list[bytes] = []
     size = 0
     for row in packed:
@@ -203,7 +202,7 @@ def _pieces(packed: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 def _findings(evidence: RunEvidence) -> Steps[list[RunFinding]]:
-    # The rules take some milliseconds, so they must run in the offload thread. Steps of up to INLINE_BYTES would run in
-    # the event loop.
+    # Apply the rules to the evidence, as one step of the offload thread. It yields more than INLINE_BYTES, because
+    # smaller steps run in the event loop, and the rules take some milliseconds.
     yield INLINE_BYTES + 1
     return diagnose(evidence)

@@ -1,9 +1,8 @@
-"""Counts what happened in a run: each session's result, and the facts of a sample of sessions.
+"""Counts what happened in a run: the result of each session, and facts about a sample of sessions.
 
-Results are added group by group, in any order of the groups, and are not kept, so the memory does not grow with the
-run. In a large run, the trends are computed from a sample of groups, and turns are read from a sample of sessions. Both
-samples are drawn by the digests of the groups' ids, so the same run gives the same samples. The module is pure.
-Invariant: each session is counted once.
+Results are added group by group, in any order, and are not kept, so the memory does not grow with the run. In a large
+run, trends are computed from a sample of groups, and turns are read of a sample of sessions. Samples are chosen by
+digests of group ids, so the same run always gives the same samples. Invariant: each session is counted once.
 """
 
 from __future__ import annotations
@@ -30,35 +29,34 @@ from outrider.trajectory import ForkCause, SessionResult
 T = TypeVar("T", bound=msgspec.Struct)
 
 MOST_EXAMPLES = 5
-"""Maximum number of sessions that a finding names."""
+"""Maximum number of example sessions in a finding."""
 MOST_NAMES = 200
-"""Maximum number of error causes, tools and engines that are counted separately."""
+"""Maximum number of error causes, of tools and of engines that are counted separately."""
 TREND_GROUPS = 4096
 """Maximum number of groups whose rewards and lengths are compared over time."""
 SAMPLED_GROUPS = 100
 """Maximum number of groups from which sessions are sampled."""
 SAMPLED_SESSIONS = 400
-"""Maximum number of sessions whose turns are read."""
+"""Maximum number of sessions whose turns are read, unless LEAST_SIBLINGS of each group are more."""
 LEAST_SIBLINGS = 4
-"""Number of sessions that are sampled from each group. If there are fewer than SAMPLED_GROUPS groups, more sessions of
-each are sampled."""
+"""Number of sessions that are sampled from each group, or more if there are few groups."""
 LEAST_SPREAD = 1e-9
-"""Rewards that differ by at most this number count as equal."""
+"""Rewards count as equal if they differ by at most this number."""
 STALE_VERSIONS = 4
-"""A session is stale if its oldest token is at least this many policy versions older than the newest version at the
-session's end. The newest version is taken from the sampled sessions that have ended by then."""
+"""A session is stale if, at its end, its oldest token is at least this many versions older than the newest policy
+version, which is the highest among the sampled sessions that have ended by then."""
 STALL_SECONDS = 30.0
-"""A call is stalled if it waits at least this many seconds, and STALL_TIMES as long as usual, for its first token."""
+"""A call is stalled if its wait for the first token takes at least this many seconds, and STALL_TIMES the usual
+wait."""
 STALL_TIMES = 10.0
-"""A stalled call waits for its first token at least this many times as long as usual in the run. The usual wait is the
-median over sessions of each session's median wait."""
+"""A call is stalled if its wait for the first token takes at least this many times the usual wait, and STALL_SECONDS.
+The usual wait is the median of the sessions' median waits."""
 TEST_COUNTS = ("tests", "tests_run", "num_tests", "total_tests", "test_count", "cases")
-"""Metrics with the number of tests that ran, the preferred metric first. A longer name also counts if it ends with one
-of these names after a dot, a slash or a colon, such as `unit/tests`."""
+"""Names of metrics that contain the number of tests that ran, in order of preference. A name that ends with one of
+them, such as `unit/tests`, also counts."""
 
 OUTSIDE = frozenset({StopReason.CANCELLED, StopReason.EARLY_STOP})
-"""Stop reasons of sessions that a person or the session's group has ended. Such sessions count neither as failed nor as
-successful."""
+"""Stop reasons of sessions that a person or their group has ended. They count neither as failed nor as successful."""
 CUT_SHORT = (StopReason.MAX_TOKENS, StopReason.MAX_TURNS, StopReason.CONTEXT_OVERFLOW)
 OUT_OF_TIME = (StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT, StopReason.EXPIRED)
 REWRITES = (
@@ -67,14 +65,14 @@ REWRITES = (
     ForkCause.TEMPLATE_HISTORY,
     ForkCause.CAPTURE_DRIFT,
 )
-"""Causes of forks after which the engine must compute a conversation's history again."""
+"""Causes of forks after which the engine must compute the history of a conversation again."""
 STAGES = ("waiting", "preparing", "model", "tools", "grading", "stopping")
-"""The parts into which a session's time is divided, without the wait in the queue."""
+"""The stages into which a session's time is divided, without the wait in the queue."""
 
 
 class SessionTally:
-    """A share summed over sessions, such as the share of failed results among the results of a tool. Also has the ids
-    of the sessions that contribute most."""
+    """A share, summed over sessions, such as the share of a tool's results that show a failure. The tally also keeps
+    the ids of the sessions that contribute most."""
 
     def __init__(self) -> None:
         self.ratio = ClusterShare()
@@ -95,7 +93,7 @@ class SessionTally:
 
 
 class NamedTallies(dict[str, SessionTally]):
-    """Tallies by name. After MOST_NAMES names, all further names share the tally `others`."""
+    """Tallies by name. There are at most MOST_NAMES names; all further names share the tally `others`."""
 
     def at(self, name: str) -> SessionTally:
         if name not in self and len(self) >= MOST_NAMES:
@@ -104,13 +102,13 @@ class NamedTallies(dict[str, SessionTally]):
 
 
 class GroupPoint(msgspec.Struct, frozen=True):
-    """The averages of a group, from which the trends of a run are computed.
+    """The averages of one group, from which the trends of a run are computed.
 
     run: the name of the run (`run_of`).
     reward: the mean reward.
-    tokens, tests: the mean logarithm of the number of sampled tokens, and of the number of tests; nan if unknown.
-    fewest_tests, shortest: among the sessions with the best reward, the ids of the session with the fewest tests and of
-        the session with the fewest tokens.
+    tokens, tests: the mean logarithm of the number of sampled tokens, and of tests; nan if unknown.
+    fewest_tests, shortest: among the sessions with the best reward, the id of the one with the fewest tests, and of the
+        one with the fewest tokens.
     """
 
     run: str
@@ -123,15 +121,15 @@ class GroupPoint(msgspec.Struct, frozen=True):
 
 
 class GroupSample(msgspec.Struct):
-    """Sessions of a group that may be chosen for the sample. `sessions` maps session ids to the numbers of the
-    attempts."""
+    """The sessions of a group that may be chosen for the sample. `sessions` maps a session id to the number of its
+    attempt."""
 
     created: float
     sessions: dict[str, int] = {}
 
 
 class EngineStart(msgspec.Struct, frozen=True):
-    """The first call of a session: its engine and its time."""
+    """The first model call of a session: the engine that served it, and its time."""
 
     engine: str
     at: float
@@ -139,7 +137,7 @@ class EngineStart(msgspec.Struct, frozen=True):
 
 
 class VersionUse(msgspec.Struct, frozen=True):
-    """The oldest and newest policy version of a session's tokens, and the end of its last turn."""
+    """The oldest and newest policy version of a session's tokens, and the time at which its last turn ended."""
 
     session_id: str
     group_id: str
@@ -149,8 +147,11 @@ class VersionUse(msgspec.Struct, frozen=True):
 
 
 class CallWaits(msgspec.Struct, frozen=True):
-    """How long the calls of a session waited for their first token, in seconds: the median, the wait of the first call,
-    and the longest wait of the later calls. The last two are None if there is no such call."""
+    """How long the calls of a session waited for their first token, in seconds.
+
+    usual: the median wait.
+    first: the wait of the first call, or None if it is unknown.
+    later: the longest wait of the later calls, or None if there are none."""
 
     session_id: str
     usual: float
@@ -160,14 +161,14 @@ class CallWaits(msgspec.Struct, frozen=True):
 
 class RunEvidence:
     """The counts of a run. For each group, call `begin_group`, then `add_result` for each session, then `end_group`.
-    After the last group, call `add_facts` for the sessions of `to_read`, one group after the other."""
+    Afterwards, call `add_facts` for each session in `to_read`, group by group."""
 
     def __init__(self) -> None:
         self.groups = 0
         self.sessions = 0
         self.not_done = 0
         self.counted = 0
-        """Sessions that ended by themselves (not `OUTSIDE`)."""
+        """Number of sessions that ended by themselves (their stop reason is not in `OUTSIDE`)."""
         self.errors = NamedTallies()
         self.cut_short = NamedTallies()
         self.out_of_time = NamedTallies()
@@ -184,7 +185,7 @@ class RunEvidence:
         self._points: list[tuple[int, str, GroupPoint]] = []
         self._sampled: list[tuple[int, str, GroupSample]] = []
         self._group: _GroupUnderWay | None = None
-        # The following counts come from the turns of sampled sessions.
+        # The counts below come from the turns of sampled sessions.
         self.read_sessions = 0
         self.read_turns = 0
         self.malformed = SessionTally()
@@ -211,7 +212,7 @@ class RunEvidence:
         self._group = _GroupUnderWay(row)
 
     def add_result(self, result: SessionResult) -> None:
-        """Add a session of the group that was begun last."""
+        """Add the result of a session of the group for which `begin_group` was called last."""
         self.sessions += 1
         session_id, reason, tokens = result.session_id, result.stop_reason, result.tokens
         if reason not in OUTSIDE:
@@ -263,7 +264,7 @@ class RunEvidence:
         if group.sampled.sessions:
             _keep_lowest(self._sampled, (-mark, row.id, group.sampled), SAMPLED_GROUPS)
         if EVALUATION_LABEL in row.labels:
-            return  # evaluations repeat the same tasks, and no advantage is computed from their rewards
+            return  # evaluations repeat the same tasks, and their rewards are not used for training
         if row.state is GroupState.DONE and not row.cancelled and group.rewards.count >= 2:
             self.equal_rewards.add(group.highest - group.lowest <= LEAST_SPREAD, 1, group.first)
         if group.rewards.count and row.state is GroupState.DONE:
@@ -279,13 +280,15 @@ class RunEvidence:
         return RunSeconds(**self.stage_seconds)
 
     def to_read(self) -> list[tuple[str, list[tuple[str, int]]]]:
-        """Return the sessions whose turns are read, by group: the ids of sessions and the numbers of their attempts."""
+        """Return the sessions whose turns must be read: for each group id, a list of session ids with the numbers of
+        their attempts."""
         each = max(LEAST_SIBLINGS, SAMPLED_SESSIONS // max(1, len(self._sampled)))
         chosen = sorted(self._sampled, key=lambda entry: -entry[0])
         return [(id, sorted(group.sessions.items())[:each]) for _, id, group in chosen]
 
     def add_facts(self, group_id: str, facts: SessionFacts) -> None:
-        """Add a session of the sample. Add all sessions of a group before those of the next group."""
+        """Add the facts about a sampled session. All sessions of a group must be added before those of the next
+        group."""
         session_id = facts.session_id
         self.read_sessions += 1
         self.read_turns += facts.turns
@@ -343,8 +346,8 @@ class _GroupUnderWay:
         self._tokens = Moments()
         self._tests = Moments()
         self._best: dict[str, tuple[float, float, str]] = {}
-        """The best session by kind ("tests" or "tokens"): its negative reward, its number of tests or tokens, its id.
-        The best session has the highest reward and, among equal rewards, the lowest number."""
+        """The best session for each of "tests" and "tokens", as (negative reward, number of tests or tokens, id). It
+        has the highest reward and, among equal rewards, the lowest number."""
 
     def add(self, result: SessionResult) -> None:
         if result.turns and len(self.sampled.sessions) < SAMPLED_SESSIONS:
@@ -382,15 +385,15 @@ class _GroupUnderWay:
 
 
 def run_of(row: GroupRow) -> str:
-    """Return the name of the run to which a group belongs: the group's tenant, its harness and, if it has one, the
-    label that also names its bucket in the queue."""
+    """Return the name of the run to which a group belongs: the group's tenant, its harness and, if there is one, the
+    label that selects its bucket in the queue."""
     named = next((f"{name}={row.labels[name]}" for name in BUCKET_LABELS if row.labels.get(name)), "")
     return " ".join(filter(None, (row.tenant, row.harness, named)))
 
 
 def count_of_tests(metrics: Mapping[str, float]) -> float | None:
-    """Return the number of tests that ran, from the first metric in TEST_COUNTS that is present. Returns None if no
-    such metric is present."""
+    """Return the number of tests that ran, or None if no metric contains it. The first name in TEST_COUNTS takes
+    precedence."""
     for wanted in TEST_COUNTS:
         for name, value in metrics.items():
             at = len(name) - len(wanted)
@@ -400,14 +403,14 @@ def count_of_tests(metrics: Mapping[str, float]) -> float | None:
 
 
 def _count(counts: Counter[str], more: Mapping[str, float]) -> None:
-    """Add the numbers in `more` to the counts of the same names. After MOST_NAMES names, new names are left out."""
+    """Add the numbers in `more` to `counts`, which has at most MOST_NAMES names. Further names are ignored."""
     for name, count in more.items():
         if name in counts or len(counts) < MOST_NAMES:
             counts[name] += count  # type: ignore[assignment]  # a Counter also counts seconds
 
 
 def _keep_lowest(heap: list[tuple[int, str, T]], entry: tuple[int, str, T], most: int) -> None:
-    """Add `entry` to a heap, which keeps the `most` entries with the lowest digests. An entry is a tuple of the
+    """Add `entry` to a heap that keeps only the `most` entries with the lowest digests. An entry consists of the
     negative digest, the group's id and a value."""
     if len(heap) < most:
         heapq.heappush(heap, entry)
@@ -416,8 +419,8 @@ def _keep_lowest(heap: list[tuple[int, str, T]], entry: tuple[int, str, T], most
 
 
 def _changed_head(before: Sequence[str], after: Sequence[str]) -> ChangedLine | None:
-    """Find the first conversation in `after` that is a changed version of a conversation in `before`, and return its
-    first changed line. Returns None if there is no such conversation."""
+    """Find a conversation in `after` that is a changed version of one in `before`, and return its first changed line,
+    or None."""
     known = frozenset(before)
     for head in after:
         if head not in known:

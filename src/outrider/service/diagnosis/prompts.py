@@ -1,8 +1,7 @@
-"""Compares the beginnings of two conversations line by line, and names the first line that differs.
+"""Compares the beginnings of two conversations line by line, and finds the first line that differs.
 
-A prompt with a date, a folder or an id near its beginning differs between the sessions of a group, so the sessions
-share the engine's prefix cache only up to the first line that differs. The module is pure. Invariant: the time is
-linear in the length of the texts.
+A date, a folder or an id near the beginning of a prompt differs between the sessions of a group. The sessions then
+share the engine's prefix cache only up to that line. Invariant: the time is linear in the length of the texts.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from outrider.messages import Message, Role
 from outrider.redaction import without_keys
 
 HEAD_CHARACTERS = 100_000
-"""Maximum number of characters that are compared, from the beginning of a conversation."""
+"""Maximum number of characters of a conversation's beginning that are compared."""
 SHOWN_CHARACTERS = 160
 """Maximum number of characters of a line that are shown."""
 SIMILAR = 0.5
-"""Two texts are versions of the same prompt if at least this share of the lines is equal. Other texts are prompts of
+"""Minimum share of equal lines for two texts to count as versions of the same prompt. Below it, they are prompts of
 different agents."""
 
 KINDS: Sequence[tuple[str, re.Pattern[str]]] = (
@@ -37,13 +36,13 @@ KINDS: Sequence[tuple[str, re.Pattern[str]]] = (
     ("path", re.compile(r"(?:~|\.{0,2})/[\w.~-]|[A-Za-z]:\\")),
     ("number", re.compile(r"\d")),
 )
-"""Kinds of changes, each with a pattern. A change has the first kind whose pattern matches the changed words, and the
-kind "text" if no pattern matches."""
+"""Kinds of changes, each with a pattern. A change has the first kind whose pattern matches the changed words, or the
+kind "text"."""
 
 
 class ChangedLine(msgspec.Struct, frozen=True):
-    """The first line that differs between two versions of a prompt. `number` counts lines from 1. `before` and `after`
-    are the parts of the line around the difference, without session keys. `kind` is the kind of the change."""
+    """The first line that differs between two versions of a prompt. `number` counts from 1. `before` and `after` are
+    the parts of the line around the difference, without session keys. `kind` is one of KINDS."""
 
     number: int
     before: str
@@ -52,7 +51,7 @@ class ChangedLine(msgspec.Struct, frozen=True):
 
 
 def head_of(messages: Sequence[Message]) -> str:
-    """Return the beginning of a conversation: the system prompt, and the user's messages up to the first reply."""
+    """Return the beginning of a conversation: the system prompt, and the user messages before the first reply."""
     texts = []
     size = 0
     for message in messages:
@@ -64,20 +63,20 @@ def head_of(messages: Sequence[Message]) -> str:
 
 
 def system_of(messages: Sequence[Message]) -> str:
-    """Return the system prompt, "" if there is none."""
+    """Return the system prompt, or "" if there is none."""
     first = messages[0] if messages else None
     return first.content[:HEAD_CHARACTERS] if first is not None and first.role is Role.SYSTEM else ""
 
 
 def changed_line(before: str, after: str) -> ChangedLine | None:
-    """Return the first changed line of two versions of a prompt. Returns None if the texts are equal, or are not
-    versions of the same prompt (`SIMILAR`)."""
+    """Return the first line that differs between two versions of a prompt. Returns None if the texts are equal, or too
+    different to be versions of one prompt (`SIMILAR`)."""
     if before == after:
         return None
     old, new = before.split("\n"), after.split("\n")
     longest = max(len(old), len(new))
     equal = sum(first == second for first, second in zip(old, new, strict=False))
-    if len(old) != len(new):  # a line was added or removed: count from both ends
+    if len(old) != len(new):  # a line was added or removed, so equal lines are counted from both ends
         start = _common(old, new)
         equal = start + min(_common(old[::-1], new[::-1]), min(len(old), len(new)) - start)
     alike = _alike(before, after) if longest == 1 else equal / longest
@@ -90,7 +89,7 @@ def changed_line(before: str, after: str) -> ChangedLine | None:
 
 
 def _common(first: Sequence[str], second: Sequence[str]) -> int:
-    """Return the number of elements with which both sequences begin."""
+    """Return the length of the beginning that two sequences have in common."""
     for at, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return at
@@ -98,15 +97,14 @@ def _common(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def _alike(first: str, second: str) -> float:
-    """Return how similar two lines are, from 0 to 1: the share of characters that are equal at the beginning and at the
-    end."""
+    """Return how similar two lines are: the share of characters that are equal at the beginning and the end."""
     start = _common(first, second)
     end = min(_common(first[::-1], second[::-1]), min(len(first), len(second)) - start)
     return (start + end) / max(len(first), len(second), 1)
 
 
 def _words(first: str, second: str) -> tuple[str, str, int]:
-    """Return the words that differ, and the position of the first of them."""
+    """Return the words that differ in each line, and the position at which they begin."""
     start = _common(first, second)
     while start and not first[start - 1].isspace():
         start -= 1
@@ -125,7 +123,7 @@ def _kind(first: str, second: str) -> str:
 
 
 def _around(first: str, second: str) -> tuple[str, str]:
-    """Cut both lines to the part that is shown, which begins a little before the difference."""
+    """Shorten both lines to the part that is shown. It begins a little before the difference."""
     start = max(0, _words(first, second)[2] - SHOWN_CHARACTERS // 2)
     end = start + SHOWN_CHARACTERS
     mark = "…" if start else ""

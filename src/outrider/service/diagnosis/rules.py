@@ -1,8 +1,8 @@
 """The rules of the doctor of runs as a table, and `diagnose`, which applies them to the evidence of a run.
 
-A rule compares a measurement with a threshold. It uses the conservative bound of the measurement (`statistics.py`), not
-the estimate itself, so that little data leads to no finding. It also requires a minimum number of independent units,
-such as sessions. docs/diagnosis.md prints the table. Invariant: the findings depend only on the evidence and the rules.
+A rule compares a measurement with a threshold. It uses the conservative confidence bound of the measurement
+(`statistics.py`), and requires a minimum number of independent units, such as sessions. So little data leads to no
+finding. docs/diagnosis.md contains the table. Invariant: the findings depend only on the evidence and the rules.
 """
 
 from __future__ import annotations
@@ -32,28 +32,29 @@ from outrider.service.diagnosis.prompts import ChangedLine
 from outrider.service.diagnosis.statistics import ClusterShare, Moments, least_fall, least_rise, least_times
 
 ORDER: Sequence[Severity] = ("error", "warning", "info")
-"""Severities, the worst first."""
+"""Severities, from the worst to the mildest."""
 LEAST_SESSION_SECONDS = 5.0
-"""Shares of time are judged only if a session takes at least this long on average: in shorter sessions, starting and
-stopping naturally take most of the time."""
+"""Shares of a session's time are judged only if sessions take at least this many seconds on average. Shorter sessions
+spend most of their time on starting and stopping."""
 MOST_PROGRAMS = 3
 """Maximum number of programs that a finding names."""
 MOST_SUBJECT = 200
 """Maximum number of characters of a finding's subject."""
 THIRD = 3
-"""A trend compares the first third of a run's groups with the last third."""
+"""The first and the last third of a run's groups are compared to find a trend."""
 
 Unit = Literal["sessions", "groups"]
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurement of a rule on a run.
+    """What a rule has measured on a run.
 
-    bound, value: the conservative bound, which is compared with the rule's threshold, and the estimate.
+    bound: the conservative confidence bound, which is compared with the rule's threshold.
+    value: the estimate.
     units: the number of independent units.
     given: a second number, which is compared with the rule's `given`.
     subject: the name of what was measured, such as a tool.
-    numbers, sessions: evidence for the reader.
+    numbers, sessions: evidence for the finding.
     """
 
     bound: float
@@ -69,11 +70,11 @@ Measure = Callable[[RunEvidence], Iterable[Measured]]
 
 
 class RunRule(msgspec.Struct, frozen=True, kw_only=True):
-    """A rule. It finds a problem if the bound of the measurement (`MEASURES`) is above `threshold`, there are at least
-    `least` units, and the second number is above `given`.
+    """A rule. It finds a problem if the measurement (`MEASURES`) has a bound above `threshold`, a `given` above the
+    rule's `given`, and at least `least` units.
 
-    looks_at: a description of the measurement.
-    finding: the line for people, with the fields of Measured.
+    looks_at: describes the measurement.
+    finding: the message for people, with placeholders for the fields of Measured.
     percent: True if `value` and `bound` are printed as percentages.
     next: the recommended next step.
     """
@@ -97,7 +98,7 @@ class RunRule(msgspec.Struct, frozen=True, kw_only=True):
         return _number(self.threshold, self.percent)
 
     def found(self, measured: Measured) -> RunFinding:
-        # The subject may be a tool's name. A model may invent such names, with any length and any characters.
+        # The subject may be a tool name that a model has invented, with any length and any characters.
         subject = " ".join(measured.subject.split())[:MOST_SUBJECT]
         shown = {
             "value": _number(measured.value, self.percent),
@@ -408,11 +409,11 @@ RULES: Sequence[RunRule] = (
         next="see in a session which commands are slow; do tools wait for something that the sandbox does not have?",
     ),
 )
-"""The rules in the order of the documentation."""
+"""The rules, in the order in which docs/diagnosis.md lists them."""
 
 
 def diagnose(evidence: RunEvidence, rules: Sequence[RunRule] = RULES) -> list[RunFinding]:
-    """Return the findings of all rules, the most severe first, then in the order of the rules."""
+    """Apply the rules and return the findings, the most severe first, then in the order of the rules."""
     found = [
         rule.found(measured) for rule in rules for measured in MEASURES[rule.name](evidence) if rule.fits(measured)
     ]
@@ -420,15 +421,15 @@ def diagnose(evidence: RunEvidence, rules: Sequence[RunRule] = RULES) -> list[Ru
 
 
 def _of_all(tallies: Callable[[RunEvidence], NamedTallies], evidence: RunEvidence) -> Iterator[Measured]:
-    """For each name in the tallies, such as an error code, measure its share of all sessions. Sessions that a person or
-    the group ended are left out."""
+    """Measure each tally's share of all sessions, for example for each error code. Sessions that a person or the group
+    ended are left out."""
     for name, tally in sorted(tallies(evidence).items()):
         yield _measured(tally, ratio=tally.ratio.padded(evidence.counted), subject=name)
 
 
 def _of(tally: Callable[[RunEvidence], SessionTally], count: str, evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure the share of one tally. `count` is the name in `numbers` for the share's denominator, or "" to leave the
-    denominator out."""
+    """Measure the share of one tally. `count` is the name of the share's denominator in `numbers`, or "" to leave it
+    out."""
     found = tally(evidence)
     yield _measured(found, numbers={count: found.ratio.whole} if count else {})
 
@@ -493,15 +494,17 @@ def _of_lines(
 
 
 def _commonest_line(evidence: RunEvidence) -> ChangedLine | None:
-    """Return an example of the most frequent kind of change between the sessions of a group."""
+    """Return an example of the most frequent kind of change between the prompts of a group's sessions."""
     counted = sorted(evidence.prompt_lines.items(), key=lambda item: (-item[1][0], item[0]))
     return counted[0][1][1] if counted else None
 
 
 def _of_trend(kind: Literal["tests", "tokens"], evidence: RunEvidence) -> Iterator[Measured]:
     """Measure how far the number of tests or tokens (`kind`) falls from the first to the last third of a run's groups.
-    `given` is the rise of the reward. The number of tokens is measured only for groups that report no number of tests,
-    because shorter sessions with the same number of tests are not a fault."""
+    `given` is the rise of the reward.
+
+    Tokens are measured only for groups that report no number of tests. If the number of tests stays the same, shorter
+    sessions are not a problem."""
     runs: dict[str, list[GroupPoint]] = {}
     for point in evidence.points:
         if isnan(point.tests) == (kind == "tokens") and not isnan(getattr(point, kind)):
@@ -534,13 +537,13 @@ def _fall(kind: str, run: str, points: Sequence[GroupPoint]) -> Measured:
 
 
 def _certain(moments: Moments) -> Moments:
-    """Return moments with the same mean and no variance. For them, the formula of a bound gives the estimate itself."""
+    """Return moments with the same mean and no variance. Their bound equals the estimate."""
     return Moments(count=2, mean=moments.mean)
 
 
 def _of_loads(evidence: RunEvidence) -> Iterator[Measured]:
     """Measure the share of sessions that begin on the busiest engine. Only the time in which all engines are in use
-    counts, so that an engine that was added late or removed early does not look like a fault."""
+    counts, because it is not a problem if an engine was added late or removed early."""
     uses: dict[str, list[EngineStart]] = {}
     for start in evidence.starts:
         uses.setdefault(start.engine, []).append(start)
@@ -570,8 +573,8 @@ def _odds(share: float) -> float:
 
 
 def _of_speeds(evidence: RunEvidence) -> Iterator[Measured]:
-    """Compare each engine's seconds per token with those of all other engines. The number of units is twice the smaller
-    number of sessions: the engine's, or that of the other engines."""
+    """Compare the seconds per token of each engine with those of all others. The number of units is twice the smaller
+    number of sessions: the engine's, or that of all others."""
     for name, own in sorted(evidence.speeds.items()):
         rest = [moments for other, moments in evidence.speeds.items() if other != name]
         others = _merged(rest)
@@ -587,7 +590,7 @@ def _of_speeds(evidence: RunEvidence) -> Iterator[Measured]:
 
 
 def _merged(parts: Sequence[Moments]) -> Moments:
-    """Return the moments of several series together (Chan et al., 1979)."""
+    """Combine the moments of several series (Chan et al., 1979)."""
     merged = Moments()
     for part in parts:
         count = merged.count + part.count
@@ -601,8 +604,8 @@ def _merged(parts: Sequence[Moments]) -> Moments:
 
 
 def _of_stalls(evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure the sessions with a stalled call. The first call of a session counts only if the policy's version stays
-    the same during the run, because calls wait while new weights are loaded."""
+    """Measure the share of sessions with a stalled call. The first call of a session counts only if the policy's
+    version stays the same during the run, because calls wait while new weights are loaded."""
     if not evidence.waits:
         return
     usual = median(waits.usual for waits in evidence.waits)
@@ -618,8 +621,7 @@ def _of_stalls(evidence: RunEvidence) -> Iterator[Measured]:
 
 
 def _of_versions(evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure the share of stale sessions (`STALE_VERSIONS`). The newest version is taken from the sampled sessions
-    that have ended by the end of the session."""
+    """Measure the share of stale sessions. `STALE_VERSIONS` defines when a session is stale."""
     newest = -1
     tally = SessionTally()
     by_end: list[VersionUse] = sorted(evidence.versions, key=lambda use: (use.ended, use.session_id))
@@ -660,7 +662,7 @@ MEASURES: Mapping[str, Measure] = {
     "time spent grading": partial(_of_time, "grading"),
     "time spent in tools": _of_tool_time,
 }
-"""The function that makes the measurements of each rule, by the rule's name."""
+"""For each rule, by name, the function that makes its measurements."""
 
 
 def _number(value: float, percent: bool) -> str:
@@ -670,7 +672,7 @@ def _number(value: float, percent: bool) -> str:
 
 
 def _plain(value: float | str) -> str:
-    """Format a number or a text for a line that people read."""
+    """Format a number for a message to people. A text is returned unchanged."""
     if isinstance(value, str):
         return value
     return f"{value:,.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.2f}"

@@ -1,7 +1,7 @@
-"""Reads what the rules need to know about one session from the session's turns and timeline.
+"""Extracts the facts about one session that the rules need, from the session's turns and timeline.
 
-The turns are read one by one, in order of their index, and none is kept whole. The module is pure. Invariant: a tool's
-result counts once, although later requests repeat the result.
+Turns are read one by one in the order of their index. Invariants: no turn is kept whole; a tool's result counts once,
+although later requests repeat it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from outrider.timeline import Entry, EntryKind
 from outrider.trajectory import HEAD_CHANGES, FinishReason, JoinKind, Turn
 
 MOST_TOOLS = 100
-"""Maximum number of tools whose results are counted separately in a session, because a model may invent names."""
+"""Maximum number of tools of a session whose results are counted separately. A model may invent any number of tool
+names."""
 MOST_HEADS = 8
 """Maximum number of conversations of a session whose beginnings are compared."""
 MISSING = (126, 127)
-"""Exit codes of a shell for a program that cannot be run or does not exist."""
+"""Exit codes of a shell for a program that cannot be run, or that does not exist."""
 SEARCHED = 400
-"""A tool's result is searched for signs of a failure in this many characters at its beginning and at its end."""
+"""Number of characters at the beginning, and at the end, of a tool's result that are searched for signs of failure."""
 LEAST_OUTPUT = 8
-"""Minimum number of sampled tokens of a turn that is used to measure an engine's speed."""
+"""An engine's speed is measured only from turns with at least this many sampled tokens."""
 LEAST_CACHED = 256
 """The use of the prefix cache is measured only for a call whose prompt repeats at least this many tokens of an earlier
-prompt and reply. Engines cache whole blocks, so fewer tokens give no information."""
+call. Fewer tokens give no information, because engines cache whole blocks."""
 
 FAILED = re.compile(
     r"""^[^\w{]{0,4}(?:\w+\.)*\w*(?:error|exception|fatal|failed|failure|traceback|denied|refused)\b
@@ -41,45 +42,44 @@ FAILED = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-"""Matches a sign of failure in the first characters of a tool's result."""
+"""Finds a sign of failure at the beginning of a tool's result."""
 EXIT_CODE = re.compile(r"exit(?:ed)?[ _](?:with )?(?:code|status)\W{0,4}[1-9]", re.IGNORECASE)
-"""Matches a sign of failure in the last characters of a tool's result."""
+"""Finds a sign of failure at the end of a tool's result."""
 
 
 class EngineSpeed(msgspec.Struct):
-    """The seconds and sampled tokens of a session's turns on one engine."""
+    """The total seconds and sampled tokens of a session's turns on one engine."""
 
     seconds: float = 0.0
     tokens: int = 0
 
 
 class ToolResults(msgspec.Struct):
-    """The number of results of a tool in a session, and the number of these results that show a failure."""
+    """How many results of a tool a session has, and how many of them show a failure."""
 
     results: int = 0
     failed: int = 0
 
 
 class SessionFacts(msgspec.Struct, kw_only=True):
-    """Facts of a session. Times are seconds; tokens are counts.
+    """Facts about one session. Times are in seconds.
 
-    cut: turns whose reply ended at the token limit.
-    calls: tool calls of the replies, malformed ones included.
-    tools: the results of tools, by the tool's name.
-    speeds: the speed of each engine, by the engine's name.
+    cut: number of turns whose reply ended at the token limit.
+    calls: number of tool calls in the replies, including malformed calls.
+    tools: the results of tools, by tool name.
+    speeds: the speed of each engine, by engine name.
     engine, began: the engine of the first turn, and the time at which that turn began.
-    first_wait: the time from the request to the first token of the first turn, None if no token was sampled.
-    waits: the time from the request to the first token, for each later turn during which the policy's version stayed
-        the same.
-    cacheable: tokens of earlier prompts and replies that the prefix cache could have kept.
-    missed: the cacheable tokens that the engine computed again.
-    oldest, newest: the policy versions of the sampled tokens; None without a version.
-    ended: the end of the last turn.
-    missing: programs that could not be run in the agent's sandbox, each once.
-    programs: the seconds of the agent's commands, by program. A program is the first word of a command, without its
-        folder.
+    first_wait: the time from the request to the first token of the first turn. It is None if no token was sampled or
+        the policy's version changed during the turn.
+    waits: the same time for each later turn, without turns during which the policy's version changed.
+    cacheable: number of tokens of earlier prompts and replies that the prefix cache could have kept.
+    missed: how many of these tokens the engine computed again.
+    oldest, newest: the oldest and newest policy version of the sampled tokens, or None.
+    ended: the time at which the last turn ended.
+    missing: programs that could not be run in the agent's sandbox.
+    programs: the seconds of the agent's commands, by program (the first word of a command, without its folder).
     heads: the beginnings of the session's conversations.
-    changed: the first system prompt that changed during a conversation.
+    changed: the first line that changed in a system prompt during a conversation.
     """
 
     session_id: str
@@ -105,15 +105,15 @@ class SessionFacts(msgspec.Struct, kw_only=True):
 
 
 class FactsReader:
-    """Collects the facts of a session. Add the turns in order of their index."""
+    """Collects the facts about a session. Add the turns in the order of their index."""
 
     def __init__(self, session_id: str) -> None:
         self.facts = SessionFacts(session_id=session_id)
         self._called: dict[str, str] = {}
-        """Names of tools by the ids of calls that have no result yet."""
+        """For each tool call without a result so far, the tool's name by the id of the call."""
         self._answered: set[str] = set()
         self._lengths: dict[int, int] = {}
-        """The length of each turn's prompt and reply, by the turn's index."""
+        """The number of prompt and reply tokens of each turn, by the turn's index."""
         self._roots: dict[int, int] = {}
         self._systems: dict[int, str] = {}
         """The system prompt of each conversation, by the index of its first turn."""
@@ -147,7 +147,7 @@ class FactsReader:
         self._add_prompt(turn)
 
     def add_commands(self, entries: Iterable[Entry]) -> None:
-        """Add the commands of the session's timeline. If several entries have the same number, the last one counts."""
+        """Add the commands in the session's timeline. Of several entries with the same number, the last one is used."""
         facts = self.facts
         last = {entry.number: entry for entry in entries if entry.kind is EntryKind.COMMAND}
         for entry in last.values():
@@ -160,8 +160,8 @@ class FactsReader:
                     facts.missing.append(program)
 
     def _policy_changed(self, turn: Turn) -> bool:
-        """Return True if the policy's version rose during the call, or is newer than in the session's earlier calls.
-        Calls wait while new weights are loaded."""
+        """Return True if the policy's version rose during the call, or since the session's earlier calls. Such a call
+        may have waited while new weights were loaded."""
         versions = {span.version for span in turn.versions}
         before = self.facts.newest
         return len(versions) > 1 or (before is not None and any(version > before for version in versions))

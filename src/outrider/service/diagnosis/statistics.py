@@ -1,7 +1,7 @@
-"""Confidence bounds of shares and differences, computed in one pass over the data and in constant memory.
+"""Confidence bounds of shares and differences, computed in one pass over the data and with constant memory.
 
-All bounds are one-sided with the error probability 0.001 (`Z`), because about twenty rules are applied to each run. The
-module is pure. Invariant: a bound lies on the conservative side of its estimate, so little data triggers no rule.
+All bounds are one-sided. The error probability is as low as 0.001 (`Z`), because about twenty rules are applied to each
+run. Invariant: a bound is on the conservative side of its estimate, so little data triggers no rule.
 
 Sources: Wilson (1927), "Probable inference, the law of succession, and statistical inference"; Kish (1965), "Survey
 Sampling", for the effective sample size of clusters; Welch (1947), "The generalization of Student's problem".
@@ -15,15 +15,15 @@ from math import exp, inf, sqrt
 import msgspec
 
 Z = 3.09
-"""Quantile of the normal distribution for the error probability 0.001."""
+"""Quantile of the normal distribution for a one-sided error probability of 0.001."""
 
 
 class ClusterShare:
-    """A share `part / whole`, summed over independent units. An example is the share of cut replies among all replies,
-    with sessions as units.
+    """A share `part / whole`, summed over independent units, such as the share of cut replies among all replies of the
+    sessions.
 
-    The calls of one session depend on each other, so the bound is computed for a ratio over clusters. A unit is a
-    session or a group, never a call or a token.
+    A unit is a session or a group, never a call or a token, because the calls of one session depend on each other. So
+    the bound is that of a ratio over clusters.
     """
 
     __slots__ = ("_cross", "_part_squares", "_whole_squares", "part", "units", "whole")
@@ -34,7 +34,7 @@ class ClusterShare:
         self._part_squares = self._cross = self._whole_squares = 0.0
 
     def add(self, part: float, whole: float) -> None:
-        """Add a unit. A unit with `whole` 0 does not count. Requires 0 <= part <= whole."""
+        """Add a unit. A unit with `whole` 0 is ignored. Requires 0 <= part <= whole."""
         if whole <= 0:
             return
         self.units += 1
@@ -45,7 +45,8 @@ class ClusterShare:
         self._whole_squares += whole * whole
 
     def padded(self, units: int) -> ClusterShare:
-        """Return a copy that is filled up to `units` units; each added unit has part 0 and whole 1."""
+        """Return a copy with at least `units` units. An added unit has part 0 and whole 1. It stands for a session in
+        which the counted event did not occur."""
         more = max(0, units - self.units)
         copy = ClusterShare()
         copy.units, copy.part, copy.whole = self.units + more, self.part, self.whole + more
@@ -69,8 +70,10 @@ class ClusterShare:
         return max(0.0, (share + Z * Z / (2 * size) - spread) / (1 + Z * Z / size))
 
     def _effective_size(self, share: float) -> float:
-        """Return the number of independent observations that would give the same variance, at most `whole`. A share of
-        0 or 1 has no variance; the result is then the number of units, or less if the units differ in weight."""
+        """Return the number of independent observations that would give the same variance, at most `whole`.
+
+        A share of 0 or 1 has no variance. The result is then the number of units, or less if the units differ in
+        weight."""
         units = self.whole * self.whole / self._whole_squares
         squares = self._part_squares - 2 * share * self._cross + share * share * self._whole_squares
         variance = max(0.0, squares) / (self.whole * self.whole) * self.units / (self.units - 1)
@@ -82,7 +85,7 @@ class ClusterShare:
 
 
 class Moments(msgspec.Struct):
-    """Count, mean and sum of squared deviations of a series (Welford's method)."""
+    """Count, mean and sum of squared deviations of a series of numbers (Welford's method)."""
 
     count: int = 0
     mean: float = 0.0
@@ -107,7 +110,8 @@ class Moments(msgspec.Struct):
 
 
 def least_difference(first: Moments, second: Moments) -> float:
-    """Return the lower bound of `mean of second - mean of first` (Welch). -inf with fewer than two values in either."""
+    """Return Welch's lower bound of the mean of `second` minus the mean of `first`. Returns -inf if either has fewer
+    than two values."""
     if first.count < 2 or second.count < 2:
         return -inf
     parts = first.variance / first.count, second.variance / second.count
@@ -119,13 +123,14 @@ def least_difference(first: Moments, second: Moments) -> float:
 
 
 def student_quantile(freedom: float) -> float:
-    """Return the quantile of Student's distribution for the error probability of Z. Uses two terms of the expansion by
-    Cornish and Fisher. The result is 1.4 % too low at 9 degrees of freedom, and closer above."""
+    """Return the quantile of Student's distribution for the error probability of Z, from two terms of the
+    Cornish-Fisher expansion. It is 1.4 % too low at 9 degrees of freedom, and closer above."""
     return Z + (Z**3 + Z) / (4 * freedom) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * freedom**2)
 
 
 def least_rise(first: Moments, second: Moments) -> float:
-    """Return the lower bound of the rise from `first` to `second` in standard deviations of a single value."""
+    """Return the lower bound of the rise of the mean from `first` to `second`, in standard deviations of a single
+    value."""
     rise = least_difference(first, second)
     deviation = sqrt((first.variance + second.variance) / 2)
     if deviation > 1e-9:
@@ -135,11 +140,11 @@ def least_rise(first: Moments, second: Moments) -> float:
 
 def least_fall(first: Moments, second: Moments) -> float:
     """Return the lower bound of the relative fall from `first` to `second`, whose values are logarithms. 0.25 means a
-    fall by a quarter or more; a negative number means that there may be no fall."""
+    fall of at least a quarter; a negative number means that there may be no fall."""
     fall = least_difference(second, first)
     return -inf if fall == -inf else 1 - exp(-fall)
 
 
 def least_times(slow: Moments, others: Moments) -> float:
-    """Return the lower bound of the ratio of `slow` to `others`. The values of both are logarithms."""
+    """Return the lower bound of the ratio of `slow` to `others`. The values of both series are logarithms."""
     return exp(least_difference(others, slow))

@@ -1,1 +1,1 @@
-"""One model call of a session, from the bytes of its body to a recorded turn."""
+"""Handles one model call of a session, from the bytes of the request body to the recorded turn."""

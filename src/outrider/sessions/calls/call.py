@@ -1,5 +1,6 @@
-"""Common parts of model calls on both kinds of engines, which take token ids or messages: the steps of a call, and the
-parts shared on a node."""
+"""The interface of a model call (`EngineCall`), and the objects that the calls on a node share.
+
+There is one implementation for engines that take token ids and one for engines that take messages."""
 
 from __future__ import annotations
 
@@ -29,22 +30,21 @@ T_contra = TypeVar("T_contra", bound=Chunk | ChatChunk, contravariant=True)
 
 
 IMAGE_ROOM = 4 << 30
-"""Maximum bytes of the images of all calls under way on a node. The pixel values are counted as they are sent to
-engines."""
+"""Maximum bytes of the images of all running calls on a node. The size of an image is that of its pixel values as sent
+to the engine."""
 
 
 def image_room() -> PrioritySemaphore:
-    """Make the queue in which calls wait for memory for pixel values. One session gets at most half of IMAGE_ROOM."""
+    """Create the queue in which calls wait for memory for pixel values. One session gets at most half of IMAGE_ROOM."""
     return PrioritySemaphore(IMAGE_ROOM, share=0.5)
 
 
 class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts that all conversations of a node with one model share. The last three are shared by all models of the
-    node.
+    """The objects that all conversations of a node with one model share. All models of the node share the last three.
 
     images: None if the model reads no images.
     documents: None if documents cannot be read.
-    intake: the limit of memory for arriving requests.
+    intake: limits the memory for request bodies.
     image_room: the queue for memory for pixel values.
     offload: the thread for long work on requests.
     """
@@ -61,7 +61,7 @@ class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrozenModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that agents call in addition to the policy, and that is never trained. `limits` are the maximum turns and
+    """A model that agents can call in addition to the policy. It is never trained. `limits` are the maximum turns and
     tokens of one attempt."""
 
     backend: ModelBackend
@@ -69,34 +69,37 @@ class FrozenModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineCall(Protocol):
-    """One model call. Its methods are called in this order:
+    """One model call. The caller uses the methods in this order:
 
-    - `start` begins the generation. `share` comes from `Allowance.share(promised_tokens)`.
-    - `take` returns the steps of one chunk. It is called with each chunk until `ended` is True or the generation ends.
-    - `finish` returns the remaining steps.
-    - `commit` returns the turn of a completed call. If the call is cut off, `abort` is called instead.
+    1. `start` begins the generation. `share` comes from `Allowance.share(promised_tokens)`.
+    2. `take` converts a chunk of the engine's reply into steps. It is called until `ended` is True or the generation
+       ends.
+    3. `finish` returns the remaining steps.
+    4. `commit` returns the turn of a completed call. If the call is cut off, `abort` is called instead.
     """
 
     promised_tokens: int
     ended: bool
-    """True once the reply is complete, even if the engine still generates."""
+    """True once the reply is complete. The engine may still be generating then."""
 
     def start(self, share: TokenShare) -> PoolReply[Any]: ...
     def take(self, chunk: Any) -> list[Step]: ...
     def finish(self) -> list[Step]:
-        """Return the remaining steps. Raises EngineUnavailable if the last chunk had no finish reason."""
+        """Return the steps that `take` has not returned yet. Raises EngineUnavailable if the last chunk had no finish
+        reason."""
         ...
 
     def commit(self) -> Turn: ...
     def abort(self) -> Turn | None:
-        """Return the turn of a call that was cut off; None if no recordable token was sampled."""
+        """Return the turn of a call that was cut off, or None if no token that can be recorded was sampled."""
         ...
 
     def completion(self) -> Completion: ...
 
 
 def count_differences(sent: Ids, reported: list[int]) -> int:
-    """Count the positions at which two id sequences differ, including the difference of their lengths."""
+    """Return the number of positions at which two sequences of token ids differ, plus the difference of their
+    lengths."""
     other = np.asarray(reported, dtype=np.int32)
     shared = min(len(sent), len(other))
     return int(np.count_nonzero(sent[:shared] != other[:shared])) + abs(len(sent) - len(other))

@@ -1,15 +1,14 @@
-"""The limits of a session's model calls: on the body of each request, and on the tokens left to sample.
+"""Limits of a session's model calls: on the size of each request body, and on the tokens that the session may still
+sample.
 
-A body with too many bytes or too many JSON values is refused before it is parsed. So for a body that cannot fit the
-model's context, only its bytes and values are counted. The checks do not depend on dialects, because JSON's separators
-are the same in all dialects. Invariant: the bytes held for calls are bounded for each session and, for LARGE bodies,
-over all sessions. A body's bytes count from the first byte to the end of the call. The number of a session's calls is
-limited in `api/gateway.py`.
+A body with too many bytes or JSON values is refused before it is parsed. The checks work for the request format of
+every API, because they count only JSON's separators. Invariant: the bytes held for calls are limited for each session
+and, for LARGE bodies, over all sessions. A body's bytes count from their arrival to the end of the call. The number of
+a session's calls is limited in `api/gateway.py`.
 
 Concurrent calls of a session share the session's tokens (`Allowance`). Before a call begins, some tokens are promised
-to the call, and other calls cannot use these tokens. While too few tokens are free and other calls run, a new call
-waits, because the running calls may return unused tokens. Invariant: the numbers of sampled, promised and free tokens
-add up to the limit.
+to it, and other calls cannot use them. If too few tokens are free, a new call waits while other calls run, because they
+may return unused tokens. Invariant: the numbers of sampled, promised and free tokens add up to the limit.
 """
 
 from __future__ import annotations
@@ -26,53 +25,55 @@ from outrider.errors import ContextOverflow, Overflow, RequestError, TooLarge
 from outrider.lifecycle import StopReason
 
 MAX_BODY = 32 << 20
-"""Maximum bytes of one body. The providers' own bounds are between 20 and 50 MB."""
+"""Maximum size of one request body in bytes. Model providers allow between 20 and 50 MB."""
 MAX_TEXT_BODY = 9 << 20
-"""Maximum bytes of one body, without the files in it, if the engine takes token ids. Two million tokens of ordinary
-text have this size."""
+"""Maximum size in bytes of one body, without its files, on an engine that takes token ids. Two million tokens of
+ordinary text have this size."""
 MAX_IN_SESSION = 64 << 20
-"""Maximum bytes of all bodies of one session's unfinished calls."""
+"""Maximum total size in bytes of the bodies of one session's unfinished calls."""
 MAX_IN_ALL = 256 << 20
-"""Maximum bytes of the LARGE bodies of all sessions' unfinished calls."""
+"""Maximum total size in bytes of the bodies above LARGE, over the unfinished calls of all sessions."""
 LARGE = 1 << 20
-"""A body of at most this many bytes is parsed without a check of its contents, because parsing takes 25 ms at most."""
+"""A body of at most this many bytes is parsed without counting its JSON values, because parsing takes at most 25 ms."""
 BODY_SECONDS = 120.0
-"""A body must arrive within this many seconds. Agents need far less time, because they run on the same machine."""
+"""Seconds within which a body must arrive. Agents need far less, because they run on the same machine."""
 
 BYTES_PER_TOKEN = 64
-"""A body with more than this many bytes per token of the context counts as too long, because few tokens have so many
-bytes."""
+"""Maximum bytes of a body per token of the model's context. A larger body counts as too long, because hardly any token
+has more bytes."""
 FREE_SIZE = 1 << 20
-"""Bytes allowed in addition to BYTES_PER_TOKEN, because the prompt does not contain all of a body."""
+"""Bytes that every body may have in addition to BYTES_PER_TOKEN, because the prompt does not contain all of a body."""
 VALUES_PER_TOKEN = 4
-"""Maximum JSON values per token of context: every message, tool, part and field shown to the model takes a token or
-more."""
+"""Maximum number of JSON values in a body per token of the model's context. Every message, tool, part or field in the
+prompt takes a token or more."""
 FREE_VALUES = 4096
-"""Values allowed in addition to VALUES_PER_TOKEN, because the prompt does not contain some of the values."""
+"""JSON values that every body may have in addition to VALUES_PER_TOKEN, because the prompt does not contain all
+values."""
 MAX_VALUES = 1 << 17
-"""Maximum JSON values of any body. Decoding this number of values takes 15 ms, and blocks all other threads."""
+"""Maximum number of JSON values in any body. Decoding this many takes 15 ms, during which all other threads are
+blocked."""
 MAX_TOOLS = 4096
-"""Maximum tools of a request. The providers allow 128 tools. A chat template needs 0.1 ms for each tool."""
+"""Maximum number of tools in a request. Model providers allow 128. A chat template takes 0.1 ms per tool."""
 MAX_ESCAPES = 1 << 21
-"""Maximum escaped characters of any body. Decoding this number of escapes takes 25 ms."""
+"""Maximum number of escaped characters in any body. Decoding this many takes 25 ms."""
 _PIECE = 1 << 20
 _SEPARATORS = b"{[,"
 _WINDOW = 1 << 10
-"""A piece of this many bytes counts as part of a file if all its bytes are base64 characters. Ordinary text has no such
-piece."""
+"""Length in bytes of a window that counts as part of a file if it contains only base64 characters. Ordinary text has no
+such window."""
 _BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/-_="
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 
 
 class TooMuchAtOnce(RequestError):
-    """The session has too many unfinished calls, or the bodies of unfinished calls have too many bytes together."""
+    """The session has too many unfinished calls, or the bodies of unfinished calls are too large in total."""
 
     code = "too_much_at_once"
     http_status = 429
 
 
 class TooSlow(RequestError):
-    """A body did not arrive in time."""
+    """A request body did not arrive within the allowed time."""
 
     code = "too_slow"
     http_status = 408
@@ -80,8 +81,9 @@ class TooSlow(RequestError):
 
 class Intake:
     """Counts the bytes of the LARGE bodies of all sessions. `seconds` is the time within which each body must arrive.
-    When the bodies together exceed MAX_IN_ALL, the body that has been arriving for the longest time is given up.
-    Otherwise a client could use up the limit by sending slowly."""
+
+    When the bodies exceed MAX_IN_ALL, the one that has been arriving for the longest time is given up, because a client
+    could otherwise use up the limit by sending slowly."""
 
     def __init__(self, seconds: float = BODY_SECONDS) -> None:
         self.size = 0
@@ -89,8 +91,8 @@ class Intake:
         self._arriving: dict[Body, None] = {}
 
     def add(self, body: Body, size: int) -> None:
-        """Count `size` more bytes of a body as held. Raises TooMuchAtOnce if this body must be given up (see the
-        class)."""
+        """Count `size` more bytes of a body. Raises TooMuchAtOnce if the limit is exceeded and this body must be given
+        up."""
         self.size += size
         self._arriving.setdefault(body)
         while self.size > MAX_IN_ALL and self._arriving:
@@ -108,7 +110,7 @@ class Intake:
 
 
 class Bodies:
-    """Counts the bytes of the bodies of one session's unfinished calls."""
+    """Counts the bytes of the request bodies of one session's unfinished calls."""
 
     def __init__(self, intake: Intake) -> None:
         self.size = 0
@@ -116,7 +118,7 @@ class Bodies:
 
 
 class Body:
-    """The body of one call. The call runs within `with Body(bodies) as body:`, and the body's bytes count until the
+    """The request body of one call. The call runs inside `with Body(bodies) as body:`, and its bytes count until the
     block ends."""
 
     def __init__(self, bodies: Bodies) -> None:
@@ -135,8 +137,9 @@ class Body:
         self._counted = self._large = 0
 
     async def received(self, parts: AsyncIterator[bytes], capacity: Callable[[], Awaitable[BodyCapacity]]) -> bytes:
-        """Receive all parts and return the body. Raises ContextOverflow, TooLarge, TooSlow, TooMuchAtOnce, and the
-        errors of `capacity`, which is called for LARGE bodies."""
+        """Receive all parts and return the body. `capacity` is called for a LARGE body.
+
+        Raises ContextOverflow, TooLarge, TooSlow, TooMuchAtOnce, and the errors of `capacity`."""
         held: list[bytes] = []
         size = 0
         bound: BodyCapacity | None = None
@@ -162,7 +165,7 @@ class Body:
         return held[0] if len(held) == 1 else b"".join(held)
 
     def give_up(self) -> None:
-        """Stop receiving the body: `received` raises TooMuchAtOnce."""
+        """Stop receiving the body, so that `received` raises TooMuchAtOnce."""
         self._given_up = True
         self._bodies.intake.remove(self, self._large)
         self._large = 0
@@ -181,8 +184,8 @@ class Body:
 
 
 class FileBytes:
-    """Counts the bytes of a body that belong to files in base64, while the body arrives. Where the model does not read
-    a file, the prompt has one line of text instead (`media.py`). `size` is too small by up to 2 KiB for each file."""
+    """Counts the bytes of an arriving body that belong to files in base64. They are counted apart, because a file that
+    the model cannot read becomes one line of text (`media.py`). `size` is up to 2 KiB too small per file."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -198,28 +201,29 @@ class FileBytes:
 
 
 class BodyCapacity(msgspec.Struct, frozen=True):
-    """The limits of one body. `context` is the model's context in tokens, None if unknown. If `images` is True, which
-    holds for engines that take messages, the whole body may have MAX_BODY bytes. Otherwise its text has a lower limit,
-    and its files count only against MAX_BODY."""
+    """The size limits of one request body. `context` is the model's context length in tokens, or None if unknown.
+
+    If `images` is True, as for engines that take messages, the whole body may have MAX_BODY bytes. Otherwise the text
+    has a lower limit, and files count only toward MAX_BODY."""
 
     context: int | None
     images: bool
 
     @property
     def size(self) -> int:
-        """Maximum bytes of the body, without its files unless `images` is True."""
+        """Maximum size of the body in bytes. If `images` is False, the files in the body are not counted."""
         most = MAX_BODY if self.images else MAX_TEXT_BODY
         return most if self.images or self.context is None else min(most, FREE_SIZE + BYTES_PER_TOKEN * self.context)
 
     @property
     def values(self) -> int:
-        """Maximum JSON values of the body."""
+        """Maximum number of JSON values in the body."""
         shown = MAX_VALUES if self.context is None else VALUES_PER_TOKEN * self.context
         return min(MAX_VALUES, FREE_VALUES + shown)
 
     def check_size(self, size: int, files: int = 0) -> None:
-        """Raise ContextOverflow or TooLarge for a body that is too large. `files` is the number of its bytes that
-        belong to files."""
+        """Raise ContextOverflow or TooLarge for a body of `size` bytes that is too large. `files` of these bytes belong
+        to files."""
         if size > MAX_BODY:
             raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
         if self.images or (text := size - files) <= self.size:
@@ -229,7 +233,7 @@ class BodyCapacity(msgspec.Struct, frozen=True):
         raise TooLarge(f"the request body has more than {self.size} bytes of text")
 
     def check_numbers(self, messages: int, tools: int) -> None:
-        """Raise ContextOverflow for more messages than the context has tokens, and RequestError for more than MAX_TOOLS
+        """Raise ContextOverflow for more messages than tokens in the context, and RequestError for more than MAX_TOOLS
         tools."""
         if tools > MAX_TOOLS:
             raise RequestError(f"{tools} tools are too many: at most {MAX_TOOLS} are taken", field="tools")
@@ -237,7 +241,8 @@ class BodyCapacity(msgspec.Struct, frozen=True):
             raise self._overflow(messages)
 
     def checking(self, body: bytes) -> Steps[None]:
-        """Check a LARGE body by its size, separators and escapes. Raises ContextOverflow or TooLarge."""
+        """Check the size of a LARGE body, and its numbers of JSON separators and escapes. Raises ContextOverflow or
+        TooLarge."""
         separators = escapes = 0
         files = FileBytes()
         for start in range(0, len(body), _PIECE):
@@ -250,8 +255,8 @@ class BodyCapacity(msgspec.Struct, frozen=True):
         if escapes > MAX_ESCAPES:
             raise TooLarge(f"the request body has more than {MAX_ESCAPES} escaped characters")
         self.check_size(len(body), files.size)
-        # The quick count includes separators inside texts. Usually even this count is within the limit, and the exact
-        # count is not needed.
+        # `separators` includes separators inside strings. If even this number is within the limit, the slow exact count
+        # is not needed.
         if separators > self.values and (values := (yield from count_values(body))) > self.values:
             raise self._overflow(values // VALUES_PER_TOKEN)
 
@@ -263,8 +268,8 @@ class BodyCapacity(msgspec.Struct, frozen=True):
 
 
 def count_values(body: bytes, piece_size: int = _PIECE) -> Steps[int]:
-    """Count the objects, lists and commas of a JSON text outside of its strings. The result is meaningless for bytes
-    that are not JSON."""
+    """Count the objects, lists and commas of a JSON text outside of its strings. The result is meaningless if `body` is
+    not JSON."""
     total = 0
     inside = False
     backslashes = 0
@@ -273,7 +278,7 @@ def count_values(body: bytes, piece_size: int = _PIECE) -> Steps[int]:
         piece = np.frombuffer(body, np.uint8, min(piece_size, len(body) - start), start)
         places = np.arange(len(piece))
         other = np.maximum.accumulate(np.where(piece == _BACKSLASH, -1 - backslashes, places))
-        run = np.empty(len(piece), np.int64)  # number of backslashes right before each byte
+        run = np.empty(len(piece), np.int64)  # for each byte, the number of backslashes directly before it
         run[0] = backslashes
         run[1:] = places[:-1] - other[:-1]
         ends = (piece == _QUOTE) & (run % 2 == 0)
@@ -286,8 +291,8 @@ def count_values(body: bytes, piece_size: int = _PIECE) -> Steps[int]:
 
 
 class LimitReached(RequestError):
-    """A call was refused, because the session has used up its turns or tokens of a model, or because the running calls
-    may use up the rest. `model` is None for the policy."""
+    """A call was refused because the session has used up its turns or tokens of a model, or because running calls may
+    use up the rest. `model` is None for the policy."""
 
     code = "limit_reached"
     http_status = 429
@@ -299,8 +304,8 @@ class LimitReached(RequestError):
 
 
 class Allowance:
-    """The tokens that one session may sample from one model. `sampled` counts the tokens of all calls so far, running
-    calls included."""
+    """The tokens that one session may sample from one model. `sampled` is the number sampled so far by finished and
+    running calls."""
 
     def __init__(self, tokens: int, model: str | None = None) -> None:
         self.sampled = 0
@@ -313,18 +318,19 @@ class Allowance:
 
     @property
     def unsampled(self) -> int:
-        """Number of tokens that are not yet sampled, including promised tokens."""
+        """Number of tokens that are not sampled yet. Promised tokens are included."""
         return self._limit - self.sampled
 
     def resume(self, sampled: int) -> None:
-        """Count the tokens that an earlier attempt has sampled. Call this before the first share."""
+        """Count the `sampled` tokens of an earlier attempt. Call this before the first call of `share`."""
         self.sampled = sampled
         self._free = max(0, self._limit - sampled)
 
     async def share(self, promised: int) -> TokenShare:
-        """Wait for free tokens, and return the share of one call, for a `with` block. The share has `promised` tokens,
-        or fewer if fewer are free and no other call runs. Calls are served in order of arrival. Raises LimitReached if
-        all tokens are sampled."""
+        """Wait until the session has `promised` free tokens, and return them as the share of one call, for a `with`
+        block. If no other call runs, the share may have fewer tokens.
+
+        Calls are served in order of arrival. Raises LimitReached if no token is free."""
         async with self._queue:
             while self._free < promised and self._running:
                 self._returned.clear()
@@ -335,8 +341,7 @@ class Allowance:
             return TokenShare(self, self._take_free(promised))
 
     def draw(self, share: TokenShare, tokens: int) -> int:
-        """Charge up to `tokens` sampled tokens to a share: first its promised tokens, then free tokens. Returns the
-        number of tokens charged."""
+        """Charge sampled tokens to a share, as `TokenShare.take` does."""
         if tokens <= share.promised:
             share.promised -= tokens
             self.sampled += tokens
@@ -348,7 +353,7 @@ class Allowance:
         return taken
 
     def give_back(self, share: TokenShare) -> None:
-        """Return a share's unused tokens after the end of its call."""
+        """Give back the unused tokens of a share, because its call has ended."""
         self._running -= 1
         self._free += share.promised
         self._returned.set()
@@ -360,7 +365,8 @@ class Allowance:
 
 
 class TokenShare:
-    """One call's share of the allowance. `promised` is the number of tokens that are still promised to the call."""
+    """The tokens that one call may sample, taken from an `Allowance`. `promised` is the number that is still promised
+    to the call."""
 
     def __init__(self, allowance: Allowance, promised: int) -> None:
         self.promised = promised
@@ -374,10 +380,10 @@ class TokenShare:
 
     @property
     def unsampled(self) -> int:
-        """Number of the session's tokens that are not yet sampled, including promised tokens."""
+        """Number of the session's tokens that are not sampled yet. Promised tokens are included."""
         return self._allowance.unsampled
 
     def take(self, tokens: int) -> int:
-        """Charge up to `tokens` sampled tokens to this call: first its promised tokens, then free tokens. Returns the
-        number of tokens charged, which is lower if the session has too few tokens left."""
+        """Charge up to `tokens` sampled tokens to this call: first its promised tokens, then the session's free tokens.
+        Returns the number of tokens charged, which is lower if the session has too few tokens left."""
         return self._allowance.draw(self, tokens)

@@ -1,9 +1,10 @@
-"""One model call on an engine that takes messages. Token ids are captured from the response, if the engine reports any.
+"""One model call on an engine that takes messages. Token ids are captured from the response if the engine reports them.
 
-The turns of these calls are less exact than those of an engine that takes token ids, and are marked by their mode. The
-engine renders the whole history for each call, so a prompt may differ from the ids of the previous turn. Invariant: the
-ids of a prompt are recorded as reported, and never replaced by ids of earlier turns. If a prompt does not begin with
-all ids of an earlier turn, the new turn has no parent, and the ids that differ are counted as drift.
+The turns of these calls are less exact than turns on an engine that takes token ids, and the `mode` of a turn shows
+this. The engine renders the whole history for each call, so a prompt may differ from the ids of the previous turn.
+
+Invariant: the ids of a prompt are recorded as reported. If a prompt does not begin with all ids of an earlier turn, the
+new turn has no parent, and the ids that differ are counted as drift.
 """
 
 from __future__ import annotations
@@ -41,9 +42,8 @@ if TYPE_CHECKING:
 
 
 class MessageCall:
-    """A call on an engine that takes messages. The engine may report the token ids of prompt and reply, or no ids.
-
-    The ids of the prompt decide which earlier turn the call continues (see `CapturedTurns`).
+    """A call on an engine that takes messages. The engine may report the token ids of the prompt and the reply. The
+    prompt's ids decide which earlier turn the call continues (see `CapturedTurns`).
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class MessageCall:
         keeps_ids: bool,
     ) -> None:
         self.id = os.urandom(16).hex()
-        # All requested tokens are promised, because text is sent to the client before its tokens are counted, and
-        # cannot be cut afterwards.
+        # All requested tokens are promised to the call, because the client gets text before its tokens are counted, and
+        # the text cannot be taken back.
         self.promised_tokens = sampling.max_tokens
         self.ended = False
         self._backend = backend
@@ -117,7 +117,7 @@ class MessageCall:
         if last is None or last.finish is None or last.reply is None:
             raise EngineUnavailable("the engine ended a stream without finishing it")
         check_choice_kept(self._request.tool_choice, last.reply, last.finish, None)
-        # If the response has no ids, the engine's own number of tokens is used.
+        # If the response has no ids, use the number of tokens that the engine reported.
         reported = (last.usage or {}).get("completion_tokens", 0)
         self._share.take(len(last.output_ids) if last.output_ids is not None else reported)
         return []
@@ -179,7 +179,7 @@ class MessageCall:
         )
 
     def abort(self) -> Turn | None:
-        """Return None: a generation that was cut off has reported no ids, so there is nothing to record."""
+        """Return None. Nothing can be recorded, because an engine reports no ids for a generation that was cut off."""
         return None
 
     def completion(self) -> Completion:
@@ -199,7 +199,7 @@ class MessageCall:
 
 
 class TurnPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """The position of a captured turn among its session's turns."""
+    """The place of a captured turn among the turns of its session."""
 
     index: int
     parent: int | None
@@ -213,8 +213,8 @@ class TurnPosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConversationStart(msgspec.Struct, frozen=True):
-    """Digests of the parts of a conversation that do not change from call to call: the tools, the system messages at
-    the beginning, and the first message after the system messages."""
+    """Digests of what stays the same in all calls of a conversation: the tools, the system messages at the beginning,
+    and the first message after them."""
 
     tools: bytes = b""
     system: bytes = b""
@@ -225,9 +225,10 @@ NOTHING = ConversationStart()
 
 
 class CapturedTurns:
-    """The ids of a session's captured turns. A prompt extends an earlier turn if the prompt begins with all ids of the
-    turn and has the same images in this part. The images must be compared, because two different images of one size
-    have the same ids."""
+    """The token ids of a session's captured turns.
+
+    A prompt extends an earlier turn if it begins with all ids of the turn and has the same images there. The images
+    must be compared, because different images of the same size have the same ids."""
 
     def __init__(self) -> None:
         self._ends: list[bytes] = []
@@ -238,12 +239,12 @@ class CapturedTurns:
         self._openings: list[ConversationStart] = []
         self._replies: dict[tuple[bytes, bytes], dict[ConversationStart, int]] = {}
         self._paths: dict[tuple[bytes, bytes], int] | None = None
-        """The turns, by the digests of their tools and of their messages with the reply. None until the
-        first call of `known_ids`, because the digest of a long conversation takes milliseconds."""
+        """Indexes of turns by two digests: of the tools, and of the messages with the reply. None until the first
+        call of `known_ids`, because digesting a long conversation takes milliseconds."""
 
     def restore(self, turns: Sequence[Turn]) -> None:
-        """Record the stored turns of an earlier attempt, in the order of their index. Some indexes may be missing,
-        because some turns may not have been stored."""
+        """Take over the stored turns of an earlier attempt, in the order of their index. An index may be missing,
+        because its turn was not stored."""
         said: dict[int, tuple[Message, ...]] = {}
         for turn in turns:
             for _ in range(len(self._ends), turn.index):
@@ -264,9 +265,8 @@ class CapturedTurns:
             said[turn.index] = messages if turn.reply is None else (*messages, turn.reply)
 
     def known_ids(self, messages: Sequence[Message], tools: bytes) -> list[int] | None:
-        """Return the ids of the recorded turn that `messages` continues: the turn's tools equal `tools`, and its
-        messages and reply equal the beginning of `messages` up to the last reply. Returns None if there is no such
-        turn."""
+        """Return the ids of the recorded turn that `messages` continues, or None if there is no such turn. The turn
+        must have the same `tools`. Its messages and its reply must equal `messages` up to the last reply in them."""
         self._paths = self._paths or {}
         last = max((at for at, message in enumerate(messages) if message.role is Role.ASSISTANT), default=-1)
         index = self._paths.get((tools, _path(messages[: last + 1]))) if self._paths and last >= 0 else None
@@ -283,16 +283,17 @@ class CapturedTurns:
         reply: Message | None = None,
     ) -> TurnPosition:
         """Record a turn and return its position. `shown[n]` is a digest of the images in the request's first `n`
-        messages. Requests with the same `opening` belong to one conversation. A request with changed tools or a changed
-        system prompt has another `opening`, but continues a conversation if it has the same first message and quotes a
-        `reply` of the conversation."""
+        messages.
+
+        Requests with the same `opening` belong to one conversation. A request with changed tools or a changed system
+        prompt has another `opening`, but still continues a conversation if it has the same first message and contains a
+        `reply` of it."""
         index = len(self._ends)
         packed = pack_ids(prompt)
         conversation = self._conversations.setdefault(opening, len(self._conversations))
         before = self._newest.get(conversation)
         self._newest[conversation] = index
-        # `fitting` has the turns whose ids are the beginning of the prompt. `same` has those of them whose images are
-        # also equal to the images in the beginning of the request.
+        # `fitting` has the turns whose ids are the beginning of the prompt. `same` has those whose images also match.
         fitting = [at for at, ids in enumerate(self._ends) if ids and len(ids) < len(packed) and packed.startswith(ids)]
         same = [at for at in fitting if shown[min(self._messages[at], len(shown) - 1)] == self._images[at]]
         parent = max(same, key=lambda earlier: len(self._ends[earlier]), default=None)
@@ -348,9 +349,9 @@ class CapturedTurns:
         )
 
     def _quoted(self, messages: Sequence[Message], opening: ConversationStart) -> int | None:
-        """Find the last reply in `messages` that a recorded conversation with the same first message has given. Return
-        the index of the newest turn that gave this reply. Returns None if there is no such reply, or if the
-        conversation of `opening` itself has given it."""
+        """Find the last reply in `messages` that was given in a recorded conversation with the same first message, and
+        return the index of the newest turn with this reply. Returns None if there is no such reply, or if the
+        conversation of `opening` itself gave it."""
         for message in reversed(messages):
             if message.role is Role.ASSISTANT:
                 said = self._replies.get((opening.first, message_key(message).body))
@@ -364,8 +365,8 @@ def _tools_digest(request: ModelRequest) -> bytes:
 
 
 def _path(messages: Sequence[Message]) -> bytes:
-    """Return the digest of a conversation, images included. The reasoning of replies does not count, because agents do
-    not send it back."""
+    """Return the digest of a conversation and its images. The reasoning in replies is ignored, because agents do not
+    send it back."""
     path = b""
     for message in messages:
         path = extend(path, message_key(message).body)
@@ -373,8 +374,8 @@ def _path(messages: Sequence[Message]) -> bytes:
 
 
 def _image_paths(messages: Sequence[Message]) -> list[bytes]:
-    """Return a list whose item `n` is a digest of the images in the first `n` messages. The list begins with the digest
-    for no messages."""
+    """Return a list whose item `n` is a digest of the images in the first `n` messages. Item 0 stands for no
+    messages."""
     paths = [b""]
     for message in messages:
         path = paths[-1]

@@ -1,7 +1,7 @@
 """One model call on an engine that takes token ids, from the prompt to the recorded turn.
 
-Invariant: the call's turn has every token that the engine reported, up to the session's limit, no matter whether the
-call succeeded, failed halfway or was given up.
+Invariant: the turn contains every token that the engine reported, up to the session's limit, whether the call
+succeeded, failed halfway or was given up by the client.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from outrider.engines.pool.call import PoolReply
 
 PROMISED_TOKENS = 2048
-"""Maximum tokens of the session's limit that are reserved for a call before it begins. Nearly all replies are shorter,
-but programs request far more. If all requested tokens were reserved, calls would wait for one another."""
+"""Maximum number of the session's tokens that are promised to a call before it begins. Nearly all replies are shorter,
+although programs request far more tokens. If all requested tokens were promised, calls would wait for one another."""
 
 
 class TokenCall:
@@ -116,7 +116,7 @@ class TokenCall:
                 )
             )
         counted = self._share.take(len(chunk.ids))
-        if counted < len(chunk.ids):  # the session has no more tokens for this call, so the reply ends here
+        if counted < len(chunk.ids):  # the session has too few tokens left for the whole chunk, so the reply ends here
             self.ended = True
             chunk = msgspec.structs.replace(
                 chunk,
@@ -127,7 +127,8 @@ class TokenCall:
                 versions=(),
             )
         self._last = chunk
-        if chunk.prompt_ids is not None:  # a generation may need several requests, each of which reports its prompt
+        # one generation may take several requests to the engine, and each reports its prompt
+        if chunk.prompt_ids is not None:
             self._drift = max(self._drift, count_differences(self._prompt, chunk.prompt_ids))
         elif chunk.prompt_tokens is not None:
             self._drift = max(self._drift, abs(chunk.prompt_tokens - len(self._prompt)))

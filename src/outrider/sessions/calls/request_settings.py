@@ -1,8 +1,8 @@
-"""Determines the settings of one model call from the choices of the task and the client, and from the engine's
-abilities.
+"""Determines the settings of one model call from the task's settings, the client's request, and the abilities of the
+engine.
 
-The module is pure, and does not depend on dialects. Invariant: the name of every client setting that is left out is
-recorded with the turn.
+The module does not depend on the client's API. Invariant: if a setting of the client is left out, its name is recorded
+with the turn.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from outrider.trajectory import FinishReason, TokenMode
 T = TypeVar("T")
 
 MAX_SEED = (1 << 31) - 1
-"""The largest seed. Every engine accepts seeds of 31 bits: llama.cpp's seeds have 32 bits, vLLM's have 64 bits with a
-sign."""
+"""The largest seed, of 31 bits, which every engine accepts: llama.cpp uses unsigned 32-bit seeds, vLLM signed 64-bit
+seeds."""
 
 UNNAMED_TOKENS = 32_768
-"""Maximum number of sampled tokens of a call that sets no maximum, for a model of unknown context length."""
+"""Maximum number of sampled tokens of a call if neither its request nor the task sets one and the model's context
+length is unknown."""
 
 
 def sampling_for(
@@ -45,10 +46,12 @@ def sampling_for(
     seed: int | None,
     stop_ids: tuple[int, ...],
 ) -> SamplingParams:
-    """Return the sampling parameters of a call. Each has the task's value, or else the client's value, or else the
-    neutral value. Parameters that no task can set, such as stop strings, have the client's value. `unsampled` is the
-    number of tokens that the session has left. `context` is the model's context in tokens (None: unknown), of which the
-    prompt takes `prompt_tokens`. `stop_ids` end every reply."""
+    """Return the sampling parameters of a call. A parameter has the task's value, or else the client's value, or else
+    the neutral value. A parameter that no task can set, such as stop strings, has the client's value.
+
+    unsampled: the number of tokens that the session has left.
+    context: the model's context length in tokens, or None. The prompt takes `prompt_tokens` of it.
+    stop_ids: token ids that end every reply."""
     room = unsampled if context is None else min(unsampled, context - prompt_tokens)
     unnamed = room if context is not None else UNNAMED_TOKENS
     return SamplingParams(
@@ -70,20 +73,20 @@ def sampling_for(
 
 
 def first_of(task: T | None, asked: T | None, otherwise: T) -> T:
-    """Return the task's choice. If the task has none, return the client's choice, or else the default."""
+    """Return the task's value, or else the client's value (`asked`), or else the default (`otherwise`)."""
     if task is not None:
         return task
     return otherwise if asked is None else asked
 
 
 def seed_for(task: SamplingSpec, client: RequestedSampling, *, sample: int, call: int) -> int | None:
-    """Return the seed of a call, from 0 to MAX_SEED; None if neither the task nor the client has a seed. `sample` is
-    the sample's index in its group, and `call` the number of the call in its attempt.
+    """Return the seed of a call, from 0 to MAX_SEED, or None if neither the task nor the client sets a seed. `sample`
+    is the sample's index in its group, and `call` is the number of the call in its attempt.
 
-    With a task's seed, each call of each sample gets a different seed: with one seed for all, the samples of a group
-    would be copies of each other. With a client's seed, all calls of a sample get the same seed, because the client may
-    expect equal replies to equal calls. Later attempts of a session repeat the seeds of the first attempt. The result
-    is the same on any machine and in any version.
+    With the task's seed, each call of each sample gets a different seed, because otherwise the samples of a group would
+    be copies of each other. With the client's seed, all calls of a sample get the same seed, because the client may
+    expect equal replies to equal calls. A retry repeats the seeds of the first attempt. The result does not depend on
+    the machine or the version.
     """
     if task.seed is not None:
         text = f"{task.seed}/{sample}/{call}"
@@ -95,9 +98,9 @@ def seed_for(task: SamplingSpec, client: RequestedSampling, *, sample: int, call
 
 
 def client_may_be_at_fault(request: ModelRequest) -> bool:
-    """Return True if an engine may have refused the request for a setting that only the client can choose, such as a
-    schema that does not compile. The refusal is then the client's error: an agent must not be able to make its session
-    fail with an engine's error."""
+    """Return True if the request has a setting that only the client can choose, such as a JSON schema. If an engine
+    refuses the request, the refusal then counts as the client's error, because an agent must not be able to make its
+    session fail with an engine error."""
     asked = request.sampling
     return (
         request.tool_choice is not None
@@ -108,11 +111,11 @@ def client_may_be_at_fault(request: ModelRequest) -> bool:
 
 
 def constrained(request: ModelRequest, assigned: ServingEngine, family: str) -> ModelRequest:
-    """Return the request with a constraint that enforces the request's choice of tools. A request without such a choice
-    is returned unchanged. `family` is the model family of the renderer.
+    """Return the request with a constraint that enforces its `tool_choice`. A request without `tool_choice` is returned
+    unchanged. `family` is the renderer's model family.
 
-    Raises RequestError if the engine does not support the constraint or the choice of tools, or if the request has
-    both. An engine that takes token ids also allows no constraint together with tools.
+    Raises RequestError if the engine does not support the constraint or the tool choice, or if the request has both. An
+    engine that takes token ids also refuses a constraint together with tools.
     """
     choice = request.tool_choice
     if choice is None:
@@ -139,8 +142,8 @@ def constrained(request: ModelRequest, assigned: ServingEngine, family: str) -> 
 
 
 def check_choice_kept(choice: ToolChoice | None, reply: Message, finish: FinishReason, stop: int | str | None) -> None:
-    """Raise EngineMisbehaved for a finished reply that breaks the client's choice of tools. A reply that was cut off
-    (at a limit, by an abort, or by the stop string `stop`) may lack calls."""
+    """Raise EngineMisbehaved if a finished reply breaks the client's tool choice. A reply that was cut off (at a limit,
+    by an abort, or by the stop string `stop`) may lack tool calls."""
     if choice is None:
         return
     whole = finish is FinishReason.STOP and not isinstance(stop, str)
@@ -154,8 +157,8 @@ def check_choice_kept(choice: ToolChoice | None, reply: Message, finish: FinishR
 
 
 def _check_constraint(request: ModelRequest, assigned: ServingEngine) -> None:
-    """Raise RequestError if the engine cannot constrain the reply as requested. An engine that takes token ids cannot
-    constrain the reply to a request with tools."""
+    """Raise RequestError if the engine cannot apply the request's constraint. An engine that takes token ids cannot
+    constrain a reply if the request has tools."""
     constraint = request.sampling.constraint
     if constraint is None:
         return
@@ -174,8 +177,8 @@ def _check_constraint(request: ModelRequest, assigned: ServingEngine) -> None:
 def for_openai_api(
     sampling: SamplingParams, thinking: bool | None, client: RequestedSampling
 ) -> tuple[SamplingParams, tuple[str, ...]]:
-    """Return the sampling parameters that OpenAI's own API has, and the names of the requested settings that are left
-    out."""
+    """Return only the sampling parameters that OpenAI's own API supports, and the names of the requested settings that
+    were left out."""
     neutral = SamplingParams(max_tokens=sampling.max_tokens)
     unknown = ("top_k", "min_p", "repetition_penalty", "min_tokens")
     asked = [name for name in unknown if getattr(sampling, name) != getattr(neutral, name)]
@@ -185,21 +188,23 @@ def for_openai_api(
 
 
 def clamped(sampling: SamplingParams, share: TokenShare) -> SamplingParams:
-    """Return the sampling parameters, limited to the tokens that the session has left. Other calls may have used up
-    tokens while this call waited for its share."""
+    """Return the sampling parameters with `max_tokens` reduced to the tokens that the session has left. Other calls may
+    have used tokens while this call waited for its share."""
     if sampling.max_tokens <= share.unsampled:
         return sampling
     return msgspec.structs.replace(sampling, max_tokens=share.unsampled)
 
 
 def recorded(sampling: SamplingParams, thinking: bool | None) -> dict[str, Any]:
-    """Return a turn's sampling parameters and `thinking` as plain values, as they are stored with the turn."""
+    """Return a turn's sampling parameters and its `thinking` setting in the form in which they are stored."""
     told: dict[str, Any] = msgspec.to_builtins(sampling, str_keys=True)
     return told | {"thinking": thinking}
 
 
 def described_notes(described: Mapping[int, Sequence[str]], *, first: int) -> tuple[str, ...]:
-    """Return one note for each file of a tool's result that the model read as text. A note is RESULT followed by the
-    file's media type. `described` has the media types of these files by message number. Messages before number `first`
-    are left out, because a turn notes only the files of its own messages."""
+    """Return one note for each file in a tool result that the model read as text: RESULT followed by the file's media
+    type.
+
+    `described` maps a message number to the media types of its files. Messages before number `first` are left out,
+    because a turn lists only the files of its own messages."""
     return bounded_notes(RESULT + kind for at in sorted(described) if at >= first for kind in described[at])
