@@ -1,4 +1,5 @@
-"""Tools for work on the event loop: retries, protection from cancellation, worker threads, a watchdog.
+"""General tools for asyncio programs: retries, protection from cancellation, worker threads, garbage collection, and a
+watchdog for the event loop.
 
-Nothing here depends on the kind of work.
+The modules here do not depend on what the work is: they import no sessions, engines or sandboxes.
 """
