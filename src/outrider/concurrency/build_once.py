@@ -81,7 +81,7 @@ def lock_file(place: Path) -> Path:
 
 def new_draft(place: Path) -> Path:
     """Create an empty draft folder for `place`. The caller must hold the lock of `place`, because other builders remove
-    every draft whose lock is free."""
+    a draft if the lock of its entry is free."""
     return Path(tempfile.mkdtemp(prefix=f".draft-{place.name}-", dir=place.parent))
 
 

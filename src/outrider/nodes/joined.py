@@ -3,7 +3,7 @@ messages.
 
 Invariants: only a restart of the same node, with the same token, can take over the name of a member. When a node breaks
 the protocol, or sends nothing for SILENCE_SECONDS, the service gives it up: its attempts run on other nodes, and its
-process is told so.
+process is notified.
 """
 
 from __future__ import annotations

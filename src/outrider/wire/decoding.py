@@ -20,7 +20,7 @@ CONTAINER = 4
 MAX_DEPTH = 64
 """Maximum nesting of lists and maps. Outrider's own messages have about a dozen levels."""
 
-# MessagePack formats. Each key is the first byte of a value.
+# MessagePack's formats, by the first byte of a value.
 #
 # - `_FIXED`: the number of bytes that follow.
 # - `_SIZED`, `_LISTS`, `_MAPS`: the number of bytes of the length, which comes next.
