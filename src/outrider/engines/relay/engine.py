@@ -92,7 +92,7 @@ class RelayEngine:
         return all(worker.hello.loads for worker in self._workers.values())
 
     async def start(self) -> None:
-        """Do nothing: workers connect by themselves."""
+        """Do nothing, because workers connect by themselves."""
 
     async def close(self) -> None:
         self._closed = True
