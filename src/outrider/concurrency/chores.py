@@ -142,8 +142,8 @@ class Chores:
 
     def create_task(self, work: Coroutine[Any, Any, T], *, name: str, chore: str | None = None) -> asyncio.Task[T]:
         """Run `work` once. If it raises an error that is not fatal, the task returns None. The error is recorded in
-        `failures`, because possibly no code awaits the task. The name in the record is `chore`, by default `name`. Some
-        repeated work must have the same name, because only its next success clears the record."""
+        `failures`, because possibly no code awaits the task. The name in the record is `chore`, by default `name`. It
+        must be the name of repeated work, because only the next success under this name clears the record."""
         task = self._group.create_task(self._noted(work, chore or name), name=name)
         self._once.add(task)
         task.add_done_callback(self._once.discard)

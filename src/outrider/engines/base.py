@@ -95,7 +95,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     `session_key`: the same for all requests of a session, so that a router can send them to the server that has cached
         their prefix.
     `input_ids`: int32 of shape (prompt length,).
-    `images`: the images of the prompt, in order. Only for engines that take images in this form (`image_form_of`)."""
+    `images`: the images of the prompt, in order. The engine must take images in their form (`image_form_of`)."""
 
     request_id: str
     session_key: str
@@ -348,11 +348,11 @@ class AwaitsWorkers(Protocol):
 
 @runtime_checkable
 class ListsEngines(Protocol):
-    """A list of engines, such as the workers of a router. A pool adds the listed engines, and asks again from time to
-    time.
+    """A list of engines, such as the workers of a router. A pool adds the listed engines, and reads the list again from
+    time to time.
 
-    Each spec has a URL, which identifies the engine. `list_engines` raises EngineError, or InvalidField if the server
-    lists no engines. The pool calls `start` and `close` once each.
+    Each listed spec has a URL, which identifies the engine. `list_engines` raises EngineError, or InvalidField if the
+    server has no list of engines. The pool calls `start` and `close` once each.
     """
 
     name: str
@@ -363,7 +363,7 @@ class ListsEngines(Protocol):
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The argument of every engine class. `tokenizer` is the folder of the tokenizer."""
+    """The argument with which every engine is created. `tokenizer` is the folder of the tokenizer."""
 
     name: str
     url: str | None = None

@@ -71,7 +71,7 @@ class PauseGate:
 
 
 class GateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a follower's gate.
+    """The state of a follower's gate, as the follower reports it to the leader.
 
     `closings`: the leader's `closings` that the follower has applied last.
     `in_flight`: how many of its generations are in flight.

@@ -41,9 +41,9 @@ MAX_CALLS, MAX_CALL_BYTES = 1024, 64 << 20
 nothing more is read from the peer until one of these calls has its reply."""
 
 Handler = Callable[[Any], Coroutine[Any, Any, object] | AsyncGenerator[object, None]]
-"""Carries out the calls of one class. For a `NodeStream`, the handler is a function that returns an asynchronous
-generator, and it must itself limit the number of open streams. For other calls it is a coroutine function. It raises
-Nonsense for a call that breaks the protocol."""
+"""A handler carries out the calls of one class. For a `NodeStream`, it is a function that returns an asynchronous
+generator, and it must itself limit the number of open streams. For other calls it is a coroutine function. A handler
+raises Nonsense for a call that breaks the protocol."""
 
 
 class CallEnded(Exception):
@@ -191,7 +191,7 @@ class LinkCalls:
                     raise Nonsense(f"a reply to call {message.call}, which was never made")
 
     def streams(self, *kinds: type[NodeCall[Any]]) -> list[int]:
-        """Return the size in bytes of the request of each open stream of the peer that is of one of these classes."""
+        """Return the request sizes, in bytes, of the peer's open streams of these classes."""
         return [size for kind, size in self._streams.values() if kind in kinds]
 
     async def ready_for_more(self) -> None:

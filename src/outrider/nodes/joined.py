@@ -100,9 +100,9 @@ class JoinedNodes:
             if hello.received:
                 await socket.close(Close.REMOVED, "the service has given this node up")
                 return
-            # When may a new node take over the name of a member? Never while the member is connected. If the member
-            # runs sessions, only a node with the same `machine` may. If the member is not ready yet, any node with the
-            # same token may: it can be the same computer, because `machine` is a random name that changes when the
+            # A new node may take over the name of a member only while the member is not connected. If the member runs
+            # sessions, the new node must also have the same `machine`. If the member was never ready, the same token is
+            # enough: the new node may be on the same machine, because `machine` is a random name that changes when the
             # joining program starts again.
             if name in self._own or (
                 member is not None

@@ -124,7 +124,7 @@ class Follow(msgspec.Struct, tag="follow", frozen=True, kw_only=True):
 
 
 class Loads(msgspec.Struct, tag="loads", frozen=True, kw_only=True):
-    """The load on each engine of a model that comes from other processes."""
+    """The load that other processes put on each engine of a model."""
 
     model: str | None
     loads: dict[str, float]
@@ -184,7 +184,7 @@ class CancelCall(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
-    """The node is ready to run attempts. With `error`, it cannot run any, for this reason."""
+    """The node is ready to run attempts. If `error` is set, it cannot run any, for this reason."""
 
     error: ErrorRecord | None = None
 
@@ -347,7 +347,7 @@ REPLIES: dict[type[NodeCall[Any]], msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(get_args(kind.__orig_bases__[0])[0])
     for kind in (*get_args(CallToNode), *get_args(CallToService))
 }
-"""For each class of call, the decoder of a reply's value."""
+"""Decoders for the values of replies, by class of call."""
 
 CallMessage = CallReply | CancelCall
 ToNode = NodeSetup | Follow | Loads | CallRequest[CallToNode] | CallMessage | Beat

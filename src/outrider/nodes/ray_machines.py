@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("outrider.node")
 
 LOOK_SECONDS = 2.0
-"""Seconds between two looks for new and lost machines in the cluster."""
+"""Seconds between two checks for new and lost machines of the cluster."""
 
 
 class JoinTarget(msgspec.Struct, frozen=True, kw_only=True):

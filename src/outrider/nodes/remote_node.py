@@ -77,8 +77,8 @@ MOST_RECENT = 10_000
 """The service accepts timeline entries for this number of a node's newest attempts, because entries may arrive after
 their attempt has ended."""
 SPARE_TAKES = 16
-"""Maximum number of a node's `Take` calls that are waiting or hold resources, in addition to two for each of its
-attempts."""
+"""Maximum number of a node's `Take` calls (requests for resources) that are waiting or hold resources, in addition to
+two for each of its attempts."""
 
 Pools = Mapping[str | None, "EnginePool"]
 """The engine pools of a service, by model. The key of the policy is None."""
@@ -96,7 +96,7 @@ class ServiceParts(msgspec.Struct, frozen=True):
 
 
 class RemoteNode:
-    """Represents a node of another process in the service; implements `sessions.attempt.Node`.
+    """Represents, in the service's process, a node that runs in another process; implements `sessions.attempt.Node`.
 
     It has at most one connection at a time, but the node may connect again. Its capacity is 0 until the node's first
     report. `elsewhere` is True if the node runs on another machine and cannot reach engines on this machine. `dialled`

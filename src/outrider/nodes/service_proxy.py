@@ -48,12 +48,12 @@ REPORT_SECONDS = 0.1
 """Seconds between two reports to the service. A report without changes is not sent."""
 
 IMAGES_SECONDS = 5.0
-"""Seconds between two looks for new images on this machine."""
+"""Seconds between two scans for new images on this machine."""
 
 DOUBT_SECONDS = 0.5
-"""Seconds for which the result of a failed attempt is held back if `ending` is given. One signal may end this process
-and its sandboxes together. If it reaches a sandbox first, the sandbox's attempt fails. So the result is dropped if the
-signal reaches this process within these seconds."""
+"""Seconds for which the result of a failed attempt is held back if `ServiceProxy` has an `ending`. One signal may end
+this process and its sandboxes together. If it reaches a sandbox first, the sandbox's attempt fails. So the result is
+dropped if the signal reaches this process within these seconds."""
 
 FOR_EVER = 1e9
 """The link's maximum seconds of silence. There is practically no maximum, because a silent service may only have
@@ -65,7 +65,7 @@ Followers = Mapping[str | None, PoolFollower]
 
 
 class ServiceProxy:
-    """Represents the service in a node. `service.run(...)` runs the attempts that the service sends.
+    """Represents the service in the process of a node. `service.run(...)` runs the attempts that the service sends.
 
     The node can use `store`, `artifacts`, `resources`, `leader` and `forwarded` while it is connected. `images` is
     given if the service is on another machine, and returns the names of this machine's images. `ending` is set when a

@@ -17,7 +17,8 @@ from outrider.errors import InvalidField, RequestError
 
 URL_FILE = "url"
 TOKEN_FILE = "token"
-"""Files in the job's folder that hold the service's address and its token. `job.sh` uses the same names."""
+"""Names of two files in the job's folder. One has the service's address, the other its token. `job.sh` uses the same
+names."""
 START_SECONDS = 600
 """Maximum seconds until the service is ready. Before that, the service loads a tokenizer, and possibly an embedded
 model."""

@@ -9,7 +9,7 @@ from outrider.wire.link import Disconnected, Socket
 
 
 class AsgiSocket(Socket):
-    """Makes a WebSocket that an ASGI server has accepted usable as a `Socket`."""
+    """A `Socket` over a WebSocket that an ASGI server has accepted."""
 
     def __init__(self, websocket: WebSocket) -> None:
         self._websocket = websocket

@@ -38,7 +38,7 @@ async def dialled(
 
 
 class ClientSocket(Socket):
-    """Makes an open WebSocket of aiohttp usable as a `Socket`."""
+    """A `Socket` over an open WebSocket of aiohttp."""
 
     def __init__(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
         self._websocket = websocket

@@ -154,8 +154,9 @@ class Connections:
         return None
 
     async def _connect(self) -> _Connection:
-        """Connect to the first of the server's addresses that accepts. The addresses share the time limit, so that one
-        that does not reply does not block those after it. If all fail, raises the error of the last address."""
+        """Connect to the first of the server's addresses that accepts. The time limit is divided among the addresses,
+        so that an address that does not reply does not block the next one. If all fail, raises the error of the last
+        one."""
         async with asyncio.timeout(self._connect_seconds):
             *others, last = await self._addresses()
             for address in others:
@@ -302,7 +303,7 @@ class _Connection(asyncio.Protocol):
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():  # a cancelled reader leaves its future done
+        if waiter is not None and not waiter.done():  # the future is done already if the reader was cancelled
             waiter.set_result(None)
 
     def _lose(self, error: Exception) -> None:
@@ -354,7 +355,7 @@ class _Connection(asyncio.Protocol):
         self.headers.setdefault(name.lower(), value)
 
     def on_headers_complete(self) -> None:
-        # A status below 200 announces another response, as 100 Continue does.
+        # A status below 200, such as 100 Continue, is followed by another response.
         if (status := self._parser.get_status_code()) >= 200:
             self.status = status
             self._head_complete = True

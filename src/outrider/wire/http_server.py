@@ -68,8 +68,8 @@ MAX_FRAGMENTS = 16_384
 """Maximum number of frames of a WebSocket message. Clients send one frame, but a proxy may split it into frames of a
 few KiB."""
 ONCE = frozenset((b"host", b"authorization", b"content-length", b"transfer-encoding", b"origin"))
-"""Headers that decide about access or about the end of the body. A request with two headers of one of these names is
-refused, because a proxy in front of this server might use the first one, and this server the second."""
+"""Headers that decide about access or about the end of the body. A request that has such a header twice is refused,
+because a proxy in front of this server might use the first value, and this server the second."""
 
 
 class Timeouts(NamedTuple):
@@ -114,8 +114,8 @@ class ConnectionLimit:
     """Allows at most `most` open connections to a server.
 
     Every connection has an owner. At first this is the client's address; the application can set another owner with
-    `claim`. When a new connection exceeds the maximum, an old one is closed: of the owner with the most connections,
-    the connection whose client has been silent for longest. The new client is refused only if no old connection may be
+    `claim`. When a new connection exceeds the maximum, an old connection of the owner with the most connections is
+    closed: the one whose client has been silent for longest. The new client is refused only if no old connection may be
     closed.
 
     Claimed and unclaimed connections may each take half of the maximum. The connection to close comes from the group
@@ -339,7 +339,7 @@ class _Protocol(HttpToolsProtocol):
         if self.pipeline:
             super().on_response_complete()
             return
-        # The rest is what uvicorn does after a reply, without its keep-alive timer.
+        # These are uvicorn's own steps after a reply, without its keep-alive timer.
         self.server_state.total_requests += 1
         if not self.transport.is_closing():
             self.flow.resume_reading()
@@ -525,11 +525,11 @@ def _address(client: tuple[str, int] | None) -> str:
 @contextlib.contextmanager
 def noting_refusals(failures: Failures) -> Iterator[None]:
     """While the block runs, record in `failures` when connections cannot be accepted because file descriptors or memory
-    have run out. The failure is cleared after ACCEPT_SECONDS without another one.
+    have run out. The failure is cleared when no attempt to accept has failed for ACCEPT_SECONDS.
 
     asyncio tries again every second, and each time calls the loop's exception handler up to ACCEPTED_AT_ONCE times. The
-    default handler would log a traceback for each call; `failures` limits the log lines. (uvloop never calls the
-    handler: with a spare descriptor, it accepts such a connection and closes it.)
+    default handler would log a traceback for each call; `failures` limits the log lines. (uvloop keeps a spare
+    descriptor, with which it accepts such a connection and closes it.)
     """
     loop = asyncio.get_running_loop()
     before = loop.get_exception_handler()

@@ -23,7 +23,7 @@ the number of pieces that the sender has received so far (little-endian). There 
 ends must send from time to time."""
 
 MAX_UNACKNOWLEDGED = 64 << 20
-"""`send` waits while the peer has not acknowledged more than this number of bytes."""
+"""`send` waits while more than this number of bytes are unacknowledged."""
 MAX_UNREAD = 64 << 20
 """While frames with more than this number of bytes wait for `receive`, nothing is read from the connection."""
 FRAME_COST = 256

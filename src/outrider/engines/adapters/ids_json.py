@@ -18,8 +18,8 @@ from outrider.trajectory import Ids
 
 DIGITS = 7
 TABLED = 1 << 20
-"""If a prompt contains an id of at least this value, the JSON encoder writes the prompt instead. Vocabularies are
-smaller than this, and a larger table would take much time and memory."""
+"""If a prompt contains an id of at least this value, the JSON encoder writes the prompt and the table is not used.
+Vocabularies are smaller than this, and a larger table would take much time and memory."""
 SHORT = 4096
 """The JSON encoder writes prompts of fewer ids than this, because table lookup is not faster for short prompts."""
 

@@ -68,7 +68,7 @@ class Servers:
 
     @property
     def urls(self) -> list[str]:
-        """The URLs of the servers that receive orders. `find` updates them."""
+        """The URLs of the servers to which orders, such as a pause, are sent. `find` updates them."""
         return list(self._workers) if self.routed else [self._front.url]
 
     async def close(self) -> None:

@@ -135,9 +135,9 @@ def _named(ids: Iterable[str]) -> str:
 
 
 def penalties_and_bias(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the request fields for penalties, bias and minimum length. All servers use the same names on these routes.
-    The repetition penalty is always sent; otherwise the server would apply the one of the model's
-    generation_config.json."""
+    """Return the request fields for penalties, bias and minimum length. vLLM's routes, and the completions and chat
+    routes of other servers, use the same names for them. The repetition penalty is always sent. Otherwise the server
+    would apply the penalty in the model's generation_config.json."""
     fields: dict[str, Any] = {"repetition_penalty": sampling.repetition_penalty}
     for name, value in (
         ("presence_penalty", sampling.presence_penalty),

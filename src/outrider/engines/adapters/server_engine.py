@@ -53,16 +53,16 @@ EventT = TypeVar("EventT", bound=ServerEvent)
 
 
 class ServerReply(Generic[EventT]):
-    """Turns the events of one generation into chunks. `last` returns the last chunk, with the tokens of the finishing
-    event. Call it after the end of the stream, for two reasons: the connection can then be reused, and an event after
-    the finish may have the token counts.
+    """Turns the events of one generation into chunks. `last` returns the last chunk, with the tokens of the event that
+    has the finish reason. Call it after the end of the stream, for two reasons: the connection can then be reused, and
+    a later event may have the token counts.
 
     `versions` returns the current policy version. It is called when the request is sent, and again at the first token.
     If the version has changed in between, WasCut is raised: the server may have delayed the request, and would sample
     with new weights over old keys and values.
 
     `begun`: True once an event has arrived.
-    `unfinished`: True if the stream has ended with neither an error nor a finish.
+    `unfinished`: True if the stream has ended with neither an error nor a finish reason.
     """
 
     event: ClassVar[msgspec.json.Decoder[Any]]
@@ -247,7 +247,7 @@ class ServerEngine(Generic[ReplyT]):
                 elif not reply.begun and (other := self.other_route(route, error, reply)) is not None:
                     route = other
                     continue
-                # If the connection breaks after the finish, all tokens have arrived, so this is not an error.
+                # If the connection breaks after the finish reason, all tokens have arrived, so this is not an error.
                 elif not (reply.finished and isinstance(error, EngineUnavailable)):
                     if (unsent := reply.unsent()) is not None:
                         yield unsent

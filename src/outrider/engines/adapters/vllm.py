@@ -114,8 +114,8 @@ class _Event(ServerEvent):
 
 
 class _VLLMReply(ServerReply[_Event]):
-    """Reads the events of the generate route and of `/v1/completions`. The token counts arrive in an event after the
-    finish."""
+    """Reads the events of the generate route and of `/v1/completions`. The token counts arrive after the event with the
+    finish reason."""
 
     event = msgspec.json.Decoder(_Event)
     events = msgspec.json.Decoder(list[_Event])
@@ -259,7 +259,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         return body_with_ids(body, "prompt", request.input_ids)
 
     def aborted(self, error: Exception, reply: _VLLMReply, *, paused: bool) -> bool:
-        # When a pause aborts a stream, vLLM 0.26 often ends it without an error and without a finish.
+        # When a pause aborts a stream, vLLM 0.26 often ends it with neither an error nor a finish reason.
         return paused and reply.unfinished
 
     def other_route(self, route: str, error: Exception, reply: _VLLMReply) -> str | None:
@@ -380,8 +380,8 @@ def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
 
 
 def _logprobs(given: _Logprobs | None, ids: list[int], engine: str) -> list[float]:
-    """Return the log-probabilities of `ids`, in the format of either route. Raises EngineMisbehaved if one is missing
-    or belongs to another id."""
+    """Return the log-probabilities of `ids`, in the format of the generate route or of `/v1/completions`. Raises
+    EngineMisbehaved if one is missing or belongs to another id."""
     if given is None:
         return checked_logprobs(ids, [], engine)
     if given.token_logprobs is not None:

@@ -85,8 +85,8 @@ class EmbeddedEngine(FunctionEngine):
             await asyncio.to_thread(self._thread.__exit__, None, None, None)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating. "finish" returns when all generations have ended. "abort" ends them with the tokens sampled
-        so far, and "keep" freezes them until `resume`."""
+        """Stop generating. With "finish", the method returns when all generations have ended. "abort" ends them with
+        the tokens sampled so far, and "keep" freezes them until `resume`."""
         self._running().freeze(mode == "keep")
         await super().pause(mode)
 

@@ -39,7 +39,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Convert a Hugging Face config. Raises ModelMismatch for an architecture that this module does not support."""
+        """Read the sizes from a Hugging Face config. Raises ModelMismatch for an architecture that this module does not
+        support."""
         family = config.get("model_type")
         if family not in FAMILIES:
             raise ModelMismatch(

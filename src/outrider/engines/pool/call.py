@@ -3,7 +3,8 @@ again after failures.
 
 If the session's engine fails or misbehaves before the first chunk, another engine takes over. A generation may also be
 cut off, by a pause of the policy or because its engine is silent. If possible, it then continues as a new request
-(`ContinuedGeneration`). Otherwise it is tried again only if its consumer has received no token; this is an invariant.
+(`ContinuedGeneration`). Invariant: a generation that cannot continue is tried again only if its consumer has received
+no token.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ class PoolReply(Generic[T]):
                     with Flight(
                         calls.flights, member, asked, attempt.prompt_tokens, attempt.new_tokens, chunks, self._overdue
                     ) as flight:
-                        async for chunk in flight:  # runs once per chunk, so short steps are inlined
+                        async for chunk in flight:  # this loop runs once per chunk, so its short steps are inlined
                             attempt.generated += check.take(chunk)
                             attempt.begun = True
                             if chunk.finish is not None and self._is_cut(attempt, chunk):
@@ -221,8 +222,8 @@ class PoolReply(Generic[T]):
                 if given.finish is not None:
                     return
                 self._end_part(attempt, cut)
-            # No local variable may refer to an error that is raised. Otherwise the two would form a reference cycle,
-            # which keeps the request in memory until a garbage collection.
+            # No local variable may refer to an error that is raised. Otherwise the error and this frame would form a
+            # reference cycle, which keeps the request in memory until a garbage collection.
             except EngineUnavailable as error:
                 if not self._note_failure(attempt, error):
                     raise
@@ -272,7 +273,8 @@ class PoolReply(Generic[T]):
         # old.
         ours = attempt.cuts != self._calls.gate.cuts
         if chunk.finish is FinishReason.ABORT and attempt.member.takes_tokens:
-            # If something else than this pool has aborted the generation, it starts again only if it has no token yet.
+            # If something other than this pool has aborted the generation, it starts again, but only if it has no token
+            # yet.
             again = self._cuttable is not None if ours else not attempt.generated and self._dropped < FAILOVERS
             if again:
                 self._dropped += not ours

@@ -21,8 +21,8 @@ MAX_SEED = (1 << 31) - 1
 
 
 class ContinuedGeneration:
-    """One generation that takes several requests, because it was cut off. `versions` has the spans of the tokens
-    sampled before the newest request.
+    """One generation that takes several requests, because it was cut off. At each cut, one request ends and the next
+    begins. `versions` has the spans of the tokens sampled before the newest request.
 
     Each new request asks only for the remaining tokens, with its own seed. An engine does not find a stop string that
     began before its request, so this class searches for such strings. `text` creates the decoder for this search; if it
@@ -116,8 +116,8 @@ class ContinuedGeneration:
             self._cached = min(last.cached_tokens, len(self._request.input_ids))
 
     def _stopped(self, chunk: Chunk, watch: StopWatch) -> Chunk:
-        """Return the chunk. If one of its tokens completes a stop string that began before the cut, the reply ends
-        there, and the chunk is shortened."""
+        """Return the chunk. If one of its tokens completes a stop string that began in an earlier request, the reply
+        ends with this token, and the chunk is shortened."""
         before = len(self._sampled) + self._given
         for number, token_id in enumerate(chunk.ids, start=1):
             match = watch.push(token_id)
@@ -134,9 +134,9 @@ class ContinuedGeneration:
         return chunk
 
     def _echo(self, reported: list[int]) -> list[int]:
-        """Return the prompt that the engine reports, without the ids sampled before the cut, which were sent as part of
-        it. For each of these ids that the engine reports wrongly or not at all, an id 0 is appended. The result is then
-        longer than the prompt, which is recorded as drift."""
+        """Return the prompt that the engine reports, without the ids that earlier requests have sampled and this
+        request has sent as part of its prompt. For each of these ids that the engine reports wrongly or not at all, an
+        id 0 is appended. The result is then longer than the prompt, which is recorded as drift."""
         length = len(self._request.input_ids)
         behind = reported[length:]
         wrong = sum(map(int.__ne__, behind, self._sampled)) + abs(len(behind) - len(self._sampled))
@@ -148,7 +148,7 @@ class ContinuedGeneration:
         start, count = len(self._sampled), self._given
         spans = list(self.versions)
         for span in versions or (VersionSpan(version, 0, count),):
-            # a stop string that began before the cut may end the reply earlier than the engine does
+            # a stop string that began in an earlier request may end the reply earlier than the engine does
             end = min(span.end, count)
             if end <= span.start:
                 continue
@@ -160,11 +160,12 @@ class ContinuedGeneration:
 
 
 class StopWatch:
-    """Searches for a stop string that begins before a cut and ends after it. The engine itself finds stop strings that
-    begin after the cut. `completed` is the stop string that ends with the last token before the cut, or None.
+    """Searches for a stop string that spans a cut: it begins before a request was cut off, and ends in the next
+    request. The engine itself finds stop strings that begin after the cut. `completed` is the stop string that ends
+    with the last token before the cut, or None.
 
     The first character after the cut counts as a character before it, because its first bytes may belong to a token
-    before the cut. `over` is True once no stop string can begin before the cut any more.
+    before the cut. `over` is True once no stop string can span the cut any more.
     """
 
     def __init__(self, stops: Sequence[str], text: TextStream, sampled: Sequence[int]) -> None:

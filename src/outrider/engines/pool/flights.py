@@ -136,7 +136,7 @@ class Flight:
             self._first, self._first_tokens = wait.waited, tokens
             self._token_due = member.pace.token_due()
             self.forgiven = 0.0 if self._known else wait.overdue
-            # the seconds that a fast first chunk did not use are not added
+            # later chunks do not get the seconds that a fast first chunk did not use
             wait.allowance = wait.waited + self._least
         self.tokens += tokens
         wait.allowance += tokens * self._token_due
@@ -164,7 +164,8 @@ class Flight:
             raise self._take_error() from None
 
     def _take_error(self) -> EngineSilent:
-        """Return the error and remove it from this flight. Otherwise the two would form a reference cycle."""
+        """Return the error and remove it from this flight. Otherwise the error and the flight would form a reference
+        cycle."""
         assert self.error is not None
         error, self.error = self.error, None
         return error
@@ -173,7 +174,8 @@ class Flight:
         """End the flight, after a success or a failure, and record its times in the engine's pace."""
         if self.overdue is not None:
             self.overdue.remove(self.wait)
-        # Calls without a finish or with a slow consumer do not show how fast the engine is, so they are not recorded.
+        # Calls that did not finish, and calls with a slow consumer, do not show how fast the engine is. So they are not
+        # recorded.
         at_once = self._finished is not None and self._finished - self.began <= 2 * self.wait.waited + 1.0
         if self._first is not None and self._finished is not None and at_once:
             self.member.pace.note(
@@ -188,7 +190,7 @@ class Flight:
 
     @property
     def longest_wait(self) -> float:
-        """After this number of seconds of waiting in total, the engine may have lost the call."""
+        """The engine may have lost the call once the consumer has waited this number of seconds in total."""
         if self.begun:
             return self.wait.allowance + self.grace
         whole = self.member.pace.whole_reply(self.request.sampling.max_tokens)

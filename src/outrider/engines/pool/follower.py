@@ -1,4 +1,4 @@
-"""A pool that follows the pool of another process. The follower has the same engines and policy as the leader, and
+"""A pool that follows the pool of another process (the leader). The follower has the leader's engines and policy, and
 generates on the engines directly.
 
 The leading pool sends its `PoolState`. Only the leader checks new engines, and orders engines to pause, to load weights
@@ -76,8 +76,8 @@ class FollowedPolicy(Policy):
         self._report()
 
     def _report(self) -> None:
-        # Count the cut before the report. When the leader gets the report, it orders the engines to abort their
-        # generations at once.
+        # Count the pause in `gate.cuts` before the report. When the leader gets the report, it orders the engines to
+        # abort their generations at once.
         if self.gate.mode == "abort" and not self.gate.whole and self._cut != self._closings:
             self._cut = self._closings
             self.gate.cuts += 1

@@ -41,7 +41,7 @@ log = logging.getLogger("outrider.engine")
 GOOD_REPLIES = 3
 """A suspect engine must pass this number of trials in a row before it is trusted again."""
 HEALTH_SECONDS = 60.0
-"""Maximum seconds for an engine's health report and the pool's `check` together."""
+"""Maximum seconds for an engine's health report and the pool's `check` of the engine together."""
 TRIAL_SECONDS = 60.0
 TRIAL_TOKENS = 16
 """Maximum number of tokens in the reply of a trial."""
@@ -149,9 +149,9 @@ class HealthChecks:
             await self._check(engine)
 
     async def vet(self, engine: AnyEngine) -> EngineHealth:
-        """Return the engine's health report, after the pool's `check`. Raises EngineUnavailable if the engine is not
-        healthy or does not respond, EngineMisbehaved if the report has impossible numbers, and the errors of
-        `check`."""
+        """Request an engine's health report, run the pool's `check` on the engine, and return the report. Raises
+        EngineUnavailable if the engine is not healthy or does not respond, EngineMisbehaved if the report has
+        impossible numbers, and the errors of `check`."""
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 health = await engine.health()
@@ -178,10 +178,10 @@ class HealthChecks:
     async def prove(
         self, member: EngineRecord, request: AnyRequest, seconds: float, *, by_token: bool = False
     ) -> EngineHealth | None:
-        """Check that an engine generates a token within `seconds`, and return its health. If its workers connect to the
-        service, a connected worker is enough, because their model may be slow; with `by_token`, these engines must
-        generate a token, too. Returns None if the policy is paused meanwhile, because a pause does not wait for this
-        check. Raises EngineError if the engine fails the check."""
+        """Check that an engine generates a token within `seconds`, and return its health. Engines whose workers connect
+        to the service need only a connected worker, because the workers' model may be slow, unless `by_token` is set.
+        Returns None if the policy is paused meanwhile, because a pause does not wait for this check. Raises EngineError
+        if the engine fails the check."""
         gate = self.policy.gate
         closings, engine = gate.closings, member.engine
         if gate.mode is not None:
@@ -268,7 +268,7 @@ class HealthChecks:
     async def _read_small_reply(self, engine: AnyEngine, request: AnyRequest, *, whole: bool = True) -> None:
         """Send a copy of the request with few `max_tokens`, and check the whole reply. If `whole` is False, wait only
         for the first chunk, which shows that the engine is not silent. Raises the errors of the engine and of the
-        check. Raises EngineUnavailable if the stream ends without a finish."""
+        check. Raises EngineUnavailable if the stream ends without a finish reason."""
         name = uuid4().hex
         few = msgspec.structs.replace(request.sampling, max_tokens=min(request.sampling.max_tokens, TRIAL_TOKENS))
         trial = msgspec.structs.replace(request, request_id=name, session_key=name, sampling=few)

@@ -47,8 +47,8 @@ from outrider.trajectory import LogprobKind, TokenMode
 T = TypeVar("T", bound=msgspec.Struct)
 
 TOKENS_PER_REQUEST = 16384
-"""Context tokens of assigned sessions that count as much in an engine's load as one request in flight. A request in
-flight uses computing time; a session between two requests still uses memory of the engine's cache."""
+"""This number of context tokens of assigned sessions counts as much in an engine's load as one request in flight. A
+request in flight uses computing time; a session between two requests still uses memory of the engine's cache."""
 
 OVERLOAD = 32.0
 OVERLOAD_TIMES = 1.5
@@ -309,8 +309,8 @@ class _Assignment:
 
 
 class Placement:
-    """Which engine each session of a pool is assigned to. Engines that take token ids and engines that take messages
-    are in separate heaps, because neither can serve requests for the other.
+    """The assignment of a pool's sessions to engines. Engines that take token ids and engines that take messages are in
+    separate heaps, because neither can serve requests for the other.
 
     `near` are `fnmatch` patterns for the names of engines near the machine of this process. A session gets the least
     loaded near engine, unless that engine is overloaded."""
@@ -365,8 +365,8 @@ class Placement:
         """Release the session if its engine is overloaded compared with the least loaded engine. The next `pick` then
         assigns the least loaded one.
 
-        The session's own load is added to the threshold, because the other engine must compute the session's context
-        again. After a few moves the two loads differ by less than the threshold, so sessions do not move back.
+        The session's own load is added to OVERLOAD, because the other engine must compute the session's context again.
+        After a few moves, the two loads differ by less than this sum, so sessions do not move back.
         """
         place = self._places.get(session_key)
         if place is None or not place.member.serves:

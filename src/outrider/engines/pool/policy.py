@@ -44,7 +44,7 @@ from outrider.spec import PolicyPause
 log = logging.getLogger("outrider.engine")
 
 FAREWELL_SECONDS = 5.0
-"""When an engine is removed or the pool closes, resuming a paused engine may take this number of seconds."""
+"""Maximum seconds for resuming a paused engine that is removed or whose pool closes."""
 
 
 class KnownPolicy(msgspec.Struct, frozen=True):

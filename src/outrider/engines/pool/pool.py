@@ -153,8 +153,8 @@ class EnginePool:
             await shielded(self._close_all)
 
     async def add(self, spec: EngineSpec) -> EngineStatus:
-        """Create, start and admit an engine, or all engines of a list. If its workers connect to the service, an engine
-        is admitted even before the first of them. Raises InvalidField for a bad spec, Conflict for a name in use,
+        """Create, start and admit an engine, or all engines of a list. An engine whose workers connect to the service
+        is admitted even if no worker has connected yet. Raises InvalidField for a bad spec, Conflict for a name in use,
         EngineUnavailable for an engine that does not respond or is not healthy, and the errors of `check`."""
         numbered = (f"{spec.kind}-{number}" for number in range(len(self._claimed) + 1))
         name = spec.name or next(free for free in numbered if free not in self._claimed)

@@ -50,8 +50,8 @@ class SilenceWatch:
 
     def _note_given_up(self, flight: Flight) -> None:
         """Record that a consumer has given up a wait: add a check of this wait to the session's `pending_checks`. If
-        the engine has sent no chunk since the wait began, also send it a request for one token. This measures how much
-        longer the engine is silent, so it cannot wait until the session's outcome is decided."""
+        the engine has sent no chunk since the wait began, also send it a request for one token. The request measures
+        how much longer the engine stays silent, so it cannot wait until the session's outcome is decided."""
         member, overdue = flight.member, flight.overdue
         given_up = given_up_wait(flight)
         if overdue is None or given_up.waited < UNANSWERED_SECONDS:
@@ -121,8 +121,8 @@ class SilenceWatch:
             )
 
     async def _check_silent(self, member: EngineRecord, request: AnyRequest, since: float) -> None:
-        """Check an engine that sends no chunk to any call, or to a call that may be lost. If it fails the check, it is
-        marked as failed and its flights are cut off. `since` is the time when the silence began."""
+        """Check an engine that sends no chunk to any of its calls, or that may have lost a call. If it fails the check,
+        it is marked as failed and its flights are cut off. `since` is the time when the silence began."""
         requested_at = loop_time()
         try:
             proof = await self._health.prove(member, request, self._check_seconds(member))

@@ -129,7 +129,7 @@ class AttachedWorker:
 
     @property
     def _scarce(self) -> int:
-        """When this number of messages are unacknowledged, every chunk is acknowledged as soon as it is read."""
+        """When this number of messages are unacknowledged, every chunk is acknowledged as soon as it is consumed."""
         return max(1, self._options.total_window // 2)
 
     @property
@@ -353,7 +353,7 @@ class AttachedWorker:
 
     def _received(self, generation: _Generation) -> None:
         """Count a message of the worker. When `_scarce` messages are unacknowledged, acknowledge everything that was
-        read. Otherwise a reader that has read everything could wait for the worker, while the worker waits for
+        consumed. Otherwise a consumer that has read everything could wait for the worker, while the worker waits for
         acknowledgements."""
         generation.received += 1
         self._unacknowledged += 1
@@ -371,8 +371,8 @@ class AttachedWorker:
         generation.news.set()
 
     def _next(self, generation: _Generation) -> Chunk:
-        """Return the next chunk. Chunks that were read are acknowledged after every quarter of the window. While many
-        messages are unacknowledged, they are acknowledged at once, so that the worker can continue."""
+        """Return the next chunk to the consumer. Consumed chunks are acknowledged after every quarter of the window.
+        While many messages are unacknowledged, they are acknowledged at once, so that the worker can continue."""
         chunk = generation.chunks.popleft()
         generation.consumed += 1
         few = generation.consumed - generation.acknowledged < self._options.window // 4

@@ -31,8 +31,8 @@ log = logging.getLogger("outrider.relay")
 
 HELLO_SECONDS = 10.0
 STAY = 4
-"""A session stays on its own worker, which may have the session's prefix cached, until this worker has more generations
-in flight than the least loaded worker, by more than this number."""
+"""A session leaves its own worker if that worker has more generations in flight than the least loaded worker, by more
+than this number. Otherwise it stays, because its own worker may have cached its prefix."""
 FINAL = frozenset({Close.LEFT, Close.NONSENSE, Close.CONFLICT, Close.REMOVED, Close.PROTOCOL})
 """After these close codes, the worker is not expected to return. After any other end of a connection, it has
 `resume_seconds` to reconnect."""
@@ -52,7 +52,8 @@ class RelayEngine:
 
     mode = TokenMode.TOKENS
     awaits_workers = True
-    capabilities = frozenset({Capability.VERSIONED_CACHE})  # each worker must ensure this itself
+    # each worker must itself drop the keys and values of old weights
+    capabilities = frozenset({Capability.VERSIONED_CACHE})
 
     def __init__(self, options: EngineOptions) -> None:
         if options.url is not None:
