@@ -7,9 +7,8 @@ An entry is built as a draft in the folder of the cache, and then renamed to its
     FOLDER/.draft-NAME-X    an entry under construction, or left behind by a killed builder
     FOLDER/.locks/NAME      the lock, held while NAME is built or removed
 
-The lock is `flock`. The kernel wakes the next waiter at once, and releases the lock even if the holding process is
-killed. The library filelock would poll every 50 ms instead. Invariant: an entry at its final path is complete, even
-after a power failure.
+The lock is `flock`. The kernel wakes the next waiter at once, and releases the lock of a killed process. (The library
+filelock polls every 50 ms.) Invariant: an entry at its final path is complete, even after a power failure.
 """
 
 from __future__ import annotations
@@ -34,11 +33,10 @@ def build_once(
     on_wait: Callable[[], object] = lambda: None,
 ) -> Path:
     """Return `place`, the path of a cache entry. If `is_built(place)` is False, build the entry first. Blocks while
-    another thread or process builds the same entry.
+    another thread or process builds it.
 
     `build` receives an empty folder and fills it. Then this folder, or only the file `part` in it, is renamed to
-    `place`. `on_wait` is called before a wait for another builder. If `build` raises, the folder is removed and the
-    error is raised.
+    `place`. `on_wait` is called before a wait for another builder. If `build` raises, the folder is removed.
     """
     if is_built(place):
         return place
@@ -60,8 +58,7 @@ def build_once(
 
 @contextlib.contextmanager
 def locked(place: Path, *, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Hold the lock of the cache entry `place` while the block runs. Blocks while another thread or process holds the
-    lock."""
+    """Hold the lock of the cache entry `place` while the block runs. Blocks while the lock is taken."""
     lock = lock_file(place)
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("a") as file:
@@ -80,8 +77,8 @@ def lock_file(place: Path) -> Path:
 
 
 def new_draft(place: Path) -> Path:
-    """Create an empty draft folder for `place`. The caller must hold the lock of `place`, because other builders remove
-    a draft if the lock of its entry is free."""
+    """Create an empty draft folder for `place`. The caller must hold the lock of `place`, because builders remove a
+    draft if its entry is not locked."""
     return Path(tempfile.mkdtemp(prefix=f".draft-{place.name}-", dir=place.parent))
 
 
@@ -102,8 +99,8 @@ def sync_file_system(folder: Path) -> None:
 
 
 def _remove_abandoned(place: Path) -> None:
-    """Remove the drafts that killed builders left behind. The caller holds the lock of `place`, so every draft of
-    `place` is abandoned. A draft of another entry is abandoned if the lock of that entry is free."""
+    """Remove the drafts that killed builders left behind: all drafts of `place`, whose lock the caller holds, and
+    drafts of other entries whose lock is free."""
     for draft in place.parent.glob(".draft-*"):
         other = draft.name.removeprefix(".draft-").rpartition("-")[0]
         if other != place.name:

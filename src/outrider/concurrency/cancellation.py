@@ -109,9 +109,8 @@ class OffloadThread:
             return await shielded(lambda: asyncio.get_running_loop().run_in_executor(self._thread, work))
 
     async def run_steps(self, steps: Steps[T]) -> T:
-        """Run all pieces of a computation and return its result. The first INLINE_BYTES of input are processed on
-        the event loop, the rest in the thread. If the caller is cancelled, the computation stops after the current
-        piece."""
+        """Run all pieces of a computation and return its result. The first INLINE_BYTES of input are processed on the
+        event loop, the rest in the thread. After a cancellation, no further piece runs."""
         with closing(steps):
             size = 0
             step = _advance(steps)

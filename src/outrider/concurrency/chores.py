@@ -38,8 +38,8 @@ MOST_CHARACTERS = 500
 
 
 class Failures:
-    """Records which work is failing now. The code that does the work calls `note` after a failure and `note_success`
-    after a success, both on the event loop."""
+    """Records which work is failing now. The code that does the work calls `note` and `note_success`, both on the event
+    loop."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

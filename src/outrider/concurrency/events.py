@@ -35,8 +35,8 @@ class Feed(Generic[T]):
 class Broadcast:
     """Wakes all waiting tasks at once.
 
-    A task first calls `next()`, then reads the state that it waits for, and then waits for the event. If the state
-    changes after the read, `send` sets this event, so the task misses no change.
+    A task first calls `next()`, then reads the state that it waits for, and then awaits the event. If the state changes
+    after the read, `send` sets this event, so the task misses no change.
     """
 
     def __init__(self) -> None:

@@ -19,9 +19,9 @@ factor too large for a float."""
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The waits between the attempts of an operation, in seconds.
 
-    Wait number n, counted from 0, is a random time between 0 and `first` * 2^n, or between 0 and `longest` if that is
-    less. `attempts` is the maximum number of attempts, including the first. With None, the operation or its caller
-    decides when to stop."""
+    Wait number n, counted from 0, is a random time between 0 and the smaller of `first` * 2^n and `longest`.
+    `attempts` is the maximum number of attempts, including the first. With None, the operation or its caller decides
+    when to stop."""
 
     first: float
     longest: float

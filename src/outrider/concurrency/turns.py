@@ -24,7 +24,7 @@ class Turns:
 
     @asynccontextmanager
     async def take(self, owner: str, part: str = "") -> AsyncIterator[None]:
-        """Hold a slot while the block runs. If the caller is cancelled while it waits, it takes no slot."""
+        """Hold a slot while the block runs. A caller that is cancelled while it waits takes no slot."""
         if self._free:
             self._free -= 1
         else:

@@ -1,8 +1,8 @@
 """Detects stalls of the event loop, counts them, and logs the stack at which the loop was blocked.
 
-All sessions share one event loop, so a blocked loop stops all sessions. A timer runs on the loop. If the timer is late,
-the loop was blocked or the process got no processor. While the loop is blocked, another thread records (samples) the
-loop's stack. Invariant: a stall of STALL seconds or more is counted exactly once.
+All sessions share one event loop, so a blocked loop stops all of them. A timer runs on the loop. If it is late, the
+loop was blocked or the process got no processor. While the loop is blocked, another thread records (samples) its stack.
+Invariant: a stall of STALL seconds or more is counted exactly once.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ log = logging.getLogger("outrider.concurrency.watchdog")
 PERIOD = 0.01
 """Seconds between two runs of the timer on the event loop."""
 STALL = 0.05
-"""A delay of the timer counts as a stall if it is at least this number of seconds. Shorter delays are normal when many
-sessions run."""
+"""Minimum delay of the timer that counts as a stall, in seconds. Shorter delays are normal when many sessions run."""
 LOOK = STALL / 2
 """Seconds between two checks by the sampling thread."""
 LOG_SECONDS = 60.0
@@ -63,14 +62,13 @@ class StallEvidence(NamedTuple):
 
 
 def kind_of(seen: StallEvidence) -> StallKind:
-    """Return the kind of a stall. The first of these rules that applies decides:
+    """Return the kind of a stall, by the first rule that applies:
 
     1. BLOCKED, if the process used a processor most of the time: its own code held the loop, the interpreter or the
        processors.
     2. STARVED, if the loop's thread was ready to run most of the time and got no processor.
     3. BLOCKED, if the sampling thread ran most of the time: the loop's thread waited for a system call.
-    4. STARVED otherwise: the whole process did not run, because it was stopped by a signal, suspended with its machine,
-       throttled, or swapped out.
+    4. STARVED otherwise: the process was stopped by a signal, suspended with its machine, throttled, or swapped out.
     """
     most = seen.stalled * MOST
     if seen.worked >= most:
@@ -158,7 +156,7 @@ class Watchdog:
         self._timer = asyncio.get_running_loop().call_later(PERIOD, self._look)
 
     def _look(self) -> None:
-        """Count a stall if the timer is late. The timer calls this method."""
+        """Count a stall if the timer, which calls this method, is late."""
         self._look_later()
         now, worked = time.monotonic(), time.thread_time()
         stalled, held = now - self._seen - PERIOD, worked - self._worked

@@ -1,8 +1,7 @@
-"""The protocols of inference engines. An engine takes token ids, and streams the ids that it samples with their
+"""The protocols of inference engines. An engine takes token ids, and streams the sampled ids with their
 log-probabilities.
 
-Invariants of every stream: in each chunk, there are as many ids as log-probabilities. The last chunk has a `finish`,
-and no other chunk has one.
+Invariants of every stream: each chunk has as many ids as log-probabilities. Only the last chunk has a `finish`.
 """
 
 from __future__ import annotations
@@ -70,11 +69,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def continuable(self) -> bool:
-        """True if a reply that was cut off can be continued by a new request, without a change to the distribution of
-        any token. The prompt of the new request ends with the ids of the reply so far.
+        """True if a new request can continue a reply that was cut off, without a change to the distribution of any
+        token. The new prompt ends with the ids of the reply so far.
 
         Constraints and penalties make this impossible: an engine applies a constraint from the start of the new output,
-        and presence and frequency penalties count only the tokens of the new output.
+        and presence and frequency penalties count only tokens of the new output.
         """
         return self.constraint is None and self.presence_penalty == 0 and self.frequency_penalty == 0
 
@@ -266,9 +265,9 @@ def image_form_of(engine: object) -> ImageForm | None:
 
 
 class KnownVersions(msgspec.Struct, frozen=True):
-    """The policy version that a server was last known to serve (`served`), and the version that its weights have if
-    they have no label (`unlabelled`). `run` is a random name of this run of the service, because earlier runs may have
-    used the same server with the same version numbers."""
+    """The last known policy version of a server (`served`), and the version that weights without a label have
+    (`unlabelled`). `run` is a random name of this run of the service, because earlier runs may have used the same
+    server with the same version numbers."""
 
     served: int = 0
     unlabelled: int = 0
@@ -348,11 +347,11 @@ class AwaitsWorkers(Protocol):
 
 @runtime_checkable
 class ListsEngines(Protocol):
-    """A list of engines, such as the workers of a router. A pool adds the listed engines, and reads the list again from
-    time to time.
+    """A list of engines, such as the workers of a router. A pool adds the listed engines, and polls the list for
+    changes.
 
     Each listed spec has a URL, which identifies the engine. `list_engines` raises EngineError, or InvalidField if the
-    server has no list of engines. The pool calls `start` and `close` once each.
+    server has no list. The pool calls `start` and `close` once each.
     """
 
     name: str

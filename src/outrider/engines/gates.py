@@ -210,15 +210,15 @@ class PolicyGate:
         self._wake()
 
     def _flying(self, which: Literal["in_flight", "whole"]) -> bool:
-        """Return True if generations are in flight that a pause must wait for, in this process or a follower, or if a
-        follower has not reported the latest closing yet. `which` is the count to look at."""
+        """Return True while a pause must wait: for generations in flight, here or in a follower, or for a follower that
+        has not reported the latest closing. `which` is the count of generations to look at."""
         return bool(getattr(self, which)) or any(
             follower.unsettled(self.closings, which) for follower in self._followers.values()
         )
 
     def _lose_overdue(self, which: Literal["in_flight", "whole"]) -> float | None:
-        """Remove the followers that take too long. Returns the seconds until the next follower may have to be removed,
-        or None if the pause waits for no follower."""
+        """Remove the followers that take too long. Returns the seconds until the next removal is due, or None if the
+        pause waits for no follower."""
         now, waits = asyncio.get_running_loop().time(), []
         for name, follower in list(self._followers.items()):
             if not follower.unsettled(self.closings, which):

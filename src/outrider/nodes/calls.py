@@ -41,9 +41,9 @@ MAX_CALLS, MAX_CALL_BYTES = 1024, 64 << 20
 nothing more is read from the peer until one of these calls has its reply."""
 
 Handler = Callable[[Any], Coroutine[Any, Any, object] | AsyncGenerator[object, None]]
-"""A handler carries out the calls of one class. For a `NodeStream`, it is a function that returns an asynchronous
-generator, and it must itself limit the number of open streams. For other calls it is a coroutine function. A handler
-raises Nonsense for a call that breaks the protocol."""
+"""Carries out the calls of one class. For a `NodeStream`, a handler is a function that returns an asynchronous
+generator, and it must itself limit the number of open streams. For other calls it is a coroutine function. It raises
+Nonsense if a call breaks the protocol."""
 
 
 class CallEnded(Exception):
@@ -72,8 +72,8 @@ class PendingCall(Generic[R]):
         self._replies.put_nowait((reply, value))
 
     async def next(self) -> R:
-        """Return the value of the next reply. If the reply is an error, raises that error. Raises CallEnded after the
-        last value of a stream, and ServiceError after the end of the connection."""
+        """Return the value of the next reply, or raise its error. Raises CallEnded after the last value of a stream,
+        and ServiceError after the end of the connection."""
         reply, value = await self._replies.get()
         if reply.error is not None:
             raise error_from(reply.error)
@@ -195,7 +195,7 @@ class LinkCalls:
         return [size for kind, size in self._streams.values() if kind in kinds]
 
     async def ready_for_more(self) -> None:
-        """Wait until the peer's calls without a reply are below MAX_CALLS and MAX_CALL_BYTES."""
+        """Wait until the peer's unanswered calls are below MAX_CALLS and MAX_CALL_BYTES."""
         while len(self._unanswered) >= MAX_CALLS or sum(self._unanswered.values()) > MAX_CALL_BYTES:
             self._answered.clear()
             await self._answered.wait()

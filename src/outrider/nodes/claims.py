@@ -45,8 +45,8 @@ MAX_LANES = 16
 MAX_FAILING = 64
 """Maximum number of failing background tasks that are shown for a node. Further ones are left out."""
 MAX_COUNTED = 256
-"""Maximum number of entries in each of these tables of a node's counts: the sandbox runtimes, the API dialects, and the
-error codes of a dialect."""
+"""Maximum number of entries in each of these tables of a node's counts: sandbox runtimes, API dialects, and error codes
+of a dialect."""
 MAX_NAME = 256
 MAX_PATH = 4096
 MAX_ANSWER = 1 << 20
@@ -78,7 +78,7 @@ T = TypeVar("T")
 
 class ClaimRule(NamedTuple, Generic[T]):
     """A check of a value that a node has sent. `holds` returns True if the value passes, given the service's records of
-    the attempt. Otherwise the error message is "`what` must be `bound`"."""
+    the attempt. The error message is "`what` must be `bound`"."""
 
     what: str
     bound: str
@@ -116,12 +116,12 @@ class Given:
         self.tokens[call.model] = self.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
 
     def has_turns(self, counted: Mapping[str | None, int], *, verdict: bool) -> bool:
-        """Return True if the numbers of turns in a result fit the turns that the service has stored. `counted` has a
-        number for each model.
+        """Return True if `counted`, the number of turns in a result by model, fits the turns that the service has
+        stored.
 
-        With a verdict, each number must equal the number of stored turns, and the turns' indexes must have no gaps.
-        Without a verdict the attempt has failed, and its result may leave out stored turns, so a number may be lower
-        but not higher. If these records may lack a stored turn, always returns True.
+        With a verdict, the numbers must be equal, and the turns' indexes must have no gaps. Without a verdict the
+        attempt has failed, and its result may leave out stored turns, so a number may be lower but not higher. If these
+        records may lack a stored turn, always returns True.
         """
         if not self.certain or not self.began_here:
             return True

@@ -100,10 +100,9 @@ class JoinedNodes:
             if hello.received:
                 await socket.close(Close.REMOVED, "the service has given this node up")
                 return
-            # A new node may take over the name of a member only while the member is not connected. If the member runs
-            # sessions, the new node must also have the same `machine`. If the member was never ready, the same token is
-            # enough: the new node may be on the same machine, because `machine` is a random name that changes when the
-            # joining program starts again.
+            # A connected member is never replaced. If the member runs sessions, a new node of this name must have the
+            # same `machine`. If the member was never ready, the same token is enough: the new node may be on the same
+            # machine, because `machine` is a random name that changes when the joining program starts again.
             if name in self._own or (
                 member is not None
                 and (

@@ -57,8 +57,7 @@ class NodeSetup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     `json_log`: True if log lines are JSON.
     `file`: the path of the settings file on the node's machine, or "".
     `service_url`: the URL at which a node on another machine has reached the service.
-    `folders`: for a node on another machine, copies of the folders that the settings name. Maps a folder's path to its
-        files' names and contents.
+    `folders`: for a node on another machine, the files of the folders that the settings name, by folder and file name.
     """
 
     name: str

@@ -421,9 +421,8 @@ class NodeConnection:
         return digest
 
     async def _keep_index(self, call: messages.KeepIndex) -> None:
-        # The session id, the attempt number and the digests become parts of file paths. So the id and the number are
-        # taken from the call, which was checked to name a running attempt, and the digests must be those of stored
-        # artifacts.
+        # The session id, the attempt number and the digests become parts of file paths. So id and number come from the
+        # call, which names a running attempt, and the digests must be those of stored artifacts.
         check(call, INDEX_RULES, self._given(call))
         listed = msgspec.structs.replace(call.listed, session_id=call.session_id, attempt=call.attempt)
         await self._parts.artifacts.keep_index(listed)

@@ -23,8 +23,8 @@ START_SECONDS = 600
 """Maximum seconds until the service is ready. Before that, the service loads a tokenizer, and possibly an embedded
 model."""
 END_SECONDS = 90
-"""Seconds for the end of a job, in addition to the service's own `stop_seconds`. In this time, the script interrupts
-the remaining sessions, ends the nodes, counts the unfinished sessions, and puts the job back into the queue."""
+"""Seconds for the end of a job, in addition to the service's `stop_seconds`. In this time, the script interrupts
+sessions, ends the nodes, counts the unfinished sessions, and queues the job again."""
 LEAST_SECONDS = 30
 """A job whose nodes ran for fewer seconds than this is queued again at most three times, because its time may be too
 short for any session."""

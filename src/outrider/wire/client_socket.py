@@ -1,4 +1,4 @@
-"""The end of a WebSocket that runs in a worker or node. The other end is the service."""
+"""The worker's or node's end of a WebSocket to the service."""
 
 from __future__ import annotations
 

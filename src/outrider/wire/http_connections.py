@@ -86,8 +86,8 @@ class Connections:
         response. `body` is a series of pieces. `opened` is called with the response before the request is sent, so that
         another task can end the exchange at any time with `Response.cut`.
 
-        A server may close an idle connection at the moment when the request is sent on it. If the request is
-        `repeatable`, it is then sent once more, over a new connection.
+        A server may close an idle connection just when the request is sent. A `repeatable` request is then sent again,
+        over a new connection.
         """
         own = _lines(headers) if headers else b""
         length = b"Content-Length: %d\r\n" % sum(map(len, body)) if body or method == "POST" else b""

@@ -98,8 +98,7 @@ class Disconnect:
         self._callback: Callable[[], object] | None = None
 
     def notify(self, callback: Callable[[], object] | None) -> None:
-        """Set the function to call when the client disconnects. If the client has already disconnected, call the
-        function at once. None removes the function."""
+        """Call `callback` when the client disconnects, or at once if it already has. None removes the callback."""
         self._callback = callback
         if self.gone and callback is not None:
             callback()
@@ -130,8 +129,8 @@ class ConnectionLimit:
         self._others = _Closable()
 
     def enter(self, connection: _Protocol, address: str) -> bool:
-        """Count a new connection, and close an old one if there are too many. Returns False if the new one must be
-        closed instead."""
+        """Count a new connection, and close an old one if there are too many. Returns False if no old one may be
+        closed."""
         self.open += 1
         if self._others.count(address) >= max(1, self.most // 4):
             self._others.longest_silent(address).abort()
@@ -224,8 +223,8 @@ class _Closable:
 
 
 class _CoalescedWrites:
-    """Wraps a transport, and sends together all data that is written in one pass of the event loop. The headers of a
-    reply, its first event and its first tokens are then one system call instead of three."""
+    """Wraps a transport, and sends all writes of one pass of the event loop together. The headers of a reply, its first
+    event and its first tokens are then one system call instead of three."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -482,7 +481,7 @@ class _WebSocket(WebSocketsSansIOProtocol):
 
 
 def disconnect_of(scope: Scope) -> Disconnect:
-    """Return the `Disconnect` of a request. Raises KeyError if the application runs in another server than this one."""
+    """Return the `Disconnect` of a request. Raises KeyError if another server runs the application."""
     found: Disconnect = scope["extensions"][DISCONNECT]
     return found
 

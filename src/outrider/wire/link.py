@@ -29,11 +29,11 @@ connection is closed."""
 
 
 class Disconnected(Exception):
-    """The connection has ended. `code` is one of the following:
+    """The connection has ended. `code` is one of these:
     - the WebSocket close code that the peer sent
     - a code of `Close`, if this side has ended the connection
     - the HTTP status with which the peer refused the connection
-    - 1006, if there is no other code"""
+    - 1006 otherwise"""
 
     def __init__(self, code: int, reason: str = "") -> None:
         super().__init__(f"{reason or 'connection lost'} ({code})")

@@ -113,8 +113,8 @@ class ResumableSocket(Socket):
         return self._replaced
 
     async def carry(self, socket: Socket, arrived: int, replaced: asyncio.Event) -> Disconnected:
-        """Send and receive over a connection until it ends, or until another one replaces it and sets `replaced`.
-        Returns the reason for the end. `arrived` is the number of pieces that the peer has received."""
+        """Send and receive over a connection until it ends, or until another one replaces it (`replaced`). Returns the
+        reason. `arrived` is the number of pieces that the peer has received."""
         if replaced.is_set():
             return REPLACED()
         if not self._acknowledge(arrived):

@@ -1,9 +1,8 @@
-"""The adapter for any OpenAI-compatible server. It sends messages to `/v1/chat/completions`, and the server streams the
-reply.
+"""The adapter for any OpenAI-compatible server. It sends messages to `/v1/chat/completions`, and reads a stream.
 
-The server renders the messages itself, so token ids are known only if the server reports them, as vLLM does. A reply
-without ids is text, and is never used for training. SGLang servers refuse to report ids in a stream, so attach such a
-server as kind `sglang`. Invariant: ids are passed on only if there is exactly one log-probability for each id.
+The server renders the messages, so token ids are known only if the server reports them, as vLLM does. A reply without
+ids is text, and is never used for training. SGLang servers refuse to report ids in a stream, so attach them as kind
+`sglang`. Invariant: ids are passed on only with exactly one log-probability for each id.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ class OpenAIOptions(ServerOptions, frozen=True, kw_only=True):
     """The options of an OpenAI-compatible server.
 
     - `ids`: if False, requests contain only fields of OpenAI's own API, and replies are text.
-    - `logprobs_mode`: the value of `--logprobs-mode` with which a vLLM server was started.
-    - `nemo_rl`: the server is a vLLM worker of NeMo RL. Such a worker lists no models, and replaces the beginning of a
-      prompt by `required_prefix_token_ids`."""
+    - `logprobs_mode`: the `--logprobs-mode` of a vLLM server.
+    - `nemo_rl`: the server is a vLLM worker of NeMo RL, which lists no models, and replaces the beginning of a prompt
+      by `required_prefix_token_ids`."""
 
     ids: bool = True
     nemo_rl: bool = False

@@ -23,8 +23,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def read_options(kind: type[T], values: dict[str, Any]) -> T:
-    """Convert option values to a struct of type `kind`. Raises InvalidField if a name is unknown or a value has a wrong
-    type."""
+    """Convert option values to a struct of type `kind`. Raises InvalidField for an unknown name or a wrong type."""
     try:
         return msgspec.convert(values, kind, strict=True)
     except msgspec.ValidationError as error:

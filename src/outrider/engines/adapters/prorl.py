@@ -1,9 +1,9 @@
-"""The adapter for servers with ProRL Agent's route for tokens. Also chooses the adapter for a server address that a
-ProRL client registers.
+"""The adapter for servers with ProRL Agent's route for tokens. Also chooses the adapter for a server that a ProRL
+client registers.
 
-The route is `POST URL/generate`. The request has `prompt_ids` and sampling parameters; the reply is one JSON object
-with `response_ids` and `logprobs`, so nothing is streamed. Invariant: ids are passed on only if there is exactly one
-log-probability for each id.
+The route is `POST URL/generate`. A request has `prompt_ids` and sampling parameters; the reply is one JSON object with
+`response_ids` and `logprobs`, not a stream. Invariant: ids are passed on only with exactly one log-probability for each
+id.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class ProrlEngine:
         yield Chunk(ids=[], logprobs=[], finish=finish, stop_match=match, versions=versions)
 
     def _body(self, sampling: SamplingParams) -> dict[str, Any]:
-        """Return the request body without the ids. Raises EngineRejected if a sampling parameter needs a value that the
-        route does not take."""
+        """Return the request body without the ids. Raises EngineRejected for a sampling parameter that the route does
+        not take."""
         for name, neutral in NEUTRAL.items():
             if getattr(sampling, name) != neutral:
                 raise EngineRejected(

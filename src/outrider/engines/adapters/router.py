@@ -54,8 +54,7 @@ class WorkersOutOfReach(EngineRejected):
 
 
 class Servers:
-    """The servers behind the URL of an engine: all workers if there is a router at the URL, otherwise the server
-    itself."""
+    """The servers behind an engine's URL: all workers if the URL is a router's, otherwise the server itself."""
 
     def __init__(self, engine: str, front: HttpClient, connect: Callable[[str], HttpClient]) -> None:
         self.routed = False
@@ -137,7 +136,7 @@ class Router:
     """Implements `ListsEngines` with a router: each of its workers becomes an engine of the given kind, with the
     router's options.
 
-    Workers that divide prefill and decode can generate only in pairs, so a router with such workers is refused.
+    Workers that divide prefill and decode generate only in pairs, so their router is refused.
     """
 
     def __init__(self, kind: str, options: EngineOptions) -> None:
@@ -192,7 +191,7 @@ async def _listed_workers(http: HttpClient) -> list[ListedWorker] | None:
     try:
         return msgspec.convert(await http.get("/workers"), _WorkerList).workers
     except StatusFailure as failure:
-        # A router may require a key for its list, so 401 and 403 do not mean that there is no router.
+        # A router may require a key for its list, so 401 and 403 are raised.
         if failure.transient or failure.status in (401, 403):
             raise
         return None

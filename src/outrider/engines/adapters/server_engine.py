@@ -86,8 +86,8 @@ class ServerReply(Generic[EventT]):
         return self._last is not None
 
     def ask(self) -> str:
-        """Record the version with which the request is sent, and return the cache salt for the request. Called right
-        before each attempt to send it."""
+        """Record the version with which the request is sent, and return its cache salt. Called right before each
+        attempt to send it."""
         self._asked = self._current_versions()
         return self._asked.cache_salt
 
@@ -267,7 +267,7 @@ class ServerEngine(Generic[ReplyT]):
 
     def body(self, request: GenerateRequest, route: str, salt: Callable[[], str], attempt: int) -> list[Buffer]:
         """Return the body of a request, in pieces to be sent one after another. `attempt` counts the attempts to send
-        it, from 0. `salt` returns the cache salt, and must be called once per attempt."""
+        it, from 0. `salt` returns the cache salt; call it once per attempt."""
         raise NotImplementedError
 
     def aborted(self, error: Exception, reply: ReplyT, *, paused: bool) -> bool:

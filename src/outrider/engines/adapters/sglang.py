@@ -116,7 +116,7 @@ class _SGLangReply(ServerReply[_Event]):
         if (finish := meta.finish_reason) and finish.type == "abort" and (finish.status_code or 0) >= 400:
             raise StatusFailure(finish.status_code or 0, orjson.dumps({"message": finish.message}))
         # `total` is the number of tokens so far, and `new` the number since the last event. A cumulative event has
-        # `total` ids, an incremental event `new` ids. In the first event, both are the same.
+        # `total` ids, an incremental event `new` ids. In the first event, both are equal.
         total, new = meta.completion_tokens, meta.completion_tokens - self._length
         ids, entries = event.output_ids, meta.output_token_logprobs
         if new:
@@ -124,7 +124,7 @@ class _SGLangReply(ServerReply[_Event]):
             if not self._length and event.prompt_token_ids:
                 self._prompt_ids = decode_ids(event.prompt_token_ids, self._engine)
         if finish is not None and finish.type == "abort" and len(ids) == 1 < total:
-            # If the server had put the request back into its queue before the abort, `output_ids` has only the last id.
+            # If the aborted request was requeued before, `output_ids` has only its last id.
             ids = [entry[1] for entry in entries]
         if new < 0 or len(ids) not in (total, new) or len(entries) not in (total, new):
             raise EngineMisbehaved(
@@ -307,8 +307,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
         self.advice = INCREMENTAL if repeats else ""
 
     async def _request_settings(self) -> None:
-        """Query the settings of the servers once, and set `advice` if a server does not stream incrementally. If the
-        query fails, `note` finds this out from the replies."""
+        """Query the servers' settings once, and set `advice` if a server does not stream incrementally. If the query
+        fails, `note` sets `advice` later."""
         if self._requested_settings:
             return
         self._requested_settings = True

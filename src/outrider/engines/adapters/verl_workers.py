@@ -60,8 +60,8 @@ worker, too, so it is not sent again."""
 
 
 class VerlWorkersOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of the engine for verl's workers. `call_seconds` is the maximum length of a call. `logprobs` is the
-    kind of the workers' log-probabilities."""
+    """The options of the engine for verl's workers. `call_seconds` is the maximum length of a call, `logprobs` the kind
+    of the workers' log-probabilities."""
 
     call_seconds: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     logprobs: LogprobKind = LogprobKind.SAMPLING
@@ -192,10 +192,10 @@ class VerlWorkersEngine:
 
     async def _answer(self, worker: VerlWorker, request: ChatRequest) -> CompletionResponse:
         """Send a request to a worker and return its reply. The time of sending and the duration are added to the
-        `timing` of the reply.
+        reply's `timing`.
 
-        Raises EngineUnavailable if the worker is lost, fails or does not answer in time. If the reply has an error code
-        of FINAL, raises its error."""
+        Raises EngineUnavailable if the worker is lost, fails or does not answer in time, and the error for an error
+        code of FINAL."""
         number = f"{request.request_id}-{next(self._numbers)}"
         answer: asyncio.Future[CompletionResponse] = asyncio.get_running_loop().create_future()
         worker.calls[number] = answer

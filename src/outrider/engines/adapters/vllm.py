@@ -153,8 +153,8 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
     """A `ServerEngine` that also implements `LoadsWeights`.
 
     Log-probabilities are passed on as the server sends them. The option `logprobs_mode` names their kind (RAW by
-    default), and must be the same as the server's `--logprobs-mode`. To pause and to load weights, the server must run
-    in development mode.
+    default), and must equal the server's `--logprobs-mode`. Pausing and loading weights need a server in development
+    mode.
     """
 
     reply = _VLLMReply

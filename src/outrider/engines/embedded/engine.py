@@ -97,9 +97,9 @@ class EmbeddedEngine(FunctionEngine):
     async def update_weights(self, weights: str | Path | Mapping[str, Any], version: int) -> None:
         """Replace the weights. Tokens sampled from now on have the policy version `version`.
 
-        `weights` is a safetensors file, a folder of such files, or a mapping of names to tensors. The names are those
-        of Hugging Face, and every tensor of the model must be there. The keys and values of running generations are
-        computed again. Raises EngineRejected if the weights are refused; the old weights then stay in use.
+        `weights` is a safetensors file, a folder of such files, or a mapping of Hugging Face names to tensors. Every
+        tensor of the model must be there. The keys and values of running generations are computed again. Raises
+        EngineRejected if the weights are refused; the old weights then stay in use.
         """
         thread = self._running()
 

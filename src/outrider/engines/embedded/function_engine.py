@@ -28,11 +28,11 @@ function that returns the whole output as one chunk."""
 class FunctionEngine:
     """Implements `Engine`, `SetsVersion`, `TakesConstraints` and `TokenizesText` with the function `generate`.
 
-    Each token has a policy version. It comes from the first of these sources that exists:
+    The policy version of a token comes from the first of these sources that exists:
 
     1. `versions` of the last chunk, which cover the whole output.
-    2. `versions` of the token's own chunk, as spans over the whole output. A function needs them if a chunk may wait in
-       a queue while the version changes.
+    2. `versions` of the token's chunk, as spans over the whole output, for a chunk that may wait in a queue while the
+       version changes.
     3. The version that was set (`set_version`, or the attribute `version`) when the chunk arrived.
 
     `tokenize`: without it, `token_check` returns None.

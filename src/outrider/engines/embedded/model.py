@@ -136,8 +136,8 @@ class CachedAttention:
 
 
 class Layer(nn.Module):  # type: ignore[misc]  # torch is not type-checked
-    """One block of the model: attention, then a gated MLP. Each of the two reads an RMS norm of its input, and its
-    result is added to that input."""
+    """One block of the model: attention, then a gated MLP. Each reads an RMS norm of its input, and its result is added
+    to that input."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -180,8 +180,8 @@ class Llama(nn.Module):  # type: ignore[misc]  # torch is not type-checked
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = nn.Parameter(torch.ones(shape.hidden))
         self.head = None if shape.tied else nn.Linear(shape.hidden, shape.vocab, bias=False)
-        # The tables of rotary embeddings have the shape (context, head_dim). The second half of each row repeats the
-        # first, as in Hugging Face's layout.
+        # The rotary tables have the shape (context, head_dim). The second half of each row repeats the first, as in
+        # Hugging Face's layout.
         inverse = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
         angles = torch.outer(torch.arange(shape.context, dtype=torch.float32), inverse).repeat(1, 2)
         self.cos, self.sin = angles.cos(), angles.sin()

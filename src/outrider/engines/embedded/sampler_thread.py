@@ -42,9 +42,9 @@ class QueuedRow(Row):
 
 
 class SamplerThread:
-    """Samples up to `rows` generations of `batch` at once, from `__enter__` to `__exit__`. The generate function of
-    `engine` must be this thread's `generate`; the engine also provides the version of the tokens. `threads` is the
-    number of torch's threads, or None for torch's default."""
+    """Samples up to `rows` generations of `batch` at once, from `__enter__` to `__exit__`. `engine` must call this
+    thread's `generate`, and provides the version of the tokens. `threads` is the number of torch's threads, or None for
+    torch's default."""
 
     def __init__(
         self,
@@ -114,8 +114,7 @@ class SamplerThread:
                 self._state.notify_all()
 
     def weights_changed(self) -> None:
-        """Called after the weights have changed. The next step then computes all keys and values again before it
-        samples."""
+        """Called after a change of weights. The next step then computes all keys and values again before it samples."""
         with self._state:
             self._stale = True
 

@@ -29,8 +29,8 @@ _STATUS = re.compile(r"[0-9]{1,3}")
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes that matter to a request, in tokens: its prompt, its maximum output, and the model's context. Prompt
-    and context are None if unknown."""
+    """The sizes of a request in tokens: its prompt, its maximum output, and the model's context. Prompt and context are
+    None if unknown."""
 
     prompt: int | None = None
     output: int = 0

@@ -20,7 +20,7 @@ class SseReader:
         self._after_cr = False
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Parse a chunk, and return the payloads of the events that are complete with it."""
+        """Parse a chunk, and return the payloads of the events that it completes."""
         if chunk.startswith(b"data: ") and chunk.endswith(b"\n\n") and not (self._partial or self._data):
             # Engines usually send whole events of one line each. Splitting such a chunk takes half as long as the
             # general parser below, which also handles line breaks in a payload.

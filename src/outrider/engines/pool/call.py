@@ -1,10 +1,9 @@
 """Runs one model call on the engines of a pool: chooses an engine, sends the request, checks each chunk, and tries
 again after failures.
 
-If the session's engine fails or misbehaves before the first chunk, another engine takes over. A generation may also be
-cut off, by a pause of the policy or because its engine is silent. If possible, it then continues as a new request
-(`ContinuedGeneration`). Invariant: a generation that cannot continue is tried again only if its consumer has received
-no token.
+If the session's engine fails or misbehaves before the first chunk, another engine takes over. A pause of the policy, or
+a silent engine, may cut a generation off. If possible, it then continues as a new request (`ContinuedGeneration`).
+Invariant: a generation that cannot continue is tried again only if its consumer has received no token.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ T = TypeVar("T", bound=Chunk | ChatChunk)
 
 FAILOVERS = 3
 """Maximum number of times that a call is tried again. After more failures, the request itself may be the cause. While
-engines are unavailable, the maximum is the number of engines in the pool, if that is higher."""
+engines are unavailable, each engine of the pool may be tried."""
 
 
 class EngineCalls:
@@ -269,8 +268,7 @@ class PoolReply(Generic[T]):
     def _is_cut(self, attempt: _Attempt, chunk: Any) -> bool:
         """Handle the last chunk of an engine's reply. Returns True if the engine has cut the reply off and it continues
         as a new request."""
-        # `ours` is True if this pool was paused during the generation. In this case, the version in the chunk may be
-        # old.
+        # `ours` is True if this pool was paused during the generation. The chunk's version may then be old.
         ours = attempt.cuts != self._calls.gate.cuts
         if chunk.finish is FinishReason.ABORT and attempt.member.takes_tokens:
             # If something other than this pool has aborted the generation, it starts again, but only if it has no token
@@ -304,7 +302,7 @@ class PoolReply(Generic[T]):
         else:
             calls.health.mark_failed(member, error)
         self._failed += 1
-        # after a chunk from this engine, the seconds of patience start again
+        # a chunk from this engine restarts the patience
         if attempt.begun or self._give_up_at is None:
             self._give_up_at = now + calls.patience
         ended_it = gate.mode is not None or attempt.cuts != gate.cuts
@@ -334,8 +332,7 @@ class _Attempt:
     - `generated`: the number of tokens received.
     - `begun`: True once a chunk has passed the checks.
     - `new_tokens`: the number of prompt tokens that this engine has not read for the session before.
-    - `version`: the engine's policy version when the request began.
-    - `cuts`: the gate's number of cuts when the request began."""
+    - `version`, `cuts`: the engine's policy version and the gate's `cuts` when the request began."""
 
     def __init__(self, calls: EngineCalls, member: EngineRecord, asked: AnyRequest, *, whole: bool) -> None:
         self.member = member

@@ -1,8 +1,8 @@
 """Checks each request, and each chunk of a reply.
 
 Chunks are checked because engines are other people's programs, and their output is stored, used for training and shown
-to clients. Requests are checked because some servers, such as SGLang 0.5.17, exit when a prompt has an id that their
-model does not have. Invariant: no part of an impossible chunk is passed on.
+to clients. Requests are checked because some servers, such as SGLang 0.5.17, exit on an id that their model does not
+have. Invariant: no part of an impossible chunk is passed on.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ FREE_CHARACTERS = 64 << 10
 """A reply may have this number of characters in addition to CHARACTERS_PER_TOKEN for each token."""
 
 MAX_MODEL = 1000
-"""Maximum length in characters of a model's name in an engine's health report. The name is shown in the status."""
+"""Maximum length in characters of a model's name that an engine reports. The status shows it."""
 OVERFLOW_SLACK = 64
-"""A refusal of a prompt as too long is accepted if the prompt is at most this number of tokens shorter than the
-context, because servers reserve a few tokens."""
+"""An engine may refuse a prompt that is at most this number of tokens shorter than the context, because servers reserve
+a few tokens."""
 LEAST_CONTEXT = 2048
 """Assumed length of a context of unknown length, in tokens. No model that agents use has a shorter context."""
 MESSAGE_TOKENS = 64

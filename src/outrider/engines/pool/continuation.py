@@ -24,9 +24,9 @@ class ContinuedGeneration:
     """One generation that takes several requests, because it was cut off. At each cut, one request ends and the next
     begins. `versions` has the spans of the tokens sampled before the newest request.
 
-    Each new request asks only for the remaining tokens, with its own seed. An engine does not find a stop string that
-    began before its request, so this class searches for such strings. `text` creates the decoder for this search; if it
-    is None, there is no search.
+    Each new request asks only for the remaining tokens, with its own seed. Engines do not find stop strings that began
+    before their request, so this class searches for them with the decoder that `text` creates. If `text` is None, there
+    is no search.
     """
 
     def __init__(self, request: GenerateRequest, text: Callable[[], TextStream] | None) -> None:
@@ -134,9 +134,9 @@ class ContinuedGeneration:
         return chunk
 
     def _echo(self, reported: list[int]) -> list[int]:
-        """Return the prompt that the engine reports, without the ids that earlier requests have sampled and this
-        request has sent as part of its prompt. For each of these ids that the engine reports wrongly or not at all, an
-        id 0 is appended. The result is then longer than the prompt, which is recorded as drift."""
+        """Return the prompt that the engine reports, without the ids of earlier requests, which this request has sent
+        as part of its prompt. For each of these ids that is reported wrongly or not at all, an id 0 is appended. The
+        result is then longer than the prompt, which is recorded as drift."""
         length = len(self._request.input_ids)
         behind = reported[length:]
         wrong = sum(map(int.__ne__, behind, self._sampled)) + abs(len(behind) - len(self._sampled))
@@ -161,11 +161,11 @@ class ContinuedGeneration:
 
 class StopWatch:
     """Searches for a stop string that spans a cut: it begins before a request was cut off, and ends in the next
-    request. The engine itself finds stop strings that begin after the cut. `completed` is the stop string that ends
-    with the last token before the cut, or None.
+    request. `completed` is the stop string that ends with the last token before the cut, or None. `over` is True once
+    no stop string can span the cut any more.
 
     The first character after the cut counts as a character before it, because its first bytes may belong to a token
-    before the cut. `over` is True once no stop string can span the cut any more.
+    before the cut.
     """
 
     def __init__(self, stops: Sequence[str], text: TextStream, sampled: Sequence[int]) -> None:

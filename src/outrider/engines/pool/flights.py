@@ -115,8 +115,8 @@ class Flight:
         now = loop.time()
         seconds = now - began
         # `Overdue` sums up the session's overdue seconds. It is updated if this wait for a chunk was overdue. It is
-        # also updated after any long wait, because a later call of the session may be queued behind this one and be
-        # overdue. Within `least` seconds after a chunk of this call, no later call can be overdue.
+        # also updated after a long wait, because a later call that is queued behind this one may be overdue. Within
+        # `least` seconds after a chunk of this call, no later call can be overdue.
         if seconds > self._least or seconds > wait.allowance - wait.waited:
             self._end_stretch(now)
         else:
@@ -190,7 +190,7 @@ class Flight:
 
     @property
     def longest_wait(self) -> float:
-        """The engine may have lost the call once the consumer has waited this number of seconds in total."""
+        """After this number of seconds of waiting, the engine may have lost the call."""
         if self.begun:
             return self.wait.allowance + self.grace
         whole = self.member.pace.whole_reply(self.request.sampling.max_tokens)

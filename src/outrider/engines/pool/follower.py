@@ -156,7 +156,7 @@ class PoolFollower:
                 self.pool.placement.refresh(member)
 
     def follow(self, state: PoolState) -> None:
-        """Apply a new state of the leader. A pause takes effect at once, everything else in the background."""
+        """Apply a new state of the leader: a pause at once, everything else in the background."""
         self._state = state
         if state.paused is not None:
             self._policy.follow(state)

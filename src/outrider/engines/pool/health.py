@@ -150,8 +150,8 @@ class HealthChecks:
 
     async def vet(self, engine: AnyEngine) -> EngineHealth:
         """Request an engine's health report, run the pool's `check` on the engine, and return the report. Raises
-        EngineUnavailable if the engine is not healthy or does not respond, EngineMisbehaved if the report has
-        impossible numbers, and the errors of `check`."""
+        EngineUnavailable if the engine is not healthy or does not respond, EngineMisbehaved for impossible numbers, and
+        the errors of `check`."""
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 health = await engine.health()

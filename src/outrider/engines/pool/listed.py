@@ -1,5 +1,5 @@
-"""Keeps the engines of a pool up to date with an external list, such as the list of a router's workers. Adds new
-engines, and removes engines that are no longer listed.
+"""Keeps the engines of a pool up to date with an external list, such as a router's list of workers: adds new engines,
+and removes engines that are no longer listed.
 
 Invariant: an engine leaves the pool only after it was missing from MISSES lists in a row. So sessions keep their
 engines while a router restarts with an empty list.

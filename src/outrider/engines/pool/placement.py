@@ -61,7 +61,7 @@ SLACK = 64
 """When the heap has more than this number of entries per name, it is rebuilt without the outdated entries."""
 
 Load = tuple[bool, float, int]
-"""Sort key for the choice of an engine: suspect engines last, then by load, then by number of sessions."""
+"""Sort key for the choice of an engine: suspect engines last, then load, then number of sessions."""
 
 EngineTask = Literal["probe", "trial", "check", "question"]
 """The kinds of background work on an engine.

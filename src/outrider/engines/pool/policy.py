@@ -1,10 +1,9 @@
 """Manages the policy that the engines of a pool serve: its version, the pauses for new weights, and which engines have
-the weights.
+them.
 
-The module handles no requests. While the policy is paused, no generation begins. Once `pause` has returned, no
-generation is running. If an engine fails during an operation, it is marked as failed (`lost`), and must get the current
-weights before it serves again. Invariants: the version decreases only on request. An engine with an older version
-serves no session.
+The module handles no requests. While the policy is paused, no generation begins. Once `pause` has returned, none is
+running. An engine that fails during an operation is marked as failed (`lost`), and must get the current weights before
+it serves again. Invariants: the version decreases only on request. An engine with an older version serves no session.
 """
 
 from __future__ import annotations
@@ -222,8 +221,8 @@ class Policy:
             return version
 
     async def leave(self, members: Sequence[EngineRecord]) -> None:
-        """Resume those engines among `members` that are paused, because they leave the pool. Each has FAREWELL_SECONDS.
-        Errors are ignored."""
+        """Resume the paused engines among `members`, which leave the pool. Each has FAREWELL_SECONDS. Errors are
+        ignored."""
 
         async def go_on(member: EngineRecord) -> None:
             async with asyncio.timeout(FAREWELL_SECONDS):

@@ -62,17 +62,17 @@ class EnginePool:
     - `text`: creates a decoder of token ids, which finds stop strings in generations that were cut off and continued.
     - `check`: called when an engine joins or returns. It may refuse the engine by raising an EngineError, such as
       ModelMismatch.
-    - `patience`: the seconds that a request waits for an engine, so that no session fails while an engine restarts.
+    - `patience`: seconds that a request waits for an engine, so that no session fails while an engine restarts.
     - `probing`: the waits between probes of a failed engine.
     - `silence`: the limits for silent engines.
-    - `look_seconds`: the seconds between two readings of a list of engines.
+    - `look_seconds`: seconds between two readings of a list of engines.
     - `known`, `keep`: restore and store the policy's version (see `Policy`).
-    - `paces`: the paces that an earlier pool has measured, by engine name (see `paces()`).
-    - `near`: the engines that sessions of this process get first (see `Placement`).
+    - `paces`: what an earlier pool has measured, by engine name (see `paces()`).
+    - `near`: engines that sessions of this process get first (see `Placement`).
     - `follows`: creates the policy if this pool follows a pool of another process (`follower.py`).
 
-    Pools of other processes may follow this pool. `leader.py` has the code for this, and `changes` announces that the
-    state for the followers may have changed.
+    Pools of other processes may follow this pool (`leader.py`). `changes` announces that the state for these followers
+    may have changed.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ KNOWN_CALLS = 8
 """The pace of an engine is known after this number of calls that were not overdue."""
 LEARNING_SECONDS = 1.0
 """Once the pace is known, at most one call in this number of seconds is remembered. So the medians cover several
-minutes even if the engine serves many calls, and a minute of unusual calls hardly changes them."""
+minutes even on a busy engine, and a minute of unusual calls hardly changes them."""
 ESTABLISHED_CALLS = 128
 """When a pace becomes known or is taken over from elsewhere, each of its calls is remembered several times, to get at
 least this number. So later calls change the medians only slowly."""
@@ -315,14 +315,14 @@ class SessionWait:
 
     def due(self, behind: float = 0.0) -> float:
         """Return the time at which the current stretch becomes overdue, or infinity between two stretches. `behind` is
-        the time when an earlier wait for the same resource last got something, such as a chunk."""
+        the time when an earlier wait for the resource last got something."""
         since, left = self.since, self.allowance - self.waited
         if since is None:
             return math.inf
         return (behind if behind > since else since) + (left if left > 0.0 else 0.0)
 
     def overdue_by(self, now: float) -> float:
-        """Return by how many seconds this wait has exceeded its allowance until `now`."""
+        """Return the seconds by which this wait exceeds its allowance until `now`."""
         return self.overdue + max(0.0, now - self.due())
 
 
@@ -381,7 +381,7 @@ class Overdue:
             self._longest, self._what = overdue, wait.what
 
     def remove(self, wait: SessionWait) -> None:
-        """Stop counting a wait, because it is over. Further calls have no effect."""
+        """Stop counting a wait that is over. Further calls have no effect."""
         if wait in self._open:
             self.before_end(wait, self._clock())
             if len(self._open) > 1:

@@ -53,11 +53,10 @@ class RelayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     - `heartbeat_seconds`: maximum time between two messages.
     - `silence_seconds`: a connection without messages is closed after this time.
-    - `resume_seconds`: after a worker has lost its connection, it has this time to reconnect. Its generations wait.
+    - `resume_seconds`: a worker that has lost its connection has this time to reconnect. Its generations wait.
     - `window`: maximum number of unacknowledged chunks of a generation.
-    - `total_window`: maximum number of unacknowledged chunks of all generations of a worker. Even beyond it, a
-      generation may send a chunk if it has no unacknowledged ones, so that slow readers do not stop the generations of
-      others.
+    - `total_window`: maximum number of unacknowledged chunks of a worker. A generation without unacknowledged chunks
+      may always send one, so that slow readers do not stop the generations of others.
     """
 
     heartbeat_seconds: Annotated[float, msgspec.Meta(gt=0)] = 5.0
@@ -134,8 +133,8 @@ class AttachedWorker:
 
     @property
     def _patience(self) -> float:
-        """Timeout of a call in seconds. It includes the time to reconnect, because a worker without a connection
-        receives the call only afterwards."""
+        """Timeout of a call in seconds. A worker without a connection receives the call only after it has reconnected,
+        so it includes that time."""
         return self._options.resume_seconds + CALL_SECONDS
 
     @property
@@ -371,8 +370,8 @@ class AttachedWorker:
         generation.news.set()
 
     def _next(self, generation: _Generation) -> Chunk:
-        """Return the next chunk to the consumer. Consumed chunks are acknowledged after every quarter of the window.
-        While many messages are unacknowledged, they are acknowledged at once, so that the worker can continue."""
+        """Return the next chunk to the consumer. Consumed chunks are acknowledged after every quarter of the window, or
+        at once while many messages are unacknowledged, so that the worker can continue."""
         chunk = generation.chunks.popleft()
         generation.consumed += 1
         few = generation.consumed - generation.acknowledged < self._options.window // 4

@@ -345,9 +345,8 @@ class RelayEngine:
         return self._too_short(hello.context_tokens)
 
     def _too_short(self, context: int | None) -> str | None:
-        """Return the reason why a worker with this context cannot serve here, or None if it can. The engine's context
-        would become the shorter one, and a prompt that does not fit the context ends its session. So a shorter context
-        is refused."""
+        """Return the reason why a worker with this context cannot serve here, or None if it can. A shorter context is
+        refused: it would become the engine's context, and a prompt that does not fit the context ends its session."""
         if context is None or self._context is None or context >= self._context:
             return None
         return f"the model's context here is {self._context} tokens, not {context}"
@@ -414,7 +413,7 @@ async def _hello(socket: Socket) -> WorkerHello:
     if len(frame) > MAX_HELLO:
         raise _Refused(Close.NONSENSE, f"the first message has {len(frame)} bytes: it is no hello")
     try:
-        # First read only the number of the protocol, because the rest of a hello of another version may be unreadable.
+        # First read only the protocol's number, because the rest of another version's hello may be unreadable.
         protocol = msgspec.msgpack.decode(frame, type=_AnyHello).protocol
         if protocol != PROTOCOL:
             raise _Refused(Close.PROTOCOL, f"this service speaks protocol {PROTOCOL}, not {protocol}: update the older")

@@ -17,8 +17,8 @@ from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
 from outrider.wire.link_protocol import Beat, Nonsense
 
 PROTOCOL = 1
-"""The version of the protocol. It is incremented after any change with which one side would misread the other. A new
-field of `SamplingParams` is such a change, because an older worker would silently ignore it."""
+"""The version of the protocol. It is incremented after any change that could make one side misread the other, such as a
+new field of `SamplingParams`, which an older worker would silently ignore."""
 
 MAX_TO_SERVICE = 8 << 20
 """Maximum bytes of a message from a worker. A chunk of 8 MiB has more than half a million tokens. Unmasking a WebSocket
@@ -94,8 +94,8 @@ class Acknowledge(msgspec.Struct, tag="acknowledge", frozen=True):
 
 
 class WorkerCall(msgspec.Struct, tag="call", frozen=True, kw_only=True):
-    """Orders an action, to which the worker sends one reply. If the worker receives the same call again, it only sends
-    the reply again."""
+    """Orders an action, to which the worker sends one reply. A worker that receives a call again only sends the reply
+    again."""
 
     call: int
     action: WorkerAction
