@@ -113,8 +113,7 @@ def _remove_abandoned(place: Path) -> None:
 
 
 def remove_tree(top: Path) -> None:
-    """Remove a folder and everything in it. At the first OSError, the function returns without raising, and the rest of
-    the tree stays.
+    """Remove a folder and everything in it. An OSError ends the removal, but is not raised.
 
     Archives from other sources may contain folders that are nested too deep for the maximum length of a path. So each
     inner folder is first moved directly below `top`, which keeps every path short.

@@ -34,7 +34,7 @@ MOST_NAMES = 200
 """Maximum number of failures in the record, each under the name of its work. Without a limit, the record could grow
 forever: some names contain the name of an engine, and engines can be added at any time."""
 MOST_CHARACTERS = 500
-"""The text of an error is recorded up to this number of characters."""
+"""Maximum number of characters recorded of an error's text."""
 
 
 class Failures:

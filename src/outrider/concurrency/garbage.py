@@ -35,8 +35,8 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class GarbageKeeper:
-    """Collects garbage in `turn`, which must be called every EVERY_SECONDS. `idle` returns True if no caller is waiting
-    for this process. `resident` returns the resident memory of the process in bytes."""
+    """Collects garbage in `turn`, which must be called every EVERY_SECONDS. `idle` returns True if no caller waits for
+    this process. `resident` returns the process's resident memory in bytes."""
 
     def __init__(self, idle: Callable[[], bool], resident: Callable[[], int] | None = None) -> None:
         self._idle = idle

@@ -1,7 +1,7 @@
 """Runs an event loop in its own thread, for code that cannot use `await`, such as the blocking client or a trainer.
 
 Invariant: a coroutine runs in the loop's thread, and has ended when `run` or the block of `open` ends. The only
-exception is Ctrl-C, which cancels the coroutine without waiting for its end.
+exception is Ctrl-C, which cancels the coroutine and does not wait.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Turns:
             turn = line.popleft()
             served = not turn.cancelled()
             # The owner that got the slot moves behind all other owners, and its part behind its other parts. If the
-            # request had been cancelled, the slot is still free, so owner and part stay in front.
+            # request had been cancelled, the slot is still free, so both stay in front.
             if line:
                 parts[part] = line
                 parts.move_to_end(part, last=served)

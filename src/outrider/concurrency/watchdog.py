@@ -24,7 +24,7 @@ from outrider.schemas import StallStats
 log = logging.getLogger("outrider.concurrency.watchdog")
 
 PERIOD = 0.01
-"""Seconds between two runs of the timer on the event loop."""
+"""Seconds between two runs of the timer."""
 STALL = 0.05
 """Minimum delay of the timer that counts as a stall, in seconds. Shorter delays are normal when many sessions run."""
 LOOK = STALL / 2
@@ -48,10 +48,10 @@ class StallKind(StrEnum):
 class StallEvidence(NamedTuple):
     """Measurements of one stall.
 
-    `stalled`: the length of the stall in seconds.
-    `waited`: the seconds that the loop's thread was ready to run and waited for a processor, or None if the kernel does
-        not report them.
-    `worked`: the processor time of all threads together, in seconds.
+    `stalled`: its length in seconds.
+    `waited`: seconds that the loop's thread was ready to run and waited for a processor, or None if the kernel does not
+        report them.
+    `worked`: seconds of processor time of all threads together.
     `looks`: how often the sampling thread ran during the stall.
     """
 
@@ -156,7 +156,7 @@ class Watchdog:
         self._timer = asyncio.get_running_loop().call_later(PERIOD, self._look)
 
     def _look(self) -> None:
-        """Count a stall if the timer, which calls this method, is late."""
+        """Count a stall if the timer is late. The timer calls this."""
         self._look_later()
         now, worked = time.monotonic(), time.thread_time()
         stalled, held = now - self._seen - PERIOD, worked - self._worked

@@ -47,7 +47,7 @@ Nonsense if a call breaks the protocol."""
 
 
 class CallEnded(Exception):
-    """There are no more values: the stream has ended, and its last value was already returned."""
+    """The stream has ended, and its last value was already returned."""
 
 
 class PendingCall(Generic[R]):
@@ -93,7 +93,7 @@ class PendingCall(Generic[R]):
             self._calls.send(CancelCall(self._number))
 
     def forget(self) -> None:
-        """Ignore all later replies. Further calls have no effect."""
+        """Ignore all later replies."""
         self._calls.forget(self._number)
 
 
@@ -133,7 +133,7 @@ class LinkCalls:
 
     def begin(self, request: NodeCall[R]) -> PendingCall[R]:
         """Start a call. The caller must call `PendingCall.forget` when it needs no more replies. Raises ServiceError if
-        the connection has ended or the request cannot be sent."""
+        the connection has ended, or if the request cannot be sent."""
         if self.ended:
             raise self._gone()
         number = self._made

@@ -1,9 +1,9 @@
 """Checks that what a node reports about its sessions fits the service's own records.
 
 A node on another machine may be any program that has a node's token. With this token, the program may only run sessions
-and write the data of these sessions. docs/nodes.md lists the rules. When a node breaks a rule, the service closes its
-connection and runs its sessions on other nodes. Invariant: data that passes these checks can be stored, added up, made
-into training samples, and shown.
+and write their data. docs/nodes.md lists the rules. When a node breaks a rule, the service closes its connection and
+runs its sessions on other nodes. Invariant: data that passes these checks can be stored, added up, made into training
+samples, and shown.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ MAX_LANES = 16
 MAX_FAILING = 64
 """Maximum number of failing background tasks that are shown for a node. Further ones are left out."""
 MAX_COUNTED = 256
-"""Maximum number of entries in each of these tables of a node's counts: sandbox runtimes, API dialects, and error codes
-of a dialect."""
+"""Maximum number of entries in a node's tables of counts: sandbox runtimes, API dialects, and error codes of a
+dialect."""
 MAX_NAME = 256
 MAX_PATH = 4096
 MAX_ANSWER = 1 << 20
@@ -55,8 +55,8 @@ MAX_LINES = 256
 """Maximum number of entries in each table of a result."""
 LIMITS = ArtifactLimits()
 MAX_KEPT_BYTES = LIMITS.total_bytes + (len(KEPT) + 1) * LIMITS.file_bytes + (1 << 20)
-"""Maximum bytes of an attempt's artifacts. These are the collected files, the data that is carried from the agent's
-sandbox to the grading, the record of network requests, and the grading log (1 MiB)."""
+"""Maximum bytes of an attempt's artifacts: the collected files, the data carried from the agent's sandbox to the
+grading, the record of network requests, and the grading log (1 MiB)."""
 
 GRADED = frozenset(
     {
@@ -111,7 +111,7 @@ class Given:
         return self.attempt.task
 
     def note_turn(self, call: AddTurn) -> None:
-        """Count a stored turn and the tokens that were sampled in it."""
+        """Count a stored turn and its sampled tokens."""
         self.indexes.setdefault(call.model, set()).add(call.turn.index)
         self.tokens[call.model] = self.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
 

@@ -32,8 +32,7 @@ NAMING = "a node's name has letters, digits, dots, dashes and underscores"
 
 MAX_MESSAGE = 1 << 30
 """Maximum bytes of a message to any node, and of a message from a node on the service's machine. A task with inline
-files, or the turns of a session with images, may have many megabytes. A message that is longer than this is a
-mistake."""
+files, or the turns of a session with images, may have many megabytes. A longer message is a mistake."""
 MAX_FROM_NODE = 64 << 20
 """Maximum bytes of a message from a node on another machine. The longest messages are artifacts, turns, and calls that
 contain a request body. Each of these may have 32 MiB."""
@@ -134,7 +133,7 @@ C = TypeVar("C")
 
 
 class NodeCall(msgspec.Struct, Generic[R], frozen=True):
-    """A call to the other side. Its reply has type R."""
+    """A call to the other side, whose reply has type R."""
 
 
 class NodeStream(NodeCall[R], frozen=True):
@@ -183,7 +182,7 @@ class CancelCall(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
-    """The node is ready to run attempts. If `error` is set, it cannot run any, for this reason."""
+    """The node is ready to run attempts, or cannot run any because of `error`."""
 
     error: ErrorRecord | None = None
 

@@ -2,8 +2,8 @@
 
 A node process runs sandboxes, agents, the model gateway, token trees, and generations on engines that have a URL. The
 service's process has the queue, the store, the policy, and the engines without a URL. `remote_node.py` handles the
-messages between them. Invariants: a process that exits is started again (`spawning.py` decides when). No process
-outlives the service.
+messages. Invariants: a process that exits is started again (`spawning.py` decides when). No process outlives the
+service.
 """
 
 from __future__ import annotations

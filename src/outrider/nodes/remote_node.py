@@ -77,8 +77,8 @@ MOST_RECENT = 10_000
 """The service accepts timeline entries for this number of a node's newest attempts, because entries may arrive after
 their attempt has ended."""
 SPARE_TAKES = 16
-"""Maximum number of a node's `Take` calls (requests for resources) that are waiting or hold resources, in addition to
-two for each of its attempts."""
+"""A node may have this number of `Take` calls (requests for resources), waiting or granted, in addition to two for each
+of its attempts."""
 
 Pools = Mapping[str | None, "EnginePool"]
 """The engine pools of a service, by model. The key of the policy is None."""
@@ -133,8 +133,8 @@ class RemoteNode:
         """Use the connection `socket` to the node until it ends. Returns the reason for the end.
 
         `ready` is called with None when the node can run attempts, or with its error when it cannot. `ended` is
-        awaited after the end, before the node's resources are given back. It must return only when the node no longer
-        uses them."""
+        awaited after the end. It must return only when the node no longer uses its resources, because they are given
+        back next."""
         async with asyncio.TaskGroup() as tasks:
             link = Link(
                 socket,

@@ -52,8 +52,8 @@ IMAGES_SECONDS = 5.0
 
 DOUBT_SECONDS = 0.5
 """Seconds for which the result of a failed attempt is held back if `ServiceProxy` has an `ending`. One signal may end
-this process and its sandboxes together. If it reaches a sandbox first, the sandbox's attempt fails. So the result is
-dropped if the signal reaches this process within these seconds."""
+this process and its sandboxes together. If it reaches a sandbox first, the sandbox's attempt fails, and the result is
+dropped when the signal reaches this process."""
 
 FOR_EVER = 1e9
 """The link's maximum seconds of silence. There is practically no maximum, because a silent service may only have

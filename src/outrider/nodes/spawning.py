@@ -99,9 +99,9 @@ async def one_after_another(
     ended: Callable[[str], bool],
     book: Failures | None = None,
 ) -> None:
-    """Run one process after another for the node `name`. `live` is awaited for each process, and the process is ended
-    when `live` returns. Then `ended` is called with a description of the end; if it returns True, another process is
-    started. Failures are recorded in `book`."""
+    """Run one process after another for the node `name`. `live` is awaited for each process, which is ended when `live`
+    returns. Then `ended` is called with a description of the end, and returns True to start another process. Failures
+    are recorded in `book`."""
     book = book or Failures()
     chore = f"process of node {name}"
     clock = asyncio.get_running_loop().time

@@ -1,9 +1,9 @@
 """The adapter for SGLang servers. Sends and receives token ids through `/generate`.
 
-It was written from SGLang's sources (0.5.23), and tested with version 0.5.17 on a GPU; tests use recorded replies of
-that server. The code for images follows the sources of 0.5.15 to 0.5.23, and was never tested with a real server. The
-events of a stream may be cumulative (the default) or incremental; the adapter sees which from the counts in each event.
-Invariant: an id is passed on only with the log-probability that the server sent for it.
+It was written from SGLang's sources (0.5.23) and tested with a server of 0.5.17 on a GPU, whose recorded replies are
+used in tests. The code for images follows the sources of 0.5.15 to 0.5.23, and was never tested with a real server. The
+events of a stream may be cumulative (the default) or incremental, as the counts in each event show. Invariant: an id is
+passed on only with the log-probability that the server sent for it.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ OLD_IMAGES = (
     " with SGLANG_VLM_CACHE_SIZE_MB=0"
 )
 IDS_PER_TOKEN = 4096
-"""With images in the prompt, the server sends an event only every 1 + (number of prompt ids) // IDS_PER_TOKEN tokens.
-For a long prompt, an event per token would cost too much, because each event repeats all ids of the prompt."""
+"""With images in the prompt, the server sends one event for 1 + (number of prompt ids) // IDS_PER_TOKEN tokens. For a
+long prompt, an event per token would cost too much, because each event repeats all ids of the prompt."""
 SETTINGS_SECONDS = 5.0
 """Timeout for the request of the server's settings. SGLang 0.5.17 took 1.3 s to answer."""
 INCREMENTAL = (

@@ -304,9 +304,9 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         values.
 
         The adapter calls `reload_weights`, a method of vLLM's workers, through `/collective_rpc`, because vLLM's routes
-        for weights do not read from disk. Raises EngineRejected in two cases: the server is not in development mode, or
-        this process sees that the folder has no weights, with which vLLM would exit. Raises EngineUnavailable if the
-        server has exited or has not dropped its cache.
+        for weights do not read from disk. Raises EngineRejected if the server is not in development mode, or if this
+        process sees that the folder has no weights, with which vLLM would exit. Raises EngineUnavailable if the server
+        has exited or has not dropped its cache.
         """
         self._check_control()
         if (trouble := await asyncio.to_thread(unreadable_weights, self._servers.urls, weights)) is not None:

@@ -84,9 +84,9 @@ class EngineCalls:
 
     def generate(self, request: GenerateRequest, overdue: Overdue | None = None) -> PoolReply[Chunk]:
         """Generate on the session's engine. If it fails or misbehaves before the first chunk, another engine takes
-        over. If the reply is cut off later, by a pause of the policy or because the engine stops responding, the reply
-        continues if the request's sampling allows it (`SamplingParams.continuable`). `overdue` counts the seconds by
-        which the session waits too long.
+        over. A reply that is cut off later, by a pause of the policy or because the engine stops responding, continues
+        if the request's sampling allows it (`SamplingParams.continuable`). `overdue` counts the seconds by which the
+        session waits too long.
 
         Raises the errors of `Engine.generate` and of `check_ids`, EngineUnavailable if no engine serves within
         `patience` seconds, and EngineMisbehaved for an impossible reply.

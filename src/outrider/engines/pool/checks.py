@@ -27,7 +27,7 @@ from outrider.trajectory import VersionSpan
 ROUNDING = 1e-3
 """The largest accepted log-probability. Values slightly above 0 are rounding errors: an engine subtracts two float32
 numbers, the logit of a token and the log of the sum over all tokens. For a nearly certain token both are equal except
-for rounding, which is 2.4e-4 for numbers near 2,048. An accepted value is recorded as it is."""
+for rounding (2.4e-4 at 2,048). An accepted value is recorded as it is."""
 
 LOWEST = -9999.0
 """vLLM sends this number in place of -inf, NaN and missing log-probabilities. The log-probabilities of sampled tokens

@@ -71,8 +71,8 @@ EngineTask = Literal["probe", "trial", "check", "question"]
 - `check`: checks an engine that is silent, or that a follower has reported.
 - `question`: measures how long an engine needs for one token, after a client has given up a call.
 
-Each kind has its own task, so that a check never waits for other work. A probe waits up to 15 s between two tries, and
-a trial up to a minute for its reply."""
+Each kind has its own task, so that a check does not wait for a probe (up to 15 s between two tries) or a trial (up to a
+minute)."""
 
 
 class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):

@@ -381,7 +381,7 @@ class Overdue:
             self._longest, self._what = overdue, wait.what
 
     def remove(self, wait: SessionWait) -> None:
-        """Stop counting a wait that is over. Further calls have no effect."""
+        """Stop counting a wait that is over."""
         if wait in self._open:
             self.before_end(wait, self._clock())
             if len(self._open) > 1:

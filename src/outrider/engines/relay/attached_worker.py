@@ -133,8 +133,8 @@ class AttachedWorker:
 
     @property
     def _patience(self) -> float:
-        """Timeout of a call in seconds. A worker without a connection receives the call only after it has reconnected,
-        so it includes that time."""
+        """Timeout of a call in seconds. It includes the time for a worker without a connection to reconnect, which
+        receives the call only then."""
         return self._options.resume_seconds + CALL_SECONDS
 
     @property

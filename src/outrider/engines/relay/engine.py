@@ -44,8 +44,8 @@ WorkerCheck = Callable[[AttachedWorker], Awaitable[None]]
 
 
 class RelayEngine:
-    """Implements `Engine`, `TokenizesText`, `SetsVersion` and `AwaitsWorkers`, and also `LoadsWeights` while all
-    workers can load weights.
+    """Implements `Engine`, `TokenizesText`, `SetsVersion` and `AwaitsWorkers`, and `LoadsWeights` while all workers can
+    load weights.
 
     `logprob_kind` and `constraints` come from the workers, and are known once the first worker has attached.
     """
