@@ -1,4 +1,4 @@
-"""Joins the machines of a Ray cluster to a service, or only those with a given Ray resource. A Ray actor on each
+"""Joins machines of a Ray cluster to a service: all of them, or those with a given Ray resource. A Ray actor on each
 machine runs the processes of `outrider nodes join`.
 
 Invariants: each joined machine has one actor. An actor that fails is started again or replaced. All actors end with
