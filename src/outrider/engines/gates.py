@@ -211,7 +211,7 @@ class PolicyGate:
 
     def _flying(self, which: Literal["in_flight", "whole"]) -> bool:
         """Return True while a pause must wait: for generations in flight, here or in a follower, or for a follower that
-        has not reported the latest closing. `which` is the count of generations to look at."""
+        has not reported the gate's latest closing. `which` is the count of generations to look at."""
         return bool(getattr(self, which)) or any(
             follower.unsettled(self.closings, which) for follower in self._followers.values()
         )

@@ -37,8 +37,8 @@ from outrider.wire.link_protocol import Close, Nonsense
 log = logging.getLogger("outrider.node")
 
 MAX_CALLS, MAX_CALL_BYTES = 1024, 64 << 20
-"""Maximum number and total bytes of the peer's calls that have no reply yet, streams excluded. At either maximum,
-nothing more is read from the peer until one of these calls has its reply."""
+"""Maximum number and total bytes of the peer's unanswered calls, except streams (`NodeStream`). At either maximum,
+nothing more is read from the peer until one is answered."""
 
 Handler = Callable[[Any], Coroutine[Any, Any, object] | AsyncGenerator[object, None]]
 """Carries out the calls of one class. For a `NodeStream`, a handler is a function that returns an asynchronous
@@ -125,7 +125,7 @@ class LinkCalls:
         """The number of the peer's latest call; -1 before the first call."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._streams: dict[int, tuple[type[NodeCall[Any]], int]] = {}
-        """Kind of call and size in bytes of each open stream of the peer, by call number."""
+        """Class and size in bytes of each open stream of the peer, by call number."""
         self._unanswered: dict[int, int] = {}
         """Sizes in bytes of the peer's unanswered calls, by call number."""
         self._answered = asyncio.Event()

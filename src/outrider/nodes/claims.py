@@ -119,9 +119,9 @@ class Given:
         """Return True if `counted`, the number of turns in a result by model, fits the turns that the service has
         stored.
 
-        With a verdict, the numbers must be equal, and the turns' indexes must have no gaps. Without a verdict the
-        attempt has failed, and its result may leave out stored turns, so a number may be lower but not higher. If these
-        records may lack a stored turn, always returns True.
+        If the attempt was graded (`verdict`), the numbers must be equal, and the turns' indexes must have no gaps.
+        Otherwise the attempt has failed, and its result may leave out stored turns, so a number may be lower but not
+        higher. If these records may lack a stored turn, always returns True.
         """
         if not self.certain or not self.began_here:
             return True
@@ -391,8 +391,8 @@ def shortened(result: SessionResult) -> SessionResult:
 
 def checked_stats(name: str, report: Report) -> NodeStats:
     """Return the statistics of a node's report, under the name that the service has for the node. The list of failures
-    and its texts are shortened. Raises Nonsense for impossible numbers, too many lanes, or a lane's name that is too
-    long."""
+    and its texts are shortened. Raises Nonsense for impossible numbers, too many lanes (stages of sessions),
+    or a lane's name that is too long."""
     stats = report.stats
     names_fit = all(len(lane.name) <= MAX_NAME for lane in stats.lanes)
     if not (_all_counts(stats) and len(stats.lanes) <= MAX_LANES and names_fit and stats.capacity <= MAX_SESSIONS):

@@ -43,7 +43,7 @@ FINAL = frozenset({Close.LEFT, Close.NONSENSE})
 MAX_MEMBERS = 1024
 """Maximum number of nodes that can be joined at the same time."""
 MAX_REFUSED = 16
-"""Maximum number of given-up nodes in the service's status. The most recent are shown."""
+"""Maximum number of nodes in the status that were cut off for an invalid message. The most recent are shown."""
 
 
 class JoinedNodes:

@@ -97,8 +97,8 @@ class NodeProcesses:
 
 
 def setup_of(config: Config, name: str, number: int, capacity: Capacity) -> NodeSetup:
-    """Return the settings of node `number`. The slots of the lanes and the warm sandboxes are divided among
-    `config.processes` nodes."""
+    """Return the settings of node `number`. The slots of the lanes and the warm sandboxes (started in advance) are
+    divided among `config.processes` nodes."""
     lanes, sandboxes, of = config.lanes, config.sandboxes, config.processes
     sizes = {"init": lanes.init, "ready": lanes.ready, "run": lanes.run, "eval": lanes.eval}
     slots = {name: max(1, _part(size, number, of)) for name, size in sizes.items() if size is not None}

@@ -106,7 +106,7 @@ class ServiceProxy:
         self._last_arrival: float | None = None
         """The time of the service's last message; None before the node is ready."""
         self._ending = False
-        """True once new attempts are ignored."""
+        """True once this node ignores new attempts, because it is ending."""
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[asyncio.Task[Disconnected]]:

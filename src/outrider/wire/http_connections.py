@@ -253,7 +253,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self.body: list[bytes] = []
-        """The unread part of the response's body; see `take_body`."""
+        """The unread part of the response's body."""
         self._unread = 0
         self._paused = False
         self.complete = True

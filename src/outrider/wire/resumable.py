@@ -47,9 +47,9 @@ class ResumableSocket(Socket):
     def __init__(self, most: int, *, most_unread: int = MAX_UNREAD) -> None:
         self.received = 0
         self.last_arrival = 0.0
-        """The event loop's time when the last piece arrived."""
+        """When the last piece arrived, by the event loop's clock."""
         self.taken = 0.0
-        """The event loop's time when the peer last acknowledged a piece."""
+        """When the peer last acknowledged a piece, by the event loop's clock."""
         self._most = most
         self._most_unread = most_unread
         self._unacknowledged: deque[tuple[bool, bytes]] = deque()

@@ -322,9 +322,9 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
 
 
 def collapsed(ids: Ids, images: Sequence[RequestImage], engine: str) -> Ids:
-    """Return the ids of a prompt with one placeholder for each image. The server itself replaces it by one placeholder
-    for each token of the image. Raises EngineRejected if there is a placeholder outside of the images, because the
-    server would take it for another image."""
+    """Return the ids of a prompt with one placeholder id for each image. The server replaces it by one placeholder for
+    each token of the image. Raises EngineRejected if there is a placeholder outside of the images, because the server
+    would take it for another image."""
     kept = np.ones(len(ids), dtype=np.bool_)
     for image in images:
         kept[image.span.start + 1 : image.span.start + image.span.length] = False

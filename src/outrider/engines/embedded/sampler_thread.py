@@ -57,7 +57,7 @@ class SamplerThread:
     ) -> None:
         self.checker = checker
         self.end: str | None = None
-        """The reason why the thread has ended, None while the thread runs."""
+        """The reason why the thread has ended, or None while it runs."""
         self._engine = engine
         self._batch = batch
         self._slots = rows

@@ -139,9 +139,9 @@ class PoolReply(Generic[T]):
         self._overdue = overdue
         tokens = request if isinstance(request, GenerateRequest) else None
         self._cuttable = tokens if tokens is not None and tokens.sampling.continuable else None
-        """The request if its reply can be continued after a cut, otherwise None."""
+        """The request if its reply can be continued after it was cut off, otherwise None."""
         self._continued: ContinuedGeneration | None = None
-        """The reply over all its requests, None while there was no cut."""
+        """The reply over all its requests, or None if it was never cut off."""
         self._avoid: str | None = None
         self._give_up_at: float | None = None
         self._failed = self._dropped = 0

@@ -70,7 +70,7 @@ class Flight:
         self._first_tokens = 0
         self.tokens = 0
         self._finished: float | None = None
-        """Time of the reply's last chunk, None before it has arrived."""
+        """When the last chunk of the reply arrived, or None before that."""
         self._known = member.pace.known
         self.forgiven = 0.0
         """Overdue seconds of the wait for the first chunk, if the engine's pace is unknown. The generation is not cut
@@ -171,7 +171,7 @@ class Flight:
         return error
 
     def land(self) -> None:
-        """End the flight, after a success or a failure, and record its times in the engine's pace."""
+        """End the flight, after a success or a failure, and record how fast the engine was in its `Pace`."""
         if self.overdue is not None:
             self.overdue.remove(self.wait)
         # Calls that did not finish, and calls with a slow consumer, do not show how fast the engine is. So they are not
@@ -198,7 +198,7 @@ class Flight:
 
     @property
     def grace(self) -> float:
-        """Additional seconds before an engine of unknown pace is checked. 0 if the pace is known."""
+        """Additional seconds before an engine is checked if its usual speed (pace) is unknown, otherwise 0."""
         if self._known:
             return 0.0
         if self.begun:

@@ -111,7 +111,7 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
     suspect: str | None = None
     version: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
     pace: PaceSummary | None = None
-    """The engine's pace as measured by this process, or None until it is known."""
+    """The engine's usual speed (pace) as measured by this process, or None until it is known."""
 
     @property
     def load(self) -> float:
@@ -146,7 +146,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     awaits_workers: bool = False
     """True if the engine may join before its first worker has connected (`AwaitsWorkers`)."""
     pace: PaceSummary | None = None
-    """The engine's pace, for followers that have not measured it yet."""
+    """The engine's usual speed (pace), for followers that have not measured it yet."""
 
 
 class PoolState(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,7 +286,7 @@ class EngineRecord:
             task.cancel()
 
     def known_pace(self) -> PaceSummary | None:
-        """Return the pace of the engine that was measured over the most calls, by this process or by a follower.
+        """Return the engine's usual speed (pace) as measured over the most calls, by this process or a follower.
         Returns None if none has measured it."""
         all_paces = (self.pace.summary, *(use.pace for use in self.uses.values()))
         return max((pace for pace in all_paces if pace is not None), key=lambda pace: pace.calls, default=None)
@@ -321,7 +321,7 @@ class Placement:
         self._members: dict[str, EngineRecord] = {}
         self._heaps = {True: LoadHeap(), False: LoadHeap()}
         self.arrivals = Broadcast()
-        """Sent whenever an engine begins to serve."""
+        """Wakes the requests that wait for an engine, whenever an engine begins to serve."""
 
     def pick(self, session_key: str, kinds: tuple[bool, ...], avoid: str | None = None) -> EngineRecord | None:
         """Return the session's engine. If the session has no engine that serves, assign the first of these:

@@ -83,7 +83,7 @@ class Policy:
         self._lost = lost
         self._found = found
         self._known = known
-        """The policy that a trainer has set, None if none was set."""
+        """The policy that a trainer has set, or None."""
         self._undone: set[int] = set()
         """Versions that were undone by setting a lower version. An engine that still reports one of these versions has
         missed this order."""

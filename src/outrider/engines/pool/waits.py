@@ -25,7 +25,7 @@ import msgspec
 REMEMBERED_CALLS = 256
 """The medians are computed from at most this number of recent calls."""
 KNOWN_CALLS = 8
-"""The pace of an engine is known after this number of calls that were not overdue."""
+"""The usual speed (pace) of an engine is known after this number of calls that were not overdue."""
 LEARNING_SECONDS = 1.0
 """Once the pace is known, at most one call in this number of seconds is remembered. So the medians cover several
 minutes even on a busy engine, and a minute of unusual calls hardly changes them."""
@@ -90,7 +90,7 @@ Measure = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
 class PaceSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The pace of an engine. The first four fields are medians over the remembered calls.
+    """The pace of an engine: how fast it usually replies. The first four fields are medians over the remembered calls.
 
     - `first`: seconds to the first chunk.
     - `first_per_prompt_token`: seconds to the first chunk, divided by the number of prompt tokens.

@@ -120,7 +120,7 @@ class AttachedWorker:
         self._generations: dict[int, _Generation] = {}
         self._calls: dict[int, tuple[WorkerCall, asyncio.Future[WorkerReply]]] = {}
         self._unacknowledged = 0
-        """Messages received and not acknowledged, over all generations."""
+        """Number of messages received and not acknowledged, over all generations."""
 
     @property
     def connected(self) -> bool:
