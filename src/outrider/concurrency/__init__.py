@@ -1,5 +1,3 @@
 """General tools for asyncio programs: retries, protection from cancellation, worker threads, garbage collection, and a
 watchdog for the event loop.
-
-They do not depend on the kind of work.
 """

@@ -87,8 +87,7 @@ class _Result(msgspec.Struct):
 
 class OffloadThread:
     """Runs long computations in one worker thread, so that they do not block the event loop. Each computation runs in
-    pieces, and the pieces of several computations alternate. The thread starts with the first piece. `close` waits for
-    the piece that is running.
+    pieces, and the pieces of several computations alternate. `close` waits for the piece that is running.
 
     Reading and rendering a request with tens of thousands of messages takes seconds. On the event loop, this work would
     stop every other session. Several threads would not be faster, because Python runs one thread at a time, and the

@@ -87,7 +87,7 @@ class Chores:
 
     At the end of the block, the chores started with `begin` are cancelled. Then the block waits for them and for the
     tasks started with `create_task`. If the block raises, these tasks are cancelled, too. `fatal` returns True for
-    errors that end the whole block, like an error in an asyncio.TaskGroup. By default no error is fatal.
+    errors that end the whole block, like an error in an asyncio.TaskGroup.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""Retry policies. A policy has the number of attempts of an operation and the waits between them. Every operation that
-is retried has a policy.
+"""Retry policies: the number of attempts of an operation, and the waits between them.
 
 The waits grow exponentially and are random (full jitter), so that clients that failed together do not retry together.
 docs/failure.md lists all policies.

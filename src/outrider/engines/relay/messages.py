@@ -21,7 +21,7 @@ PROTOCOL = 1
 new field of `SamplingParams`, which an older worker would silently ignore."""
 
 MAX_TO_SERVICE = 8 << 20
-"""Maximum bytes of a message from a worker. A chunk of 8 MiB has more than half a million tokens. Unmasking a WebSocket
+"""Maximum bytes of a message from a worker. This is enough for a chunk of half a million tokens. Unmasking a WebSocket
 frame of this size blocks the event loop for 20 ms."""
 MAX_HELLO = 256 << 10
 """Maximum bytes of a worker's first message."""
