@@ -62,8 +62,8 @@ def check_enough() -> None:
 
 
 def shares(descriptors: int) -> ConnectionQuotas:
-    """Divide descriptors: a quarter for sandboxes, an eighth for their networks, an eighth for other clients, and the
-    rest for the service itself."""
+    """Divide descriptors: a quarter for sandboxes, an eighth for their networks (two for each connection), an eighth
+    for other clients, and the rest for the service itself."""
     sandboxes, control = descriptors // 4, descriptors // 8
     session = min(EACH_MOST, max(EACH_LEAST, sandboxes // SESSIONS))
     token = max(EACH_LEAST, control // SESSIONS)

@@ -91,7 +91,7 @@ class _Event(ServerEvent):
     meta_info: _Meta | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
     """The ids of the prompt, if the request asks for them. Every event repeats them, so they are decoded only in the
-    first."""
+    first event."""
 
 
 class _SGLangReply(ServerReply[_Event]):

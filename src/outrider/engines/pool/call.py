@@ -253,7 +253,7 @@ class PoolReply(Generic[T]):
 
     def _check_same_kind(self, member: EngineRecord) -> None:
         """Raise EngineUnavailable if the engine cannot continue the reply: its log-probabilities are of another kind
-        than those so far, or it does not take the images of the request."""
+        than those of the reply so far, or it does not take the images of the request."""
         images = self._request.images if isinstance(self._request, GenerateRequest) else ()
         if images and (form := serving(member).image_form) is not images[0].form:
             takes = "no images" if form is None else f"images as {form}, and not as {images[0].form}"

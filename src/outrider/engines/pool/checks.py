@@ -85,7 +85,7 @@ def overflow_fault(
     if the engine may be right. This check is needed because a prompt that is too long counts as the agent's fault, and
     ends the session with a grade.
 
-    `context` is the model's context in tokens, or None if unknown. The settings come first, then the engine's report.
+    `context` is the model's context in tokens, from the settings or else from the engine's report, or None if unknown.
     The check assumes that a message has at most as many tokens as bytes. For images there is no such maximum, so a
     refusal of a request with images is always accepted.
     """
@@ -256,7 +256,7 @@ def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary
             hint="if its model is larger than its vocabulary, have it mask the padding; else it serves another model",
         )
     # `max` and `sum` are faster than the loop, which runs only if one of the two comparisons is False. No value is
-    # above ROUNDING, so the sum is too low if a single value is. Comparisons with NaN are False.
+    # above ROUNDING, so a single value that is too low makes the sum too low. Comparisons with NaN are False.
     if not (max(logprobs) <= ROUNDING and sum(logprobs) > LOWEST):
         for value in logprobs:
             if not LOWEST < value <= ROUNDING:

@@ -134,9 +134,10 @@ class ContinuedGeneration:
         return chunk
 
     def _echo(self, reported: list[int]) -> list[int]:
-        """Return the prompt that the engine reports, without the ids of earlier requests, which this request has sent
-        as part of its prompt. For each of these ids that is reported wrongly or not at all, an id 0 is appended. The
-        result is then longer than the prompt, which is recorded as a deviation (drift)."""
+        """Return the prompt that the engine reports, without the ids of the reply: the prompt of a request that
+        continues a reply ends with the ids of the reply so far. For each of these ids that is reported wrongly or not
+        at all, an id 0 is appended. The result is then longer than the original prompt, which is recorded as a
+        deviation (drift)."""
         length = len(self._request.input_ids)
         behind = reported[length:]
         wrong = sum(map(int.__ne__, behind, self._sampled)) + abs(len(behind) - len(self._sampled))
