@@ -215,7 +215,7 @@ class ServiceProxy:
 
 
 class RemoteStore:
-    """The service's store, as a node uses it; implements `sessions.attempt.AttemptStore`."""
+    """Gives a node access to the service's store; implements `sessions.attempt.AttemptStore`."""
 
     def __init__(self, calls: LinkCalls) -> None:
         self._calls = calls
@@ -237,7 +237,7 @@ class RemoteStore:
 
 
 class RemoteArtifacts:
-    """The service's artifact store, as a node uses it; implements `store.artifacts.KeepsArtifacts`."""
+    """Gives a node access to the service's artifact store; implements `store.artifacts.KeepsArtifacts`."""
 
     def __init__(self, calls: LinkCalls) -> None:
         self._calls = calls
@@ -296,8 +296,8 @@ class ModelLeader:
 
 
 class ForwardedEngine:
-    """An engine that only the service can reach, as a node uses it; implements `Engine` and `ChatEngine`. `pause` and
-    `resume` do nothing, because only the service pauses the engine."""
+    """Gives a node access to an engine that only the service can reach; implements `Engine` and `ChatEngine`. `pause`
+    and `resume` do nothing, because only the service pauses the engine."""
 
     def __init__(self, calls: LinkCalls, model: str | None, state: EngineState) -> None:
         self.name = state.name

@@ -18,7 +18,7 @@ from outrider.errors import EngineRejected
 
 
 class SampledToken(msgspec.Struct, frozen=True):
-    """A token id, and the natural logarithm of its probability by the raw logits."""
+    """A token id, and its natural log-probability computed from the raw logits."""
 
     token: int
     logprob: float

@@ -93,8 +93,8 @@ class AttachedWorker:
     """A worker's generations and calls, over all its connections.
 
     `engine` is the name of the engine for error messages. `gone` is the reason why the worker was given up, or None
-    while it is connected or may reconnect. The class implements the part of `Engine` that the check of a tokenizer
-    needs.
+    while it is connected or may reconnect. The class implements the part of `Engine` with which the service checks the
+    tokenizer of a worker.
     """
 
     mode = TokenMode.TOKENS
