@@ -391,8 +391,8 @@ def shortened(result: SessionResult) -> SessionResult:
 
 def checked_stats(name: str, report: Report) -> NodeStats:
     """Return the statistics of a node's report, under the name that the service has for the node. The list of failures
-    and its texts are shortened. Raises Nonsense for impossible numbers, too many lanes (stages of sessions),
-    or a lane's name that is too long."""
+    and its texts are shortened. Raises Nonsense for impossible numbers, too many lanes (stages of sessions), or a
+    lane's name that is too long."""
     stats = report.stats
     names_fit = all(len(lane.name) <= MAX_NAME for lane in stats.lanes)
     if not (_all_counts(stats) and len(stats.lanes) <= MAX_LANES and names_fit and stats.capacity <= MAX_SESSIONS):

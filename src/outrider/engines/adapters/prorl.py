@@ -132,8 +132,8 @@ class ProrlEngine:
         return body
 
     async def health(self) -> EngineHealth:
-        """ProRL's API has no route for health, so the server counts as healthy if it sends any reply with a status
-        below 500, such as 404."""
+        """Report the server as healthy if it sends any reply with a status below 500, such as 404, because ProRL's API
+        has no route for health."""
         try:
             await self._http.check("/health")
         except StatusFailure as failure:

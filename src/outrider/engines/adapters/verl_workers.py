@@ -194,8 +194,8 @@ class VerlWorkersEngine:
         """Send a request to a worker and return its reply. The time of sending and the duration are added to the
         reply's `timing`.
 
-        Raises EngineUnavailable if the worker is lost, fails or does not answer in time, and the error for an error
-        code of FINAL."""
+        Raises EngineUnavailable if the worker is lost, fails or does not answer in time. If the reply has an error code
+        of FINAL, raises that error."""
         number = f"{request.request_id}-{next(self._numbers)}"
         answer: asyncio.Future[CompletionResponse] = asyncio.get_running_loop().create_future()
         worker.calls[number] = answer

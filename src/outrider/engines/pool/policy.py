@@ -167,8 +167,8 @@ class Policy:
         meanwhile: Callable[[], Awaitable[None]] | None = None,
         go_back: bool = False,
     ) -> None:
-        """Pause, load `weights` in place on every engine if given, set the version, and resume. `meanwhile` is awaited
-        between the loading and the resume.
+        """Pause, load `weights` (if given) in place on every engine, set the version, and resume. `meanwhile` is
+        awaited between the loading and the resume.
 
         If only some engines fail, they stop serving and catch up later. If no engine has loaded the weights, raises an
         engine's error, and the policy stays as it was. Raises Conflict if `version` is lower than the current version,
